@@ -1,0 +1,3 @@
+"""entrenar-py: falsify distributed trainers before people trust them."""
+
+__version__ = "0.1.0"

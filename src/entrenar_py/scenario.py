@@ -1,0 +1,226 @@
+"""One run, described completely: same scenario, same run.
+
+Holds every number a system needs and is the only source of randomness (`Scenario.rng`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# What a field may hold, where it is a choice: validation, docs and Hypothesis read this table.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "workload": ("linear", "mlp", "decoder"),
+    "optimizer": ("sgd", "momentum", "adamw"),
+    "schedule": ("constant", "linear", "cosine"),
+    "detail": ("digests", "values"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What to run.
+
+    A global batch of `batch_size` samples is cut into `num_shards` logical shards; a worker owns a
+    contiguous run of shards and computes each in `accumulation` micro-batches. `num_samples` is
+    the size of the data set; epochs are permutations of it, and the last batch of an epoch is
+    short rather than dropped or padded. `clip_norm` is the largest L2 norm of the averaged
+    gradient (None: no clipping). `warmup_steps` of linear warm-up come before `schedule` decays
+    over `num_steps`. `stops` are the steps before which the run is checkpointed, thrown away and
+    resumed. `width` is the hidden width of `mlp`. `repeat` tells two runs of one scenario apart;
+    nothing in a run depends on it. `detail="values"` records tensors beside their digests.
+    `options` belong to the system (the shape of a matrix product, say).
+
+    Raises UsageError when a value is out of range.
+    """
+
+    system: str
+    workload: str
+    world_size: int
+    seed: int
+    num_shards: int = 8
+    num_samples: int = 50
+    batch_size: int = 16
+    num_steps: int = 5
+    accumulation: int = 1
+    optimizer: str = "sgd"
+    learning_rate: float = 0.05
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    dropout: float = 0.0
+    width: int = 16
+    backends: tuple[str, ...] = ("cpu",)
+    faults: tuple[Fault, ...] = ()
+    stops: tuple[int, ...] = ()
+    repeat: int = 0
+    detail: str = "digests"
+    mutant: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            _whole(name, getattr(self, name), at_least=1)
+        for name in ("seed", "warmup_steps", "repeat"):
+            _whole(name, getattr(self, name), at_least=0)
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+        for name in ("learning_rate", "weight_decay", "dropout"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise UsageError(f"{name}={value!r}: use a finite number >= 0")
+        if self.dropout >= 1:
+            raise UsageError(f"dropout={self.dropout}: use a probability below 1")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(f"clip_norm={self.clip_norm!r}: use a number > 0, or null for none")
+        if self.world_size > self.num_samples:
+            raise UsageError(
+                f"world_size={self.world_size} with num_samples={self.num_samples}: every worker "
+                f"needs at least one sample; use world_size<={self.num_samples}"
+            )
+        if self.batch_size > self.num_samples:
+            raise UsageError(
+                f"batch_size={self.batch_size} with num_samples={self.num_samples}: "
+                f"use batch_size<={self.num_samples}"
+            )
+        if self.world_size > self.num_shards:
+            raise UsageError(
+                f"world_size={self.world_size} with num_shards={self.num_shards}: every worker "
+                f"needs at least one logical shard; use num_shards>={self.world_size}"
+            )
+        for stop in self.stops:
+            if not 0 < stop < self.num_steps:
+                raise UsageError(
+                    f"stops={list(self.stops)} with num_steps={self.num_steps}: "
+                    f"a stop lies between step 1 and step {self.num_steps - 1}"
+                )
+        for fault in self.faults:
+            self._check_fault(fault)
+
+    def _check_fault(self, fault: Fault) -> None:
+        for name, limit in (
+            ("rank", self.world_size),
+            ("shard", self.num_shards),
+            ("step", self.num_steps),
+        ):
+            value = getattr(fault, name)
+            if value is not None and not 0 <= value < limit:
+                raise UsageError(
+                    f"fault {fault.kind} {name}={value}: the scenario has {name}s 0 to {limit - 1}"
+                )
+
+    def with_(self, **changes: Any) -> Scenario:
+        """A copy with `changes`; UsageError if the result is not a scenario."""
+        return replace(self, **changes)
+
+    def backend_of(self, rank: int) -> str:
+        """The backend of worker `rank`: `backends` in turn, from the start again when they end."""
+        return self.backends[rank % len(self.backends)]
+
+    def rng(self, *stream: str | int) -> np.random.Generator:
+        """The random stream named `stream`, e.g. `rng("dropout", step, shard)`.
+
+        A function of the seed and the name alone: never of the rank, of the world size, or of what
+        was drawn before. Philox, keyed with BLAKE3 of both.
+        """
+        import numpy as np
+
+        name = json.dumps([self.seed, *stream]).encode()
+        key = int.from_bytes(blake3(name).digest(16), "little")
+        return np.random.Generator(np.random.Philox(key=key))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready mapping of all fields."""
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        record["faults"] = [fault.to_dict() for fault in self.faults]
+        record["stops"] = list(self.stops)
+        record["backends"] = list(self.backends)
+        record["options"] = dict(self.options)
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Scenario:
+        """The scenario `record` describes; UsageError names an unknown or missing key."""
+        allowed = cls.__dataclass_fields__
+        unknown = sorted(set(record) - set(allowed))
+        if unknown:
+            raise UsageError(f"scenario key={unknown[0]!r}: allowed are {', '.join(allowed)}")
+        missing = [name for name in _REQUIRED if name not in record]
+        if missing:
+            raise UsageError(f"scenario without {', '.join(missing)}")
+        values = dict(record)
+        for name, build in _SEQUENCES.items():
+            if name in values:
+                if not isinstance(values[name], list | tuple):
+                    raise UsageError(f"scenario key {name}={values[name]!r}: use a list")
+                values[name] = tuple(build(item) for item in values[name])
+        return cls(**values)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits that name this scenario."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return str(blake3(text.encode()).hexdigest(16))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+_REQUIRED = ("system", "workload", "world_size", "seed")
+_POSITIVE = (
+    *("world_size", "num_shards", "num_samples", "batch_size", "num_steps"),
+    *("accumulation", "width"),
+)
+
+
+def _fault(item: Any) -> Fault:
+    if isinstance(item, Fault):
+        return item
+    if not isinstance(item, Mapping):
+        raise UsageError(f"fault {item!r}: use a mapping with a kind")
+    return Fault.from_dict(item)
+
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "faults": _fault,
+    "stops": lambda stop: stop,
+    "backends": str,
+}
+
+
+def _whole(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise UsageError(f"{name}={value!r}: use a whole number >= {at_least}")
+
+
+def expand(record: Mapping[str, Any], **defaults: Any) -> Iterator[Scenario]:
+    """Every scenario a contract's `scenarios` entry stands for.
+
+    A list where a scenario holds one value means each of them in turn, e.g.
+    `world_size: [1, 2, 4]`; several lists mean every combination. `defaults` fill what `record`
+    leaves out.
+    """
+    merged = {**defaults, **record}
+    lists = {
+        name: value
+        for name, value in merged.items()
+        if isinstance(value, list) and name not in _SEQUENCES
+    }
+    for choice in product(*lists.values()):
+        yield Scenario.from_dict({**merged, **dict(zip(lists, choice, strict=True))})

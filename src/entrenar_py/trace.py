@@ -1,0 +1,434 @@
+"""What one run did, event by event, and its file: JSON lines in a BLAKE3 chain.
+
+Trainer-agnostic: the reference trainer, a torch script and a real cluster fill the same events.
+A field that a trainer does not reveal is None (or empty), and a judge that needs it says so.
+
+Every line of the file is one event plus `chain`: the BLAKE3 digest of the previous line's chain
+and this line without it. The last event is `End`, so a truncated file is found too.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from blake3 import blake3
+
+from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.scenario import Scenario
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A tensor as a trace keeps it: its digest, and its values where the scenario asks for them.
+
+    `digest` is BLAKE3 (128 bits, hex) of the raw little-endian elements in C order. `data` is the
+    base64 of the same bytes, `dtype` a numpy dtype name.
+    """
+
+    digest: str
+    data: str | None = None
+    dtype: str = "float32"
+
+    def values(self) -> np.ndarray[Any, Any] | None:
+        """The elements, flat `[size]`; None when only the digest was kept."""
+        if self.data is None:
+            return None
+        import numpy as np
+
+        return np.frombuffer(base64.b64decode(self.data), dtype=self.dtype)
+
+
+def record_tensor(tensor: np.ndarray[Any, Any], *, values: bool = False) -> TensorRecord:
+    """The record of a C-contiguous array of any shape; the array is not kept."""
+    data = tensor.data.cast("B") if tensor.size else b""
+    digest = blake3(data).hexdigest(16)
+    if not values:
+        return TensorRecord(digest)
+    return TensorRecord(digest, base64.b64encode(data).decode(), tensor.dtype.name)
+
+
+Tensors = Mapping[str, TensorRecord]
+_NONE: Tensors = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened. `kind` names it in the file."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Event):
+    """Worker `rank` has its state: at the beginning, after joining, or after a resume.
+
+    `step` is the next step to be done. `trainable` and `frozen` name parameters in order;
+    `decayed` those with weight decay. `progress` is the position that a checkpoint must restore
+    (epoch, offset, schedule step).
+    """
+
+    kind: ClassVar[str] = "start"
+    step: int
+    rank: int
+    weights: Tensors
+    optimizer: Tensors = field(default_factory=lambda: _NONE)
+    buffers: Tensors = field(default_factory=lambda: _NONE)
+    trainable: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(Event):
+    """Worker `rank` computed the loss and gradient of the samples `ids` (in this order).
+
+    `shard` is the logical shard, or the micro-batch index of the rank where a trainer has no
+    logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses and `weight`
+    their count. `draws` is the digest of the random numbers used (dropout), `gradient` that of the
+    local gradient where revealed. `finite`: loss and gradient hold no NaN or Inf.
+    """
+
+    kind: ClassVar[str] = "shard"
+    step: int
+    epoch: int
+    rank: int
+    shard: int
+    ids: tuple[int, ...]
+    loss_sum: float
+    weight: float
+    finite: bool
+    draws: str | None = None
+    gradient: Tensors = field(default_factory=lambda: _NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update(Event):
+    """Worker `rank` made optimizer step `step`; what it holds afterwards.
+
+    `loss` is the mean it reports over `weight` samples (or tokens). `gradient` is the averaged
+    gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the norm after clipping.
+    `learning_rate` is the one used in this step. `finite`: no NaN or Inf in the new weights.
+    """
+
+    kind: ClassVar[str] = "update"
+    step: int
+    rank: int
+    loss: float
+    weight: float
+    learning_rate: float
+    finite: bool
+    weights: Tensors
+    optimizer: Tensors = field(default_factory=lambda: _NONE)
+    buffers: Tensors = field(default_factory=lambda: _NONE)
+    gradient: Tensors = field(default_factory=lambda: _NONE)
+    grad_norm: float | None = None
+    applied_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership(Event):
+    """Worker `rank` joined or left (`change`) at step `step`."""
+
+    kind: ClassVar[str] = "membership"
+    step: int
+    rank: int
+    change: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injected(Event):
+    """A planned fault really took place."""
+
+    kind: ClassVar[str] = "injected"
+    fault: Mapping[str, Any]
+    step: int | None = None
+    rank: int | None = None
+    shard: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt(Event):
+    """Training stopped on purpose at step `step`, before any update of it.
+
+    `rank`, `shard`, `tensor` and `ids` name the culprit; `reason` is the message.
+    """
+
+    kind: ClassVar[str] = "halt"
+    step: int
+    reason: str
+    rank: int | None = None
+    shard: int | None = None
+    tensor: str | None = None
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint was written by `rank` before step `step`, holding this."""
+
+    kind: ClassVar[str] = "saved"
+    step: int
+    rank: int
+    weights: Tensors
+    optimizer: Tensors = field(default_factory=lambda: _NONE)
+    buffers: Tensors = field(default_factory=lambda: _NONE)
+    progress: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Event):
+    """The gradients that `backend` really produced: (name, shape, dtype) in order."""
+
+    kind: ClassVar[str] = "manifest"
+    backend: str
+    entries: tuple[tuple[str, tuple[int, ...], str], ...]
+    rank: int | None = None
+    device: str = ""
+    software: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt(Event):
+    """The backend chain tried `backend`: served, or failed with `reason`."""
+
+    kind: ClassVar[str] = "attempt"
+    backend: str
+    served: bool
+    reason: str = ""
+    device: str = ""
+    software: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product(Event):
+    """One matrix product on a backend, compared with the CPU and with float64.
+
+    `shape` is (m, k, n); `error_cpu` and `error_f64` are largest absolute differences, `bound` the
+    largest that float32 rounding allows against float64 (absolute, for these operands).
+    `stated` is true at the shape and range for which the contract gives an absolute tolerance.
+    """
+
+    kind: ClassVar[str] = "product"
+    backend: str
+    device: str
+    software: bool
+    shape: tuple[int, int, int]
+    result_shape: tuple[int, ...]
+    layout: str
+    magnitude: float
+    finite: bool
+    error_cpu: float
+    error_f64: float
+    bound: float
+    stated: bool
+    digest: str
+    element: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(Event):
+    """Peak resident memory of worker `rank`, in bytes, its budget, and the estimate made before."""
+
+    kind: ClassVar[str] = "memory"
+    rank: int
+    backend: str
+    peak_bytes: int
+    baseline_bytes: int
+    estimate_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Event):
+    """The run is over: `completed`, `halted` (on purpose) or `failed` (`reason` says how)."""
+
+    kind: ClassVar[str] = "end"
+    status: str
+    reason: str = ""
+
+
+EVENTS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        *(Start, Shard, Update, Membership, Injected, Halt, Saved),
+        *(Manifest, Attempt, Product, Memory, End),
+    )
+}
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The events of one run of `scenario`, in order.
+
+    `environment` holds versions and devices. `promises` are what the system claims for itself:
+    "bitwise" (the same bits for any number of workers of one backend).
+    """
+
+    scenario: Scenario
+    environment: Mapping[str, Any]
+    promises: tuple[str, ...]
+    events: tuple[Event, ...]
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def end(self) -> End:
+        """How the run ended; `failed` when the trace does not say."""
+        ends = self.of(End)
+        return ends[-1] if ends else End(status="failed", reason="the trace has no end event")
+
+
+# --- the file ---------------------------------------------------------------------------------
+
+
+def dump_lines(trace: Trace) -> Iterator[str]:
+    """The lines of the trace's file, without line ends."""
+    header = {
+        "kind": "trace",
+        "version": VERSION,
+        "scenario": trace.scenario.to_dict(),
+        "environment": dict(trace.environment),
+        "promises": list(trace.promises),
+    }
+    chain = ""
+    for record in (header, *map(_to_record, trace.events)):
+        body = json.dumps(record, separators=(",", ":"), allow_nan=False)
+        chain = _link(chain, body)
+        yield f'{body[:-1]},"chain":"{chain}"}}'
+
+
+def save(trace: Trace, path: Path) -> None:
+    """Writes the trace's file; UsageError if that can't be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in dump_lines(trace))
+    except OSError as error:
+        raise UsageError(f"trace file {path}: can't be written ({error.strerror})") from error
+
+
+def load(path: Path) -> Trace:
+    """The trace that `save` wrote.
+
+    Raises TraceError, with the line, for a file of another version, one that was edited,
+    reordered or truncated, or that is no trace at all.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return _parse(file, path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"trace file {path}: can't be read ({error})") from error
+
+
+def _parse(lines: Iterable[str], path: Path) -> Trace:
+    chain, header, events = "", None, []
+    number = 0
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        body, mark, digest = line.rstrip("\n").rpartition(',"chain":"')
+        if not mark or not digest.endswith('"}'):
+            raise TraceError(f"{where}: not a line of a trace (no chain digest at its end)")
+        body += "}"
+        try:
+            record = json.loads(body)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+        if number == 1 and record.get("version") != VERSION:
+            raise TraceError(
+                f"{where}: trace version={record.get('version')!r}: this release reads version "
+                f"{VERSION}; record the run again"
+            )
+        chain = _link(chain, body)
+        if digest[:-2] != chain:
+            raise TraceError(
+                f"{where}: chain digest {digest[:-2]} expected {chain}: this line or its place "
+                "was changed after the run; record the run again"
+            )
+        try:
+            if header is None:
+                header = record
+                if record.get("kind") != "trace":
+                    raise TraceError(f"{where}: first line kind={record.get('kind')!r}, not trace")
+            else:
+                events.append(_from_record(record))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{where}: event can't be read ({error})") from error
+    if header is None:
+        raise TraceError(f"{path}: the file is empty; a trace starts with a header line")
+    if not events or not isinstance(events[-1], End):
+        raise TraceError(f"{path}:{number}: the trace is truncated: its last line is no end event")
+    return Trace(
+        scenario=Scenario.from_dict(header["scenario"]),
+        environment=header["environment"],
+        promises=tuple(header["promises"]),
+        events=tuple(events),
+    )
+
+
+def _link(chain: str, body: str) -> str:
+    return str(blake3(f"{chain}\n{body}".encode()).hexdigest(16))
+
+
+def _to_record(event: Event) -> dict[str, Any]:
+    return {"kind": event.kind} | {f.name: _plain(getattr(event, f.name)) for f in fields(event)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, TensorRecord):
+        if value.data is None:
+            return value.digest
+        return [value.digest, value.data, value.dtype]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN; "nan", "inf", "-inf" come back through float()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _from_record(record: dict[str, Any]) -> Event:
+    kind = EVENTS.get(record.pop("kind", ""))
+    if kind is None:
+        raise ValueError(f"unknown kind; known are {', '.join(EVENTS)}")
+    values = {}
+    for name, value in record.items():
+        annotation = str(kind.__dataclass_fields__[name].type)
+        values[name] = _typed(annotation, value)
+    return kind(**values)
+
+
+def _typed(annotation: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if annotation == "Tensors":
+        return {
+            name: TensorRecord(item) if isinstance(item, str) else TensorRecord(*item)
+            for name, item in value.items()
+        }
+    if annotation.startswith("float"):
+        return float(value)
+    if annotation.startswith("tuple"):
+        return _tuples(value)
+    return value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,175 @@
+"""Three verdicts, worst wins, and the finding that carries one with its evidence.
+
+Decides when a judge may say HELD: only after at least one comparison, all equal, none missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    """What is known of an invariant after the evidence."""
+
+    HELD = "held"
+    INCONCLUSIVE = "inconclusive"
+    FALSIFIED = "falsified"
+
+    @property
+    def badness(self) -> int:
+        """0 held, 1 inconclusive, 2 falsified."""
+        return _ORDER.index(self)
+
+
+_ORDER = (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The worst of `verdicts`; INCONCLUSIVE when there are none, since nothing was compared."""
+    return max(verdicts, key=lambda verdict: verdict.badness, default=Verdict.INCONCLUSIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterexample:
+    """The first place at which an invariant broke; None where a field does not apply.
+
+    `step` counts optimizer steps from 0 (-1: the state before the first). `expected` and `got`
+    are digests or numbers, as text. `scenario` is the scenario of the run that broke.
+    """
+
+    message: str
+    step: int | None = None
+    rank: int | None = None
+    shard: int | None = None
+    tensor: str | None = None
+    element: int | None = None
+    sample_ids: tuple[int, ...] = ()
+    expected: str | None = None
+    got: str | None = None
+    scenario: Mapping[str, Any] | None = None
+
+    def place(self) -> str:
+        """`step 3, rank 1, shard 2, tensor w[7]`: only what is known."""
+        parts = [
+            f"{name} {value}"
+            for name, value in (("step", self.step), ("rank", self.rank), ("shard", self.shard))
+            if value is not None
+        ]
+        if self.tensor is not None:
+            parts.append(
+                f"tensor {self.tensor}" + ("" if self.element is None else f"[{self.element}]")
+            )
+        if self.sample_ids:
+            shown = ", ".join(map(str, self.sample_ids[:8]))
+            more = ", ..." if len(self.sample_ids) > 8 else ""
+            parts.append(f"samples {shown}{more}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
+
+    `reason` is empty only for HELD. `notes` are facts worth printing beside any verdict (a
+    software adapter, a skipped backend).
+    """
+
+    invariant: str
+    verdict: Verdict
+    compared: int
+    reason: str = ""
+    counterexample: Counterexample | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready mapping; `verdict` as its text."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Finding:
+        """The finding that `to_dict` wrote."""
+        values = dict(record)
+        broken = values.get("counterexample")
+        if broken is not None:
+            broken = Counterexample(**{**broken, "sample_ids": tuple(broken["sample_ids"])})
+        return cls(
+            **{
+                **values,
+                "verdict": Verdict(values["verdict"]),
+                "counterexample": broken,
+                "notes": tuple(values.get("notes", ())),
+            }
+        )
+
+
+def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
+    """A finding that says why nothing can be concluded."""
+    return Finding(
+        invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
+    )
+
+
+@dataclass
+class Tally:
+    """What a judge has compared so far; turns into a finding at the end.
+
+    Mutable on purpose: a judge adds comparisons one by one. Of several breaks the one with the
+    lowest step is kept, and among those the one reported first.
+    """
+
+    invariant: str
+    compared: int = 0
+    broken: Counterexample | None = None
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def check(self, holds: bool, message: str, **place: Any) -> bool:
+        """Counts one comparison; if it does not hold, keeps the counterexample `place`."""
+        self.compared += 1
+        if not holds:
+            found = Counterexample(message=message, **place)
+            if self.broken is None or _step(found) < _step(self.broken):
+                self.broken = found
+        return holds
+
+    def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
+        """Counts one comparison of `expected` with `got` by `==`, and shows both if they differ."""
+        if expected == got:
+            self.compared += 1
+            return True
+        return self.check(False, message, expected=str(expected), got=str(got), **place)
+
+    def miss(self, reason: str) -> None:
+        """Records that a comparison could not be made."""
+        if reason not in self.missing:
+            self.missing.append(reason)
+
+    def note(self, fact: str) -> None:
+        """Records a fact to print beside the verdict."""
+        if fact not in self.notes:
+            self.notes.append(fact)
+
+    def finding(self, *, nothing: str) -> Finding:
+        """The verdict on everything counted; `nothing` is the reason if nothing was compared."""
+        verdict, reason = Verdict.HELD, ""
+        if self.broken is not None:
+            verdict, reason = Verdict.FALSIFIED, self.broken.message
+        elif self.missing:
+            verdict, reason = Verdict.INCONCLUSIVE, "; ".join(self.missing[:3])
+        elif self.compared == 0:
+            verdict, reason = Verdict.INCONCLUSIVE, nothing
+        return Finding(
+            invariant=self.invariant,
+            verdict=verdict,
+            compared=self.compared,
+            reason=reason,
+            counterexample=self.broken,
+            notes=tuple(self.notes),
+        )
+
+
+def _step(found: Counterexample) -> float:
+    return float("inf") if found.step is None else found.step
