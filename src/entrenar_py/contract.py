@@ -6,25 +6,27 @@ what is wrong with the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
+from entrenar_py import contract_depends, contract_layout, contract_rules, contract_yaml
+from entrenar_py.contract_fields import Record
+from entrenar_py.contract_problems import Position, Problems
+from entrenar_py.contract_tree import MapNode, ScalarNode, plain
+
+__all__ = [
+    *("SEVERITIES", "TOLERANCE_KINDS", "Contract", "FalsificationTest", "Gate", "Invariant"),
+    *("Position", "load"),
+]
+
 SEVERITIES = ("P0", "P1", "P2")
 TOLERANCE_KINDS = ("bitwise", "exact", "absolute", "relative", "ulp", "steps", "bytes")
-
-
-@dataclass(frozen=True, order=True)
-class Position:
-    """A place in a file; line and column count from 1."""
-
-    file: str
-    line: int
-    column: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}"
+# Kinds that are a tolerance by themselves: `tolerance: bitwise` says the same as 0 and the kind.
+_EQUALITY_KINDS = ("bitwise", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +109,145 @@ class Contract:
     def version(self) -> str:
         """metadata.version, as text."""
         return str(self.metadata["version"])
+
+
+def load(path: Path, *, covers: Callable[[Invariant], bool], strict: bool = False) -> Contract:
+    """The contract at `path`, valid; nothing in it was executed.
+
+    `covers` says whether a check exists for a clause; a clause without one is a warning. Raises
+    ContractError with all problems at once, each `file:line:column: message`; under `strict` the
+    warnings are problems too.
+    """
+    problems = Problems()
+    data = contract_yaml.read(path)
+    root = contract_yaml.compose(data, str(path), problems)
+    if root is None:
+        problems.settle(strict=strict)
+    assert root is not None
+    metadata = contract_rules.metadata(root, problems)
+    invariants = _invariants(root, problems)
+    names = {name for clause in invariants for name in (clause.id, clause.name)}
+    rules = names | contract_rules.equations(root, problems)
+    rules |= contract_rules.obligations(root, problems)
+    nodes = contract_rules.entries(root, "falsification_tests", problems)
+    tests = tuple(_test(node, rules, problems) for node in nodes)
+    gate = _gate(root, names, problems)
+    contract_rules.harnesses(root, problems)
+    contract_rules.unique_ids(root, problems)
+    contract_depends.check(path, root, problems)
+    _warn_unexercised(invariants, tests, covers, problems)
+    return Contract(
+        path=path,
+        digest=blake3(data).hexdigest(16),
+        metadata=metadata,
+        invariants=invariants,
+        falsification_tests=tests,
+        gate=gate,
+        blocks=contract_layout.other_blocks(root),
+        warnings=problems.settle(strict=strict),
+    )
+
+
+def _invariants(root: MapNode, problems: Problems) -> tuple[Invariant, ...]:
+    for node in contract_layout.strays(root):
+        message = "has no id, though others in its list have one; give it an id to make it a clause"
+        problems.warn(node.at, f"this mapping {message}")
+    contract_rules.scenarios(root, problems)
+    return tuple(_invariant(node, group, problems) for group, node in contract_layout.clauses(root))
+
+
+def _invariant(node: MapNode, group: str, problems: Problems) -> Invariant:
+    given = node.fields["id"]
+    what = f"clause {given.text}" if isinstance(given, ScalarNode) else "clause"
+    record = Record(node, what=what, known=contract_layout.CLAUSE_KEYS, problems=problems)
+    record.warn_unread(read_elsewhere=contract_layout.groups_in(node))
+    clause_id = record.identifier()
+    postcondition, description = record.text("postcondition"), record.text("description")
+    tolerance, kind = _tolerance(record)
+    return Invariant(
+        id=clause_id,
+        name=record.text("name") or clause_id,
+        statement=record.text("invariant") or postcondition or description,
+        position=node.at,
+        group=group,
+        description=description,
+        severity=record.choice("severity", SEVERITIES) or "P1",
+        critical=record.flag("critical"),
+        precondition=record.text("precondition"),
+        postcondition=postcondition,
+        tolerance=tolerance,
+        tolerance_kind=kind,
+        reference=record.text("reference"),
+        check=record.text("check") or None,
+        scenarios=tuple(plain(entry) for entry in record.maps("scenarios")),
+        mutants=record.texts("mutants"),
+    )
+
+
+def _tolerance(record: Record) -> tuple[float | None, str | None]:
+    kind = record.choice("tolerance_kind", TOLERANCE_KINDS)
+    word = record.text("tolerance")
+    if word in _EQUALITY_KINDS and kind in (None, word):
+        return 0.0, word
+    return record.number("tolerance"), kind
+
+
+def _test(node: MapNode, rules: set[str], problems: Problems) -> FalsificationTest:
+    given = node.fields.get("id", node)
+    what = f"test {given.text}" if isinstance(given, ScalarNode) else "falsification test"
+    record = Record(node, what=what, known=contract_layout.TEST_KEYS, problems=problems)
+    record.warn_unread()
+    test = FalsificationTest(
+        id=record.identifier(),
+        rule=record.text("rule"),
+        prediction=record.filled("prediction"),
+        position=node.at,
+        test=record.text("test"),
+        if_fails=record.text("if_fails"),
+    )
+    if test.rule not in rules:
+        allowed = "the id or name of a clause, an equation, or a proof obligation's property"
+        message = f"{what}: rule {test.rule!r} names no clause; use {allowed}"
+        problems.error(record.place("rule"), message)
+    if not test.if_fails:
+        problems.warn(node.at, f"{what}: if_fails is missing; say what a failure would mean")
+    return test
+
+
+def _gate(root: MapNode, names: set[str], problems: Problems) -> Gate | None:
+    node = contract_rules.block(root, "qa_gate", problems)
+    if node is None:
+        problems.warn(root.at, "no qa_gate: say which clauses must hold for a pass")
+        return None
+    record = Record(node, what="qa_gate", known=contract_layout.GATE_KEYS, problems=problems)
+    record.warn_unread()
+    checks = record.texts("checks")
+    for name in checks:
+        if name not in names:
+            message = f"qa_gate: check {name!r} names no clause, so the gate can't rest on it"
+            problems.warn(record.place("checks"), f"{message}; use a clause's id or name")
+    return Gate(
+        id=record.text("id"),
+        name=record.text("name"),
+        description=record.text("description"),
+        checks=checks,
+        pass_criteria=record.text("pass_criteria"),
+        position=node.at,
+        falsification=record.text("falsification"),
+    )
+
+
+def _warn_unexercised(
+    invariants: tuple[Invariant, ...],
+    tests: tuple[FalsificationTest, ...],
+    covers: Callable[[Invariant], bool],
+    problems: Problems,
+) -> None:
+    attacked = {test.rule for test in tests}
+    for clause in invariants:
+        if clause.severity == "P0" and not attacked & {clause.id, clause.name}:
+            message = "is P0, but no falsification test names it; write one"
+            problems.warn(clause.position, f"clause {clause.id} {message}")
+        if not covers(clause):
+            message = "has no check here and will be inconclusive; name one with check"
+            problems.warn(clause.position, f"clause {clause.id} {message}")

@@ -4,6 +4,7 @@
     ├── ContractError        a contract file is wrong (carries every problem found)    exit 2
     ├── UsageError           the command line or a scenario asks for the impossible    exit 2
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
+    ├── CheckpointError      a checkpoint is missing, damaged or of another run
     ├── ProtocolError        a peer broke the wire protocol (names peer and field)
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
     └── SystemFailure        a trainer could not be run to an end                      inconclusive
@@ -35,6 +36,10 @@ class ContractError(EntrenarError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class CheckpointError(EntrenarError):
+    """A checkpoint can't be resumed from."""
 
 
 class ProtocolError(EntrenarError):

@@ -1,0 +1,114 @@
+"""The fallback chain CUDA -> wgpu -> CPU: the first backend that yields a finite result serves.
+
+Decides only whether a result is finite. A backend asked for by name never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from entrenar_py import backends
+from entrenar_py.backends import Backend, rounding
+from entrenar_py.errors import BackendUnavailable, UsageError
+
+ORDER = ("cuda", "wgpu", "cpu")
+
+# What device libraries raise. torch.OutOfMemoryError and torch.AcceleratorError are
+# RuntimeErrors, wgpu's out-of-memory error is a MemoryError. Anything else is a bug, not a
+# missing device, and is not swallowed.
+FAILURES = (BackendUnavailable, MemoryError, RuntimeError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One backend was tried: it served, or failed with `reason`. `device` is empty if unopened."""
+
+    backend: str
+    served: bool
+    reason: str = ""
+    device: str = ""
+    software: bool = False
+
+
+def first_finite(
+    compute: Callable[[Backend], Tensor],
+    *,
+    on_attempt: Callable[[Attempt], None],
+    order: Sequence[str] = ORDER,
+    table: Mapping[str, Callable[[], Backend]] = backends.BACKENDS,
+) -> tuple[Backend, Tensor]:
+    """The first backend of `order` whose `compute(backend)` is finite, and that result.
+
+    `on_attempt` hears of every try, in order. Raises UsageError for a name that `table` lacks,
+    BackendUnavailable naming every backend and its reason when none served.
+    """
+    unknown = [name for name in order if name not in table]
+    if unknown:
+        raise UsageError(f"backend={unknown[0]!r} in order: allowed are {', '.join(table)}")
+    reasons = []
+    for name in order:
+        backend = None
+        try:
+            backend = table[name]()
+            result = compute(backend)
+            reason = "" if is_finite(result) else _non_finite(result)
+        except FAILURES as error:
+            reason = f"{type(error).__name__}: {error}"
+        on_attempt(_attempt(name, backend, reason))
+        if not reason:
+            assert backend is not None
+            return backend, result
+        reasons.append(f"{name}: {reason}")
+    raise BackendUnavailable(f"no backend of {', '.join(order)} served: {'; '.join(reasons)}")
+
+
+def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
+    """The first backend of the chain that multiplies two small matrices correctly.
+
+    Raises BackendUnavailable when none does.
+    """
+    return first_finite(_probe, on_attempt=on_attempt)[0]
+
+
+def is_finite(result: Tensor) -> bool:
+    """True if no element is NaN or infinite."""
+    return bool(torch.isfinite(result).all())
+
+
+def _probe(backend: Backend) -> Tensor:
+    """A product that float64 confirms; BackendUnavailable if rounding does not explain it."""
+    a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
+    b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)
+    result = backend.matmul(a, b)
+    found = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
+    if not found.explained:
+        raise BackendUnavailable(
+            f"probe product on {backend.device}: element {found.element} is off by "
+            f"{found.error:.3g}, rounding explains {found.bound:.3g}"
+        )
+    return result
+
+
+def _non_finite(result: Tensor) -> str:
+    bad = ~torch.isfinite(result).reshape(-1)
+    first = int(bad.int().argmax())
+    return (
+        f"result is not finite: {int(bad.sum())} of {result.numel()} elements, "
+        f"the first at {first} ({float(result.reshape(-1)[first])})"
+    )
+
+
+def _attempt(name: str, backend: Backend | None, reason: str) -> Attempt:
+    if backend is None:
+        return Attempt(backend=name, served=False, reason=reason)
+    return Attempt(
+        backend=name,
+        served=not reason,
+        reason=reason,
+        device=backend.device,
+        software=backend.software,
+    )

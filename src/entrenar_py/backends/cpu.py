@@ -1,0 +1,42 @@
+"""The CPU through torch: the slow, readable reference of the other backends."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+
+from entrenar_py.backends import Pair
+from entrenar_py.backends.operands import check_operands
+
+
+@dataclass(frozen=True)
+class CpuBackend:
+    """See `Backend`. `device` names the architecture and the widest vector unit torch uses."""
+
+    device: str
+    name: str = "cpu"
+    software: bool = False
+    unit_roundoff: float = 2.0**-24
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """torch's own linear layer."""
+        return F.linear(x, weight, bias)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """torch's own product."""
+        check_operands(a, b, backend=self.name)
+        return a.detach() @ b.detach()
+
+    def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
+        """One product after the other."""
+        return [self.matmul(a, b) for a, b in pairs]
+
+
+def open_cpu() -> CpuBackend:
+    """The CPU; always there."""
+    return CpuBackend(f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}")

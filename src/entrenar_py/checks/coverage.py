@@ -1,0 +1,116 @@
+"""F-DP-002: every sample exactly once per epoch, none twice in a step, in a stable order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def family(scenario: Scenario) -> list[Scenario]:
+    """The run, the same with one worker, and the same again."""
+    return [scenario, evidence.plain(scenario, world_size=1), scenario.with_(repeat=1)]
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Disjoint and complete in each run; the same batches in every run of the same data."""
+    tally = Tally(invariant.id)
+    kept = evidence.usable(traces, tally)
+    for trace in kept:
+        _disjoint_and_complete(tally, trace)
+    same_data = ("world_size", "num_shards", "accumulation", "faults", "stops", "repeat", "mutant")
+    for group in evidence.groups(kept, "system", *same_data):
+        _stable(tally, group)
+    return tally.finding(nothing="no sample ids were recorded")
+
+
+def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
+    scenario = trace.scenario
+    seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
+    by_step = evidence.shards(trace)
+    for step, shards in sorted(by_step.items()):
+        epoch = shards[0].epoch
+        drawn = seen.setdefault(epoch, {})
+        left = scenario.num_samples - len(drawn)
+        for shard in shards:
+            _count(tally, trace, shard, drawn)
+        count = sum(len(shard.ids) for shard in shards)
+        tally.equal(
+            min(scenario.batch_size, left),
+            count,
+            f"step {step} drew {count} samples of epoch {epoch}",
+            step=step,
+            scenario=scenario.to_dict(),
+        )
+        _ends_complete(tally, trace, seen, epoch, step, last=max(by_step))
+
+
+def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> None:
+    num_samples = trace.scenario.num_samples
+    again = tuple(i for n, i in enumerate(shard.ids) if i in drawn or i in shard.ids[:n])
+    strange = tuple(i for i in shard.ids if not 0 <= i < num_samples)
+    place = {
+        "step": shard.step,
+        "rank": shard.rank,
+        "shard": shard.shard,
+        "scenario": trace.scenario.to_dict(),
+    }
+    if shard.ids or trace.scenario.num_shards == 1:
+        tally.check(
+            not again,
+            f"samples drawn again in epoch {shard.epoch} by rank {shard.rank}: {list(again)[:8]}, "
+            f"first drawn in step {drawn.get(again[0], shard.step) if again else ''}",
+            sample_ids=again,
+            **place,
+        )
+        tally.check(
+            not strange,
+            f"sample ids outside 0 .. {num_samples - 1}: {list(strange)[:8]}",
+            sample_ids=strange,
+            **place,
+        )
+    drawn.update(dict.fromkeys(shard.ids, shard.step))
+
+
+def _ends_complete(
+    tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int, last: int
+) -> None:
+    """When a new epoch begins, the one before must have been drawn to its end."""
+    earlier = [e for e in seen if e < epoch]
+    if not earlier or len(seen[epoch]) > trace.scenario.batch_size:
+        return
+    done = max(earlier)
+    missing = sorted(set(range(trace.scenario.num_samples)) - set(seen[done]))
+    tally.check(
+        not missing,
+        f"epoch {done} ended without samples {missing[:8]}",
+        step=step - 1,
+        sample_ids=tuple(missing),
+        scenario=trace.scenario.to_dict(),
+    )
+
+
+def _stable(tally: Tally, group: Sequence[Trace]) -> None:
+    """Every run of the group draws the same samples in the same step."""
+    if len(group) < 2:
+        return
+    model = evidence.shards(group[0])
+    for trace in group[1:]:
+        for step, shards in sorted(evidence.shards(trace).items()):
+            if step not in model:
+                continue
+            expected = sorted(i for shard in model[step] for i in shard.ids)
+            got = sorted(i for shard in shards for i in shard.ids)
+            moved = tuple(sorted(set(expected) ^ set(got)))
+            tally.check(
+                expected == got,
+                f"step {step} draws other samples with {trace.scenario.world_size} workers than "
+                f"with {group[0].scenario.world_size}",
+                step=step,
+                sample_ids=moved,
+                scenario=trace.scenario.to_dict(),
+            )

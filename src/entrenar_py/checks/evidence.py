@@ -1,0 +1,157 @@
+"""What several judges read from traces: steps, groups of comparable runs, first differences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+
+# Values with which `neutral` makes scenarios equal that differ only in these fields.
+_NEUTRAL: dict[str, Any] = {
+    "system": "any",
+    "world_size": 1,
+    "num_shards": 1 << 20,  # large, so that any world size fits
+    "accumulation": 1,
+    "backends": ("any",),
+    "faults": (),
+    "stops": (),
+    "repeat": 0,
+    "detail": "digests",
+    "mutant": None,
+    "options": {},
+}
+
+
+def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
+    """The traces of runs that came to an end; the others are counted as missing, with reasons."""
+    kept = []
+    for trace in traces:
+        if trace.end.status == "failed":
+            scenario = trace.scenario
+            tally.miss(
+                f"{scenario.system} with {scenario.world_size} workers did not run to an end: "
+                f"{trace.end.reason}"
+            )
+        else:
+            kept.append(trace)
+    return kept
+
+
+def groups(traces: Iterable[Trace], *ignored: str) -> list[list[Trace]]:
+    """Traces whose scenarios agree in all fields but `ignored` (and detail), in order."""
+    neutral = {name: _NEUTRAL[name] for name in (*ignored, "detail")}
+    found: dict[str, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        found[trace.scenario.with_(**neutral).digest].append(trace)
+    return list(found.values())
+
+
+def plain(scenario: Scenario, **changes: Any) -> Scenario:
+    """The undisturbed, unmutated form of `scenario`, with `changes`."""
+    return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
+
+
+def updates(trace: Trace) -> dict[int, dict[int, Update]]:
+    """Step -> rank -> update. Of several by one rank in one step, the last."""
+    found: dict[int, dict[int, Update]] = defaultdict(dict)
+    for update in trace.of(Update):
+        found[update.step][update.rank] = update
+    return dict(found)
+
+
+def shards(trace: Trace) -> dict[int, list[Shard]]:
+    """Step -> its shards, ordered by shard number, of the steps that were committed."""
+    committed = {update.step for update in trace.of(Update)}
+    found: dict[int, list[Shard]] = defaultdict(list)
+    for shard in trace.of(Shard):
+        if shard.step in committed:
+            found[shard.step].append(shard)
+    return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in found.items()}
+
+
+def any_rank(by_rank: Mapping[int, Update]) -> Update:
+    """The update of the lowest rank."""
+    return by_rank[min(by_rank)]
+
+
+def compare_exact(
+    tally: Tally, expected: Tensors, got: Tensors, message: str, **place: Any
+) -> None:
+    """Counts one comparison a tensor, bit for bit; names tensors that only one side has."""
+    for name in [*expected, *(name for name in got if name not in expected)]:
+        left, right = expected.get(name), got.get(name)
+        if left is None or right is None:
+            holder = "expected" if right is None else "got"
+            tally.check(False, f"{message}: only {holder} holds {name}", tensor=name, **place)
+        elif left.digest == right.digest:
+            tally.compared += 1
+        else:
+            tally.check(
+                False, f"{message}: {name} differs", tensor=name, **difference(left, right), **place
+            )
+
+
+def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
+    """element, expected and got of the first differing element; digests if values are unknown."""
+    left, right = expected.values(), got.values()
+    if left is None or right is None:
+        return {"expected": expected.digest, "got": got.digest}
+    if left.shape != right.shape:
+        return {"expected": f"{left.size} elements", "got": f"{right.size} elements"}
+    bits = left.view(np.uint8).reshape(left.size, -1) != right.view(np.uint8).reshape(left.size, -1)
+    element = int(np.flatnonzero(bits.any(axis=1))[0])
+    return {"element": element, "expected": repr(left[element]), "got": repr(right[element])}
+
+
+def compare_close(
+    tally: Tally, expected: Tensors, got: Tensors, bound: float, message: str, **place: Any
+) -> bool:
+    """Counts one comparison a tensor: |got - expected| <= bound |expected|, in the L2 norm.
+
+    The scale is the norm over all tensors, so that a tensor that is rounding noise is no alarm.
+    False, and nothing counted, when the values of a tensor were not recorded.
+    """
+    left, right = _values(expected), _values(got)
+    if left is None or right is None:
+        return False
+    scale = float(np.sqrt(sum(np.square(v, dtype=np.float64).sum() for v in left.values())))
+    for name, value in left.items():
+        if name not in right or right[name].shape != value.shape:
+            tally.check(False, f"{message}: {name} is missing or reshaped", tensor=name, **place)
+            continue
+        gap = np.abs(right[name].astype(np.float64) - value)
+        distance = float(np.sqrt(np.square(gap).sum()))
+        element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
+        tally.check(
+            distance <= bound * scale,
+            f"{message}: {name} is off by {distance / scale if scale else distance:.2g} of the "
+            f"norm, allowed {bound:.2g}",
+            tensor=name,
+            element=element,
+            expected=repr(value[element]),
+            got=repr(right[name][element]),
+            **place,
+        )
+    return True
+
+
+def _values(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
+    found = {name: record.values() for name, record in tensors.items()}
+    known = {name: value for name, value in found.items() if value is not None and value.size}
+    return known if known and len(known) == len(found) else None
+
+
+def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
+    """(step, rank -> update) in step order."""
+    yield from sorted(updates(trace).items())
+
+
+def distinct(scenarios: Sequence[Scenario]) -> list[Scenario]:
+    """`scenarios` without repetitions, in order."""
+    return list(dict.fromkeys(scenarios))

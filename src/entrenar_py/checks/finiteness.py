@@ -1,0 +1,84 @@
+"""F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence
+from entrenar_py.contract import Invariant
+from entrenar_py.trace import Halt, Injected, Saved, Shard, Trace, Update
+from entrenar_py.verdict import Finding, Tally
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Runs with a non-finite value must halt at it; all others must stay finite and never halt."""
+    tally = Tally(invariant.id)
+    for trace in evidence.usable(traces, tally):
+        culprit = _culprit(trace)
+        if culprit is None:
+            _stays_finite(tally, trace)
+        else:
+            _halts(tally, trace, culprit)
+    return tally.finding(nothing="no update and no halt was recorded")
+
+
+def _culprit(trace: Trace) -> Shard | Injected | None:
+    """The first non-finite shard, or the injected fault if no shard admits to it."""
+    bad: list[Shard | Injected] = [shard for shard in trace.of(Shard) if not shard.finite]
+    bad += [e for e in trace.of(Injected) if str(e.fault["kind"]).startswith("non_finite_")]
+    return min(bad, key=lambda event: -1 if event.step is None else event.step, default=None)
+
+
+def _stays_finite(tally: Tally, trace: Trace) -> None:
+    scenario = trace.scenario.to_dict()
+    for halt in trace.of(Halt):
+        tally.check(
+            False,
+            f"halted though every shard was finite: {halt.reason}",
+            step=halt.step,
+            rank=halt.rank,
+            shard=halt.shard,
+            tensor=halt.tensor,
+            scenario=scenario,
+        )
+    for update in trace.of(Update):
+        tally.check(
+            update.finite and math.isfinite(update.loss) and _finite_norm(update),
+            f"finite shards gave a non-finite update (loss {update.loss}, gradient norm "
+            f"{update.grad_norm})",
+            step=update.step,
+            rank=update.rank,
+            scenario=scenario,
+        )
+
+
+def _finite_norm(update: Update) -> bool:
+    return update.grad_norm is None or math.isfinite(update.grad_norm)
+
+
+def _halts(tally: Tally, trace: Trace, culprit: Shard | Injected) -> None:
+    step = culprit.step or 0
+    scenario = trace.scenario.to_dict()
+    where = f"rank {culprit.rank}, step {step}, shard {culprit.shard}"
+    place = {"step": step, "rank": culprit.rank, "shard": culprit.shard, "scenario": scenario}
+    for update in trace.of(Update):
+        if update.step >= step:
+            tally.check(
+                False,
+                f"rank {update.rank} updated in step {update.step} after a non-finite value at "
+                f"{where}",
+                **place,
+            )
+    for saved in trace.of(Saved):
+        tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
+    halts = trace.of(Halt)
+    if not tally.check(
+        bool(halts), f"training went on after a non-finite value at {where}", **place
+    ):
+        return
+    halt = halts[0]
+    named = (halt.step, halt.rank, halt.shard)
+    tally.equal((step, culprit.rank, culprit.shard), named, "the halt names another place", **place)
+    if isinstance(culprit, Shard):
+        tally.equal(culprit.ids, halt.ids, "the halt names other samples", **place)

@@ -1,0 +1,69 @@
+"""F-HET-001: every backend produces gradients of the same names, shapes and dtypes, in one order.
+
+Source: distributed-training-v1, F-HET-001.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Attempt, Manifest, Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """One gradient of every workload."""
+    return [
+        Scenario(system="manifest", workload=workload, world_size=1, seed=0)
+        for workload in ("linear", "mlp", "decoder")
+    ]
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """HELD if in each run, two backends or more, all manifests equal the first one."""
+    tally = Tally(invariant.id)
+    for trace in traces:
+        if trace.end.status == "failed":
+            tally.miss(trace.end.reason)
+            continue
+        _judge_trace(tally, trace)
+    return tally.finding(nothing="no gradient manifest was recorded")
+
+
+def _judge_trace(tally: Tally, trace: Trace) -> None:
+    manifests = trace.of(Manifest)
+    skipped = [f"{a.backend} ({a.reason})" for a in trace.of(Attempt) if not a.served]
+    if len(manifests) < 2:
+        only = ", ".join(manifest.backend for manifest in manifests) or "none"
+        tally.miss(
+            f"two backends are needed to compare manifests, given: {only}; "
+            f"skipped: {', '.join(skipped) or 'none'}"
+        )
+    for reason in skipped:
+        tally.note(f"skipped: {reason}")
+    for manifest in manifests:
+        tally.check(
+            bool(manifest.entries),
+            f"{manifest.backend} produced no gradient at all",
+            rank=manifest.rank,
+            scenario=trace.scenario.to_dict(),
+        )
+        if manifest.software:
+            tally.note(f"software adapter {manifest.device}")
+    for manifest in manifests[1:]:
+        _compare(tally, manifests[0], manifest, trace.scenario)
+
+
+def _compare(tally: Tally, first: Manifest, other: Manifest, scenario: Scenario) -> None:
+    for position, (expected, got) in enumerate(zip_longest(first.entries, other.entries)):
+        tally.equal(
+            expected,
+            got,
+            f"gradient {position} on {other.backend} is not the one on {first.backend}",
+            tensor=(expected or got)[0],
+            rank=other.rank,
+            scenario=scenario.to_dict(),
+        )

@@ -1,0 +1,103 @@
+"""F-WGPU-001: a matrix product on a device is the CPU's, as far as float32 rounding allows.
+
+Source: distributed-training-v1, F-WGPU-001; the bound is derived in docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Product, Trace
+from entrenar_py.verdict import Finding, Tally
+
+# Options of the system `matmul`. Ragged and prime sizes meet every edge of a 16 x 16 tile; a long
+# k is where float32 accumulation drifts; a large magnitude is where an absolute tolerance is
+# meaningless.
+PLANNED: tuple[dict[str, Any], ...] = (
+    {"m": 64, "k": 64, "n": 64},
+    {"m": 64, "k": 64, "n": 64, "layout": "both_transposed"},
+    {"m": 1, "k": 1, "n": 1},
+    {"m": 1, "k": 37, "n": 1},
+    {"m": 15, "k": 17, "n": 31, "layout": "a_transposed"},
+    {"m": 31, "k": 15, "n": 17, "layout": "b_transposed"},
+    {"m": 17, "k": 31, "n": 15, "layout": "both_transposed"},
+    {"m": 61, "k": 67, "n": 71, "layout": "b_transposed"},
+    {"m": 33, "k": 512, "n": 65},
+    {"m": 17, "k": 1024, "n": 48, "layout": "a_transposed"},
+    {"m": 29, "k": 101, "n": 13, "magnitude": 1e5},
+    {"shapes": [[5, 3, 2], [64, 64, 64], [2, 3, 5]]},
+)
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """Stated shape, edges of tiles, long sums, transposed views, large values, several at once."""
+    return [
+        Scenario(
+            system="matmul",
+            workload="linear",
+            world_size=1,
+            seed=seed,
+            backends=("wgpu",),
+            options=options,
+        )
+        for seed, options in enumerate(PLANNED)
+    ]
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """HELD if every product is finite, of its shape, within its bound, and within the tolerance.
+
+    The bound (against float64) applies at every shape; the clause's absolute tolerance (against
+    the CPU's float32) at the stated shape and range only.
+    """
+    tally = Tally(invariant.id)
+    for trace in traces:
+        if trace.end.status == "failed":
+            tally.miss(trace.end.reason)
+        for product in trace.of(Product):
+            if product.backend != "cpu":  # compared with itself it would show nothing
+                _judge_product(tally, product, trace.scenario, invariant.tolerance)
+    return tally.finding(nothing="no matrix product was computed on a GPU")
+
+
+def _judge_product(
+    tally: Tally, product: Product, scenario: Scenario, tolerance: float | None
+) -> None:
+    m, k, n = product.shape
+    what = f"{product.backend} product {m}x{k}x{n} {product.layout}"
+    place: dict[str, Any] = {
+        "tensor": "product",
+        "element": product.element,
+        "scenario": scenario.to_dict(),
+    }
+    if product.software:
+        tally.note(f"software adapter {product.device}")
+    if not tally.equal((m, n), product.result_shape, f"{what} has another shape", **place):
+        return
+    element = f"at element {product.element}"
+    if not tally.check(product.finite, f"{what} is not finite {element}", **place):
+        return
+    tally.check(
+        product.error_f64 <= product.bound,
+        f"{what} is off by {product.error_f64:.3g} from float64 {element}, "
+        f"float32 rounding explains {product.bound:.3g}",
+        expected=f"<= {product.bound:.3g}",
+        got=f"{product.error_f64:.3g}",
+        **place,
+    )
+    if not product.stated:
+        return
+    if tolerance is None:
+        tally.note("the clause has no tolerance: only the float32 bound was checked")
+        return
+    del place["element"]  # the largest distance from the CPU may lie at another one
+    tally.check(
+        product.error_cpu < tolerance,
+        f"{what} is off by {product.error_cpu:.3g} from the CPU, the clause allows {tolerance:g}",
+        expected=f"< {tolerance:g}",
+        got=f"{product.error_cpu:.3g}",
+        **place,
+    )

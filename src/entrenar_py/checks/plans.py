@@ -1,0 +1,106 @@
+"""The scenarios with which a clause is tried when its contract names none.
+
+Chosen so that bugs cannot hide: unequal shards, sizes that do not divide, two epochs, plain SGD
+without clipping (which hides no constant factor) and again with clipping active.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entrenar_py.contract import Invariant
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+
+
+def _mlp(**changes: Any) -> Scenario:
+    """Two epochs of 21 digits in batches of 8: 8, 8, 5, in 5 unequal shards on 3 workers."""
+    usual: dict[str, Any] = {
+        "system": "reference",
+        "workload": "mlp",
+        "world_size": 3,
+        "seed": 0,
+        "num_shards": 5,
+        "num_samples": 21,
+        "batch_size": 8,
+        "num_steps": 6,
+    }
+    return Scenario(**{**usual, **changes})
+
+
+def training(invariant: Invariant) -> list[Scenario]:
+    """Each optimizer, clipping off and on."""
+    return [
+        _mlp(),
+        _mlp(optimizer="momentum", clip_norm=0.05, schedule="cosine", accumulation=2),
+        _mlp(optimizer="adamw", weight_decay=0.1, dropout=0.2, schedule="linear", warmup_steps=2),
+    ]
+
+
+def epochs(invariant: Invariant) -> list[Scenario]:
+    """More than two epochs, in sizes that divide nothing."""
+    return [
+        _mlp(workload="linear", num_samples=13, batch_size=6, num_steps=8, world_size=4),
+        _mlp(workload="linear", num_samples=10, batch_size=10, num_steps=3, num_shards=3),
+    ]
+
+
+def non_finite(invariant: Invariant) -> list[Scenario]:
+    """Calm, a gradient near the largest float, and a NaN or Inf in one place of one worker."""
+    faults = [
+        Fault(kind="non_finite_gradient", step=2, rank=1, element=3, value=value)
+        for value in ("nan", "inf", "-inf")
+    ]
+    faults.append(Fault(kind="non_finite_loss", step=1, rank=2, value="nan"))
+    faults.append(Fault(kind="huge_gradient", step=1, element=0, value="1e38"))
+    return [_mlp(), *(_mlp(faults=(fault,)) for fault in faults)]
+
+
+def parity(invariant: Invariant) -> list[Scenario]:
+    """Gradients at every accumulation, clipping off and on, and one long run."""
+    return [
+        *(_mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
+        _mlp(clip_norm=0.05, detail="values"),
+        _mlp(optimizer="momentum", schedule="linear", detail="values"),
+        _mlp(workload="decoder", learning_rate=0.5, num_steps=3, detail="values"),
+        _mlp(workload="linear", num_steps=120, learning_rate=0.02),
+    ]
+
+
+def departures(invariant: Invariant) -> list[Scenario]:
+    """One worker dies; two die and one comes back."""
+    leave = Fault(kind="leave", rank=1, step=2)
+    return [
+        _mlp(faults=(leave,)),
+        _mlp(
+            optimizer="adamw",
+            faults=(
+                leave,
+                Fault(kind="leave", rank=2, step=3),
+                Fault(kind="join", rank=1, step=5),
+            ),
+        ),
+    ]
+
+
+def stops(invariant: Invariant) -> list[Scenario]:
+    """Stopped in the middle of epoch 1, and again, with everything that has state."""
+    stateful: dict[str, Any] = {"dropout": 0.2, "schedule": "cosine", "warmup_steps": 1}
+    return [
+        _mlp(optimizer="momentum", stops=(4, 5), **stateful),
+        _mlp(optimizer="adamw", weight_decay=0.1, stops=(1, 4), **stateful),
+    ]
+
+
+def random_streams(invariant: Invariant) -> list[Scenario]:
+    """Dropout over two epochs."""
+    return [_mlp(dropout=0.3)]
+
+
+def step_rules(invariant: Invariant) -> list[Scenario]:
+    """Every schedule; clipping off, far below and far above the norm."""
+    return [
+        _mlp(detail="values"),
+        _mlp(schedule="linear", warmup_steps=2, clip_norm=0.01, detail="values"),
+        _mlp(schedule="cosine", clip_norm=100.0, detail="values"),
+    ]

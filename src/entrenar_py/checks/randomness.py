@@ -1,0 +1,107 @@
+"""F-TI-005: random streams that must differ differ, streams that must agree agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from entrenar_py.checks import evidence
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def family(scenario: Scenario) -> list[Scenario]:
+    """The run, and the same with one worker: what is keyed by shard may not notice."""
+    return evidence.distinct(
+        [scenario, evidence.plain(scenario, world_size=1, mutant=scenario.mutant)]
+    )
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Dropout per step and shard, order per epoch, and one initialisation for all ranks."""
+    tally = Tally(invariant.id)
+    kept = evidence.usable(traces, tally)
+    for trace in kept:
+        _dropout_differs(tally, trace)
+        _orders_differ(tally, trace)
+        _initial_agrees(tally, trace)
+    for group in evidence.groups(kept, "world_size", "faults", "stops", "mutant"):
+        _same_for_any_worker_count(tally, [t for t in group if "bitwise" in t.promises])
+    return tally.finding(nothing="no random draws, no second epoch and no second worker were seen")
+
+
+def _dropout_differs(tally: Tally, trace: Trace) -> None:
+    """No two shards, steps or ranks may use the same mask."""
+    owner: dict[str, Shard] = {}
+    for shard in trace.of(Shard):
+        if shard.draws is None or not shard.ids:
+            continue
+        first = owner.setdefault(shard.draws, shard)
+        same_place = (first.step, first.shard) == (shard.step, shard.shard)
+        tally.check(
+            first is shard or same_place,
+            f"shard {shard.shard} of step {shard.step} draws the same random numbers as shard "
+            f"{first.shard} of step {first.step} (rank {first.rank})",
+            step=shard.step,
+            rank=shard.rank,
+            shard=shard.shard,
+            scenario=trace.scenario.to_dict(),
+        )
+
+
+def _orders_differ(tally: Tally, trace: Trace) -> None:
+    """Two epochs of a shuffled data set have different orders; an unshuffled one is left alone."""
+    orders: dict[int, list[int]] = {}
+    first_step: dict[int, int] = {}
+    for step, shards in sorted(evidence.shards(trace).items()):
+        for shard in shards:
+            orders.setdefault(shard.epoch, []).extend(shard.ids)
+            first_step.setdefault(shard.epoch, step)
+    epochs = sorted(orders)
+    for before, after in pairwise(epochs):
+        common = min(len(orders[before]), len(orders[after]))
+        shuffled = orders[before] != sorted(orders[before])
+        if common < 4 or not shuffled:  # by chance equal with probability 1/4! at most, or less
+            continue
+        tally.check(
+            orders[before][:common] != orders[after][:common],
+            f"epoch {after} visits its samples in the order of epoch {before}",
+            step=first_step[after],
+            sample_ids=tuple(orders[after][:common]),
+            scenario=trace.scenario.to_dict(),
+        )
+
+
+def _initial_agrees(tally: Tally, trace: Trace) -> None:
+    starts = [start for start in trace.of(Start) if start.step == 0 and not start.resumed]
+    for start in starts[1:]:
+        evidence.compare_exact(
+            tally,
+            starts[0].weights,
+            start.weights,
+            f"rank {start.rank} starts from other weights than rank {starts[0].rank}",
+            step=-1,
+            rank=start.rank,
+            scenario=trace.scenario.to_dict(),
+        )
+
+
+def _same_for_any_worker_count(tally: Tally, traces: Sequence[Trace]) -> None:
+    if len(traces) < 2:
+        return
+    model = {(s.step, s.shard): s.draws for s in traces[0].of(Shard)}
+    for trace in traces[1:]:
+        for shard in trace.of(Shard):
+            place = (shard.step, shard.shard)
+            if shard.draws is not None and place in model:
+                tally.equal(
+                    model[place],
+                    shard.draws,
+                    "the random numbers of a shard depend on the number of workers",
+                    step=shard.step,
+                    rank=shard.rank,
+                    shard=shard.shard,
+                    scenario=trace.scenario.to_dict(),
+                )

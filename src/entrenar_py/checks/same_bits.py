@@ -1,0 +1,84 @@
+"""F-TI-006 and F-TI-007: the same bits for any number of workers, and in every repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Bitwise, whatever the trainer promises."""
+    tally = Tally(invariant.id)
+    compare_worker_counts(tally, evidence.usable(traces, tally))
+    return tally.finding(nothing="no two runs that differ in their number of workers alone")
+
+
+def worker_counts(scenario: Scenario) -> list[Scenario]:
+    """The run with 1, 2, 3, 4, 5 and 8 workers (as many as there are shards for)."""
+    fit = [count for count in (1, 2, 3, 4, 5, 8) if count <= scenario.num_shards]
+    return evidence.distinct(
+        [scenario, *(evidence.plain(scenario, world_size=n, mutant=scenario.mutant) for n in fit)]
+    )
+
+
+def judge_determinism(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Two runs of one scenario: every shard and every update alike."""
+    tally = Tally(invariant.id)
+    for group in evidence.groups(evidence.usable(traces, tally), "repeat"):
+        for trace in group[1:]:
+            compare_steps(tally, group[0], trace, "two runs of one scenario differ")
+            for one, other in zip(group[0].of(Shard), trace.of(Shard), strict=False):
+                tally.check(
+                    one == other,
+                    f"two runs of one scenario differ in shard {one.shard}",
+                    step=one.step,
+                    rank=one.rank,
+                    shard=one.shard,
+                    scenario=trace.scenario.to_dict(),
+                )
+    return tally.finding(nothing="no scenario was run twice")
+
+
+def repeated(scenario: Scenario) -> list[Scenario]:
+    """The run, twice."""
+    return [scenario, scenario.with_(repeat=1)]
+
+
+def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
+    """Each run against the one with the fewest workers of the same training."""
+    for group in evidence.groups(traces, "world_size", "faults", "stops", "repeat"):
+        ordered = sorted(group, key=lambda trace: trace.scenario.world_size)
+        for trace in ordered[1:]:
+            if trace.scenario.world_size == ordered[0].scenario.world_size:
+                continue
+            few, many = ordered[0].scenario.world_size, trace.scenario.world_size
+            message = f"{many} workers give other bits than {few}"
+            compare_steps(tally, ordered[0], trace, message)
+
+
+def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
+    """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit."""
+    expected = evidence.updates(model)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step not in expected:
+            continue
+        one = evidence.any_rank(expected[step])
+        for rank, update in by_rank.items():
+            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            for part in ("gradient", "weights", "optimizer", "buffers"):
+                evidence.compare_exact(
+                    tally, getattr(one, part), getattr(update, part), f"{message} ({part})", **place
+                )
+            tally.equal(one.loss, update.loss, f"{message} (loss)", **place)
+    missing = sorted(set(expected) ^ set(evidence.updates(trace)))
+    tally.check(
+        not missing,
+        f"{message}: steps {missing[:5]} are in one run only",
+        step=missing[0] if missing else None,
+        scenario=trace.scenario.to_dict(),
+    )

@@ -1,0 +1,43 @@
+"""F-TI-001: loss and gradient are weighted by samples or tokens, never a mean of means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence, parity
+from entrenar_py.contract import Invariant
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """The mean is over samples or tokens: loss from the shards, first gradient from the oracle."""
+    tally = Tally(invariant.id)
+    kept = evidence.usable(traces, tally)
+    for trace in kept:
+        _weighted_loss(tally, trace)
+    for group in evidence.groups(kept, *parity.SPLIT):
+        oracles = [trace for trace in group if trace.scenario == parity.oracle(trace.scenario)]
+        for trace in group:
+            if oracles and trace is not oracles[0]:
+                parity.compare(tally, oracles[0], trace, tolerance=None, steps=1)
+    return tally.finding(nothing="no loss with its weight was recorded")
+
+
+def _weighted_loss(tally: Tally, trace: Trace) -> None:
+    shards = evidence.shards(trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        weight = sum(shard.weight for shard in shards.get(step, ()))
+        if not weight:
+            continue
+        mean = sum(shard.loss_sum for shard in shards[step]) / weight
+        for rank, update in by_rank.items():
+            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            tally.equal(weight, update.weight, "the step's weight is not its shards'", **place)
+            tally.check(
+                abs(update.loss - mean) <= parity.LOSS_BOUND * abs(mean),
+                "the reported loss is not the weighted mean of the shards' losses",
+                expected=repr(mean),
+                got=repr(update.loss),
+                **place,
+            )

@@ -1,0 +1,132 @@
+"""One mapping of a contract, read field by field: a wrong shape becomes a problem, not a crash.
+
+Every reader gives back something usable, so that all problems of a file come out at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from entrenar_py.contract_problems import Position, Problems
+from entrenar_py.contract_tree import ListNode, MapNode, Node, ScalarNode
+
+
+class Record:
+    """A mapping with `known` keys; `what` names it in messages (`clause F-DP-001`)."""
+
+    def __init__(
+        self, node: MapNode, *, what: str, known: Collection[str], problems: Problems
+    ) -> None:
+        self.node = node
+        self.what = what
+        self._known = known
+        self._problems = problems
+
+    def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
+        """Lists every key that no one reads."""
+        for key, at in self.node.keys.items():
+            if key in self.node.fields and key not in self._known and key not in read_elsewhere:
+                known = ", ".join(self._known)
+                self._problems.warn(at, f"{self.what}: key {key!r} is not read; known are {known}")
+
+    def place(self, key: str) -> Position:
+        """Where the value of `key` stands; where the mapping stands if there is none."""
+        found = self.node.fields.get(key)
+        return self.node.at if found is None else found.at
+
+    def present(self, key: str) -> Node | None:
+        """The value of `key`; None if it is missing or null."""
+        found = self.node.fields.get(key)
+        if isinstance(found, ScalarNode) and found.value is None:
+            return None
+        return found
+
+    def text(self, key: str) -> str:
+        """The text of `key` as written, a list of texts joined by `; `; "" if there is none."""
+        return "; ".join(self.texts(key))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """The texts of `key`, one text counting as a list of one; blank ones are left out."""
+        return tuple(item.text.strip() for item in self.scalars(key))
+
+    def scalars(self, key: str) -> tuple[ScalarNode, ...]:
+        """Like `texts`, with their places."""
+        found = self.present(key)
+        if found is None:
+            return ()
+        items = found.items if isinstance(found, ListNode) else (found,)
+        scalars = [item for item in items if isinstance(item, ScalarNode)]
+        if len(scalars) < len(items):
+            self._problems.error(found.at, f"{self.what}: {key} is text or a list of texts")
+        return tuple(scalar for scalar in scalars if scalar.text.strip())
+
+    def filled(self, key: str) -> str:
+        """Like `text`, but an empty or missing one is an error."""
+        text = self.text(key)
+        if not text:
+            self._problems.error(self.place(key), f"{self.what}: {key} is empty; write it down")
+        return text
+
+    def identifier(self) -> str:
+        """The one text of `id`; "" and an error if there is none."""
+        found = self.present("id")
+        if isinstance(found, ScalarNode) and found.text.strip():
+            return found.text.strip()
+        self._problems.error(self.place("id"), f"{self.what}: id is empty; give one text")
+        return ""
+
+    def flag(self, key: str) -> bool:
+        """True or false; false if there is none."""
+        found = self.present(key)
+        if found is None or (isinstance(found, ScalarNode) and isinstance(found.value, bool)):
+            return found is not None and bool(found.value)
+        self._problems.error(found.at, f"{self.what}: {key} is true or false{_given(found)}")
+        return False
+
+    def choice(self, key: str, allowed: Collection[str]) -> str | None:
+        """One of `allowed`; None if there is none."""
+        found = self.present(key)
+        if found is None or (isinstance(found, ScalarNode) and found.text in allowed):
+            return None if found is None else found.text
+        message = f"{self.what}: {key} is one of {', '.join(allowed)}{_given(found)}"
+        self._problems.error(found.at, message)
+        return None
+
+    def number(self, key: str) -> float | None:
+        """A finite number >= 0, also written as text ("1e-4"); None if there is none."""
+        found = self.present(key)
+        if found is None:
+            return None
+        number = _number(found)
+        if number is None:
+            message = f"{self.what}: {key} is a finite number >= 0, never a formula{_given(found)}"
+            self._problems.error(found.at, message)
+        return number
+
+    def maps(self, key: str) -> tuple[MapNode, ...]:
+        """The mappings of the list `key`; none if there is no list."""
+        found = self.present(key)
+        if found is None:
+            return ()
+        items = found.items if isinstance(found, ListNode) else (found,)
+        maps = tuple(item for item in items if isinstance(item, MapNode))
+        if not isinstance(found, ListNode) or len(maps) < len(items):
+            self._problems.error(found.at, f"{self.what}: {key} is a list of mappings")
+        return maps
+
+
+def _number(node: Node) -> float | None:
+    if not isinstance(node, ScalarNode) or isinstance(node.value, bool):
+        return None
+    try:
+        number = float(node.value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def _given(node: Node) -> str:
+    if isinstance(node, ScalarNode):
+        return f"; given is {node.text[:60]!r}"
+    return f"; given is a {'list' if isinstance(node, ListNode) else 'mapping'}"

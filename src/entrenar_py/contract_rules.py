@@ -1,0 +1,136 @@
+"""What a contract must say to be valid, block by block.
+
+Each rule reads its block, puts what is wrong into `problems`, and gives back the names that other
+parts of the contract may refer to.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from entrenar_py import contract_layout, scenario
+from entrenar_py.contract_fields import Record
+from entrenar_py.contract_problems import Position, Problems
+from entrenar_py.contract_tree import MapNode, ScalarNode, plain
+from entrenar_py.errors import UsageError
+
+# A contract whose lists multiply to more than this would never end.
+SCENARIOS_MAX = 10_000
+
+
+def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
+    """The mapping under `name`; None, with a problem if it is something else, when absent."""
+    found = Record(root, what="contract", known=(), problems=problems).present(name)
+    if found is None or isinstance(found, MapNode):
+        return found
+    problems.error(found.at, f"{name} is a mapping; see docs/contract-format.md")
+    return None
+
+
+def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]:
+    """The mappings of the top-level list `name`."""
+    return Record(root, what="contract", known=(), problems=problems).maps(name)
+
+
+def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
+    """The metadata as plain data, `version` and `created` as the text that was written."""
+    node = block(root, "metadata", problems)
+    if node is None:
+        problems.error(root.at, "no metadata: give metadata with a version and references")
+        return {}
+    known = contract_layout.METADATA_KEYS
+    record = Record(node, what="metadata", known=known, problems=problems)
+    record.warn_unread()
+    if not record.texts("references"):
+        at = record.place("references")
+        problems.error(at, "metadata: references is empty; name what the clauses rest on")
+    data: dict[str, Any] = plain(node)
+    data["version"] = record.filled("version")
+    for key in ("created", "author", "description"):
+        if record.present(key) is not None:
+            data[key] = record.text(key)
+    return data
+
+
+def equations(root: MapNode, problems: Problems) -> set[str]:
+    """The names of the equations; each has a formula (a bare text is a formula too)."""
+    node = block(root, "equations", problems)
+    if node is None:
+        return set()
+    for name, equation in node.fields.items():
+        what = f"equation {name}"
+        if isinstance(equation, MapNode):
+            known = contract_layout.EQUATION_KEYS
+            record = Record(equation, what=what, known=known, problems=problems)
+            record.warn_unread()
+            record.filled("formula")
+        elif not isinstance(equation, ScalarNode) or not equation.text.strip():
+            problems.error(equation.at, f"{what}: formula is empty; write it down")
+    return set(node.fields)
+
+
+def obligations(root: MapNode, problems: Problems) -> set[str]:
+    """The ids and properties of the proof obligations; each has a property."""
+    names: set[str] = set()
+    for node in entries(root, "proof_obligations", problems):
+        known = contract_layout.OBLIGATION_KEYS
+        record = Record(node, what="proof obligation", known=known, problems=problems)
+        record.warn_unread()
+        record.number("tolerance")
+        names |= {record.filled("property"), record.text("id")}
+    return names - {""}
+
+
+def unique_ids(root: MapNode, problems: Problems) -> None:
+    """Clauses, tests, obligations, harnesses and the gate share one space of ids."""
+    lists = ("falsification_tests", "proof_obligations", "kani_harnesses")
+    quiet = Problems()  # the shape of these blocks is reported by who reads them
+    nodes = [node for _, node in contract_layout.clauses(root)]
+    nodes += [node for name in lists for node in entries(root, name, quiet)]
+    gate = block(root, "qa_gate", quiet)
+    first: dict[str, Position] = {}
+    for node in [*nodes, gate] if gate else nodes:
+        found = node.fields.get("id")
+        if not isinstance(found, ScalarNode) or not found.text:
+            continue
+        before = first.setdefault(found.text, found.at)
+        if before is not found.at:
+            lines = f"lines {before.line} and {found.at.line}"
+            problems.error(found.at, f"id {found.text!r} stands twice, on {lines}; rename one")
+
+
+def harnesses(root: MapNode, problems: Problems) -> None:
+    """The harnesses are a list of mappings; they are kept, not read."""
+    entries(root, "kani_harnesses", problems)
+
+
+def scenarios(root: MapNode, problems: Problems) -> None:
+    """Every entry of every clause expands to valid scenarios, SCENARIOS_MAX in all."""
+    left = SCENARIOS_MAX
+    quiet = Problems()  # the shape of a clause is reported by who reads it
+    for _, clause in contract_layout.clauses(root):
+        record = Record(clause, what="", known=(), problems=quiet)
+        what = f"clause {record.text('id')}: scenarios"
+        for node in record.maps("scenarios"):
+            left -= _num_scenarios(node, limit=left + 1, what=what, problems=problems)
+            if left < 0:
+                message = f"the contract's lists multiply to over {SCENARIOS_MAX} scenarios"
+                problems.error(node.at, f"{what}: {message}; use shorter lists")
+                return
+
+
+def _num_scenarios(node: MapNode, *, limit: int, what: str, problems: Problems) -> int:
+    expanded = scenario.expand(
+        plain(node), system="reference", workload="linear", world_size=1, seed=0
+    )
+    num = 0
+    try:
+        num = sum(1 for _ in islice(expanded, limit))
+        if num == 0:
+            problems.error(node.at, f"{what}: a list is empty, so nothing would run; fill it")
+    except UsageError as error:
+        problems.error(node.at, f"{what}: {error}")
+    except TypeError as error:  # text where a scenario compares numbers
+        problems.error(node.at, f"{what}: a value has the wrong type: {error}")
+    return num

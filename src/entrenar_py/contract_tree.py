@@ -1,0 +1,50 @@
+"""The tree of a YAML file: plain values that know where they stand. Knows no YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.contract_problems import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A value and its place. `size` counts the nodes under it, aliases expanded, itself too."""
+
+    at: Position
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarNode(Node):
+    """`text` as written in the file; `value` is None, bool, int, float or str (YAML 1.1)."""
+
+    text: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListNode(Node):
+    """A sequence."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapNode(Node):
+    """A mapping. Keys are texts as written (`yes` stays "yes"); `keys` says where each stands."""
+
+    fields: dict[str, Node]
+    keys: dict[str, Position]
+
+
+def plain(node: Node) -> Any:
+    """The data under `node` as dicts, lists and scalars."""
+    if isinstance(node, MapNode):
+        return {key: plain(child) for key, child in node.fields.items()}
+    if isinstance(node, ListNode):
+        return [plain(item) for item in node.items]
+    assert isinstance(node, ScalarNode)
+    return node.value

@@ -1,0 +1,246 @@
+"""The bytes of a YAML file -> a tree in which every value knows its line and column.
+
+A hostile file costs little: its bytes, nodes and depth are bounded, aliases count as what they
+stand for, and no tag builds an object. Knows nothing of contracts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from entrenar_py.contract_problems import Position, Problems
+from entrenar_py.contract_scalars import TAG, resolve, tag_message
+from entrenar_py.contract_tree import ListNode, MapNode, Node, ScalarNode
+from entrenar_py.errors import ContractError
+
+BYTES_MAX = 1 << 20
+NODES_MAX = 50_000
+DEPTH_MAX = 64
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read(path: Path) -> bytes:
+    """The file's bytes, at most BYTES_MAX.
+
+    Raises ContractError if it is larger (before reading it) or can't be read.
+    """
+    start = Position(str(path), 1, 1)
+    try:
+        size = path.stat().st_size
+        if size <= BYTES_MAX:
+            with path.open("rb") as file:
+                data = file.read(BYTES_MAX + 1)  # a pipe or a device states no size
+            size = max(size, len(data))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ContractError([f"{start}: can't be read: {reason}; give a YAML file"]) from error
+    if size > BYTES_MAX:
+        message = f"the file has {size} bytes or more; a contract has at most {BYTES_MAX}"
+        raise ContractError([f"{start}: {message}"])
+    return data
+
+
+def compose(data: bytes, file: str, problems: Problems) -> MapNode | None:
+    """The tree of the one document in `data`; None if there is no tree, the reason in `problems`.
+
+    Duplicate keys, foreign tags and keys that are no text are problems too, but leave a tree.
+    """
+    text = _decode(data, file, problems)
+    if text is None:
+        return None
+    composer = _Composer(file, problems)
+    try:
+        for event in yaml.parse(text, Loader=_LOADER):
+            composer.take(event)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problems.error(composer.position(mark), f"invalid YAML: {_words(error)}")
+        return None
+    root = composer.root
+    if isinstance(root, MapNode):
+        return root
+    found = "a list" if isinstance(root, ListNode) else "a single value"
+    if root is None or (isinstance(root, ScalarNode) and root.value is None):
+        found = "nothing: the file is empty"
+    at = Position(file, 1, 1) if root is None else root.at
+    problems.error(at, f"a contract is a mapping (metadata, clauses, ...); found {found}")
+    return None
+
+
+def _decode(data: bytes, file: str, problems: Problems) -> str | None:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8", "replace")
+        problems.error(
+            _end(before, file), f"not UTF-8: byte 0x{data[error.start]:02x}; save as UTF-8"
+        )
+        return None
+    bad = yaml.reader.Reader.NON_PRINTABLE.search(text)
+    if bad:
+        at = _end(text[: bad.start()], file)
+        problems.error(
+            at, f"control character U+{ord(bad.group()):04X}: YAML allows none; remove it"
+        )
+        return None
+    return text
+
+
+def _end(before: str, file: str) -> Position:
+    line_start = before.rfind("\n") + 1
+    return Position(file, before.count("\n") + 1, len(before) - line_start + 1)
+
+
+def _words(error: yaml.MarkedYAMLError) -> str:
+    words = "; ".join(part for part in (error.context, error.problem) if part)
+    if "\\t" in words or "\t" in words or "violates indentation" in words:
+        words += "; indent with spaces, never with tabs"
+    return words
+
+
+@dataclass(slots=True)
+class _Open:
+    """A collection whose end has not come yet; a list has no `keys`."""
+
+    at: Position
+    anchor: str | None
+    is_map: bool
+    items: list[Node] = field(default_factory=list)
+    fields: dict[str, Node] = field(default_factory=dict)
+    keys: dict[str, Position] = field(default_factory=dict)
+    key: tuple[str, Position] | None = None
+
+
+class _Composer:
+    """Builds the tree from events; a stack instead of recursion."""
+
+    def __init__(self, file: str, problems: Problems) -> None:
+        self.root: Node | None = None
+        self._file = file
+        self._problems = problems
+        self._anchors: dict[str, Node] = {}
+        self._open: list[_Open] = []
+        self._num_nodes = 0
+
+    def position(self, mark: Any) -> Position:
+        return Position(self._file, mark.line + 1, mark.column + 1)
+
+    def take(self, event: yaml.Event) -> None:
+        """Adds one event; raises ComposerError where the file can't be a contract."""
+        if isinstance(event, yaml.ScalarEvent):
+            node = resolve(event, self.position(event.start_mark), self._problems)
+            self._count(1, event)
+            self._name(event.anchor, node)
+            self._place(node, event)
+        elif isinstance(event, yaml.AliasEvent):
+            self._place(self._alias(event), event)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            self._start(event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            top = self._open.pop()
+            closed: Node = self._map(top) if top.is_map else _list(top)
+            self._name(top.anchor, closed)
+            self._place(closed, event)
+        elif isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
+            raise _stop("a second document; a contract is one document, split the file", event)
+
+    def _count(self, num_nodes: int, event: yaml.Event) -> None:
+        self._num_nodes += num_nodes
+        if self._num_nodes > NODES_MAX:
+            raise _stop(f"more than {NODES_MAX} values, aliases expanded; split the file", event)
+
+    def _check_depth(self, height: int, event: yaml.Event) -> None:
+        if len(self._open) + height > DEPTH_MAX:
+            raise _stop(f"nested deeper than {DEPTH_MAX} levels; use a flatter layout", event)
+
+    def _name(self, anchor: str | None, node: Node) -> None:
+        if anchor is not None:
+            self._anchors[anchor] = node
+
+    def _alias(self, event: yaml.AliasEvent) -> Node:
+        if any(top.anchor == event.anchor for top in self._open):
+            raise _stop(f"alias *{event.anchor} stands inside what it names", event)
+        if event.anchor not in self._anchors:
+            raise _stop(f"alias *{event.anchor} has no anchor &{event.anchor} before it", event)
+        node = self._anchors[event.anchor]
+        self._count(node.size, event)
+        self._check_depth(node.height, event)
+        return node
+
+    def _start(self, event: Any) -> None:
+        self._count(1, event)
+        self._check_depth(1, event)
+        at = self.position(event.start_mark)
+        is_map = isinstance(event, yaml.MappingStartEvent)
+        if event.tag not in (None, "!", f"{TAG}{'map' if is_map else 'seq'}"):
+            self._problems.error(at, tag_message(event.tag))
+        self._open.append(_Open(at, event.anchor, is_map))
+
+    def _place(self, node: Node, event: yaml.Event) -> None:
+        if not self._open:
+            self.root = node
+            return
+        top = self._open[-1]
+        if not top.is_map:
+            top.items.append(node)
+        elif top.key is None:
+            top.key = self._key(node, event)
+        else:
+            self._add(top, top.key, node)
+            top.key = None
+
+    def _key(self, node: Node, event: yaml.Event) -> tuple[str, Position]:
+        at = node.at if not isinstance(event, yaml.AliasEvent) else self.position(event.start_mark)
+        if isinstance(node, ScalarNode) and node.text:
+            return node.text, at
+        self._problems.error(at, "a key is one non-empty text, not a list, a mapping or nothing")
+        return "", at
+
+    def _add(self, top: _Open, key: tuple[str, Position], node: Node) -> None:
+        text, at = key
+        if text in top.fields:
+            first = top.keys[text].line
+            message = f"key {text!r} stands twice, on lines {first} and {at.line}; keep one"
+            self._problems.error(at, message)
+        elif text:
+            top.fields[text], top.keys[text] = node, at
+
+    def _map(self, top: _Open) -> MapNode:
+        merged = top.fields.pop("<<", None)
+        if merged is not None:
+            self._merge(top, merged)
+        return MapNode(
+            at=top.at,
+            size=1 + sum(1 + child.size for child in top.fields.values()),
+            height=1 + max((child.height for child in top.fields.values()), default=0),
+            fields=top.fields,
+            keys=top.keys,
+        )
+
+    def _merge(self, top: _Open, merged: Node) -> None:
+        """YAML 1.1 `<<`: fills in the keys that the mapping lacks; of several, the first wins."""
+        for source in merged.items if isinstance(merged, ListNode) else (merged,):
+            if not isinstance(source, MapNode):
+                self._problems.error(top.keys["<<"], "<< takes a mapping or a list of mappings")
+                continue
+            for key, child in source.fields.items():
+                if key not in top.fields:
+                    top.fields[key], top.keys[key] = child, source.keys[key]
+
+
+def _list(top: _Open) -> ListNode:
+    return ListNode(
+        at=top.at,
+        size=1 + sum(item.size for item in top.items),
+        height=1 + max((item.height for item in top.items), default=0),
+        items=tuple(top.items),
+    )
+
+
+def _stop(message: str, event: Any) -> yaml.composer.ComposerError:
+    return yaml.composer.ComposerError(None, None, message, event.start_mark)

@@ -1,0 +1,89 @@
+"""Planted bugs: what replaces which function, what it must break, and where that must show.
+
+The machinery only. The bugs, and the harmless variants that must not alarm, stand in the
+`falsification` folder; product code never asks whether a mutant is planted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+from entrenar_py import shipped
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+
+PACKAGE = "entrenar_py_falsification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A trainer changed from outside: each dotted path in `plants` names what replaces it.
+
+    `invariants` are the clauses it must break; none for a benign variant, which `tried` clauses
+    must leave alone. `place` is what the counterexample must name (step, rank, shard, tensor, ...).
+    `source` says where the bug was seen.
+    """
+
+    name: str
+    summary: str
+    plants: Mapping[str, Callable[..., Any]]
+    scenario: Scenario
+    source: str = ""
+    invariants: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def benign(self) -> bool:
+        """Whether this variant is right, and no check may alarm."""
+        return not self.invariants
+
+    def subject(self) -> Scenario:
+        """The scenario with this variant planted."""
+        return self.scenario.with_(mutant=self.name)
+
+
+@cache
+def catalogue() -> dict[str, Variant]:
+    """Every variant by name, mutants first; UsageError if the falsification folder is missing."""
+    folder = shipped.falsification_folder()
+    if folder is None:
+        raise UsageError("the falsification folder with the mutants was not installed")
+    if PACKAGE not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[PACKAGE] = module
+        spec.loader.exec_module(module)
+    variants: list[Variant] = sys.modules[PACKAGE].variants()
+    assert len({variant.name for variant in variants}) == len(variants), "names are unique"
+    return {variant.name: variant for variant in variants}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """While inside, the variant called `name` is in place; UsageError if there is no such name."""
+    if name is None:
+        yield
+        return
+    if name not in catalogue():
+        raise UsageError(f"mutant={name!r}: known are {', '.join(catalogue())}")
+    patches = [patch(path, new) for path, new in catalogue()[name].plants.items()]
+    try:
+        for one in patches:
+            one.start()
+        yield
+    finally:
+        for one in reversed(patches):
+            one.stop()

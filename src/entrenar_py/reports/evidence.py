@@ -1,0 +1,78 @@
+"""What stands behind an entry, as labelled text: the terminal and JUnit XML print the same.
+
+Also makes any text fit to print: contracts, paths and devices bring what they like.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from entrenar_py.reports.report import Entry
+from entrenar_py.scenario import Scenario
+
+# Longest text printed for one label; the JSON report always has all of it.
+TEXT_CHARS_MAX = 400
+
+# Everything that XML 1.0 forbids, and the control characters that steer a terminal.
+_UNPRINTABLE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def printable(text: str) -> str:
+    r"""`text` with control characters and lone surrogates spelled out (`\x1b`, `\udc80`)."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """`text`, printable, on one line, and cut where it gets longer than a reader wants."""
+    line = " ".join(printable(text).split())
+    if len(line) <= TEXT_CHARS_MAX:
+        return line
+    return f"{line[:TEXT_CHARS_MAX]}... ({len(line) - TEXT_CHARS_MAX} more, see the JSON report)"
+
+
+def describe(entry: Entry) -> list[tuple[str, str]]:
+    """(label, text) pairs that say where an entry broke and where its clause stands.
+
+    Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `contract`,
+    `scenario`; those that do not apply are left out.
+    """
+    position = entry.invariant.position
+    found = entry.finding.counterexample
+    rows = [] if found is None else [("at", found.place())]
+    if found is not None:
+        rows += [("expected", found.expected or ""), ("got", found.got or "")]
+    rows.append(("contract", f"{position.file}:{position.line}"))
+    if found is not None and found.scenario is not None:
+        rows.append(("scenario", describe_scenario(found.scenario)))
+    return [(label, one_line(text)) for label, text in rows if text]
+
+
+def describe_scenario(record: Mapping[str, Any]) -> str:
+    """A scenario's record (`Scenario.to_dict`) as `name=value, ...`.
+
+    Only the fields that every scenario must give and those that differ from their defaults.
+    """
+    usual = Scenario(system="", workload="linear", world_size=1, seed=0).to_dict()
+    required = ("system", "workload", "world_size", "seed")
+    shown = {name: value for name, value in record.items() if value != usual.get(name)}
+    shown = {name: record[name] for name in required if name in record} | shown
+    return ", ".join(f"{name}={_value(value)}" for name, value in shown.items())
+
+
+def flatten(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, text) pairs of `environment`; lists and mappings in it on one line, `[cpu, cuda]`."""
+    return [(one_line(str(name)), one_line(_value(value))) for name, value in environment.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        facts = [f"{name}={_value(fact)}" for name, fact in value.items() if name != "kind"]
+        return f"{value.get('kind', '')}({', '.join(facts)})"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, default=str)

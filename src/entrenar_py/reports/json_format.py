@@ -1,0 +1,115 @@
+"""The report as JSON, for machines: schema `entrenar-check-report/1`, docs/report-schema-v1.json.
+
+A change that could break a reader gets a new number and a new schema file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import entrenar_py
+from entrenar_py.contract import Contract
+from entrenar_py.reports import output_file
+from entrenar_py.reports.report import Entry, Report
+
+SCHEMA = "entrenar-check-report/1"
+
+
+def dump(report: Report) -> dict[str, Any]:
+    """The report as plain data that strict JSON can hold.
+
+    A number that is not finite becomes its text ("nan"), and so does a value of the environment
+    that JSON has no type for.
+    """
+    record = {
+        "schema": SCHEMA,
+        "tool": {"name": "entrenar-check", "version": entrenar_py.__version__},
+        "contract": _contract(report.contract),
+        "system": report.system,
+        "seed": report.seed,
+        "verdict": report.verdict,
+        "interrupted": report.interrupted,
+        "counts": report.counts,
+        "num_compared": report.num_compared,
+        "gate": _gate(report),
+        "results": [_result(report, entry) for entry in report.entries],
+        "environment": report.environment,
+        "elapsed_s": report.elapsed_s,
+        "command": report.command,
+    }
+    return {name: _plain(value) for name, value in record.items()}
+
+
+def write(report: Report, path: Path) -> None:
+    """Writes the report to `path`; UsageError if that can't be done."""
+    text = json.dumps(dump(report), indent=2, ensure_ascii=False, allow_nan=False)
+    output_file.write(text + "\n", path)
+
+
+def _contract(contract: Contract) -> dict[str, Any]:
+    return {
+        "name": contract.name,
+        "path": contract.path,
+        "version": contract.version,
+        "digest": contract.digest,
+        "warnings": contract.warnings,
+    }
+
+
+def _gate(report: Report) -> dict[str, Any] | None:
+    gate = report.contract.gate
+    if gate is None:
+        return None
+    return {
+        "id": gate.id,
+        "name": gate.name,
+        "checks": gate.checks,
+        "pass_criteria": gate.pass_criteria,
+        "passed": report.gate_passed,
+        "broken": [entry.invariant.id for entry in report.gate_broken],
+        "not_run": report.gate_not_run,
+    }
+
+
+def _result(report: Report, entry: Entry) -> dict[str, Any]:
+    clause, finding = entry.invariant, entry.finding.to_dict()
+    return {
+        "id": clause.id,
+        "name": clause.name,
+        "statement": clause.statement,
+        "group": clause.group,
+        "severity": clause.severity,
+        "critical": clause.critical,
+        "tolerance": clause.tolerance,
+        "tolerance_kind": clause.tolerance_kind,
+        "file": clause.position.file,
+        "line": clause.position.line,
+        "column": clause.position.column,
+        **{name: value for name, value in finding.items() if name != "invariant"},
+        "num_scenarios": entry.num_scenarios,
+        "num_explored": entry.num_explored,
+        "elapsed_s": entry.elapsed_s,
+        "replay": entry.replay,
+        "replay_command": report.replay_command(entry),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {_text(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """`value` as text that UTF-8 can hold: a path may bring lone surrogates."""
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,111 @@
+"""The report as JUnit XML, for CI viewers: one suite per contract, one test case per invariant.
+
+Falsified is a `<failure>`. Inconclusive is an `<error>`, not `<skipped>`: viewers paint a suite
+with skipped cases green, and a check that compared nothing must never look green. Where the person
+running it said that inconclusive is good enough (`--allow-inconclusive`), it is `<skipped>`. So the
+file is free of failures and errors exactly when the exit code is 0; for the same reason a run that
+was interrupted or that selected nothing brings a test case of its own, an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+import entrenar_py
+from entrenar_py.reports import evidence, output_file
+from entrenar_py.reports.report import Entry, Report
+from entrenar_py.verdict import Verdict
+
+_INTERRUPTED = "the run was interrupted: the other results are what is known so far"
+_NOTHING_SELECTED = "nothing selected: no clause of the contract is left to check"
+
+
+def render(report: Report, *, allow_inconclusive: bool) -> str:
+    """The XML document, with its declaration and a line end; any text is made fit for XML 1.0."""
+    suite = Element("testsuite", name=evidence.printable(report.contract.name))
+    _add_properties(suite, report)
+    inconclusive = "skipped" if allow_inconclusive else "error"
+    for entry in report.entries:
+        _add_case(suite, report, entry, inconclusive)
+    if report.interrupted:
+        _add_alarm(suite, report, "interrupted", _INTERRUPTED)
+    elif not report.entries:
+        _add_alarm(suite, report, "nothing selected", _NOTHING_SELECTED)
+    root = Element("testsuites", name="entrenar-check")
+    root.append(suite)
+    for element in (root, suite):
+        _count(element, suite, report.elapsed_s)
+    ElementTree.indent(root)
+    document: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return document.decode() + "\n"
+
+
+def write(report: Report, path: Path, *, allow_inconclusive: bool) -> None:
+    """Writes the document to `path`; UsageError if that can't be done."""
+    output_file.write(render(report, allow_inconclusive=allow_inconclusive), path)
+
+
+def _add_properties(suite: Element, report: Report) -> None:
+    facts = [
+        ("system", report.system),
+        ("seed", str(report.seed)),
+        ("contract_version", report.contract.version),
+        ("contract_digest", report.contract.digest),
+        ("entrenar-py", entrenar_py.__version__),
+        ("command", report.command),
+        *evidence.flatten(report.environment),
+    ]
+    properties = SubElement(suite, "properties")
+    for name, value in dict(facts).items():
+        SubElement(properties, "property", name=name, value=evidence.printable(value))
+
+
+def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -> None:
+    clause, finding = entry.invariant, entry.finding
+    case = SubElement(
+        suite,
+        "testcase",
+        classname=evidence.printable(report.contract.name),
+        name=evidence.one_line(f"{clause.id} {clause.name}"),
+        time=f"{entry.elapsed_s:.3f}",
+        file=evidence.printable(clause.position.file),
+        line=str(clause.position.line),
+    )
+    if entry.verdict is not Verdict.HELD:
+        tag = "failure" if entry.verdict is Verdict.FALSIFIED else inconclusive
+        message = evidence.one_line(finding.reason)
+        result = SubElement(case, tag, type=str(entry.verdict), message=message)
+        result.text = _evidence_text(report, entry)
+    SubElement(case, "system-out").text = "\n".join(
+        [
+            f"{finding.compared} comparisons in {entry.num_scenarios} scenarios of the contract "
+            f"and {entry.num_explored} explored",
+            *(f"note: {evidence.one_line(note)}" for note in finding.notes),
+        ]
+    )
+
+
+def _evidence_text(report: Report, entry: Entry) -> str:
+    rows = [*evidence.describe(entry), ("statement", evidence.one_line(entry.invariant.statement))]
+    command = report.replay_command(entry)
+    if command is not None:
+        rows.append(("replay", evidence.printable(command)))
+    return "\n".join(f"{label}: {text}" for label, text in rows)
+
+
+def _add_alarm(suite: Element, report: Report, name: str, message: str) -> None:
+    """Adds the error that keeps a suite red for a reason that belongs to no single invariant."""
+    classname = evidence.printable(report.contract.name)
+    case = SubElement(suite, "testcase", classname=classname, name=name, time="0.000")
+    SubElement(case, "error", type=name, message=message)
+
+
+def _count(element: Element, suite: Element, elapsed_s: float) -> None:
+    results = Counter(result.tag for result in suite.iterfind("testcase/*"))
+    element.set("tests", str(len(suite.findall("testcase"))))
+    for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        element.set(attribute, str(results[tag]))
+    element.set("time", f"{elapsed_s:.3f}")

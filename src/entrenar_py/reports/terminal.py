@@ -1,0 +1,231 @@
+"""The report for people, and the progress line while it is made.
+
+Right without colour (a verdict is a word) and in 80 columns; in a pipe no line is wrapped, so that
+an id, a path or a command can be cut out of it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from types import TracebackType
+from typing import Self
+
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from entrenar_py.reports import evidence
+from entrenar_py.reports.report import Entry, Report
+from entrenar_py.verdict import Verdict
+
+# What stands alone is a word and a colour; the bad ones in capitals, to be found without colour.
+_WORDS = {
+    Verdict.FALSIFIED: ("FALSIFIED", "bold red"),
+    Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
+    Verdict.HELD: ("held", "green"),
+}
+_LABEL_CHARS = 10
+_ID_CHARS_MAX = 28  # leaves a name some room in 80 columns; a longer id is folded, never cut
+_PIPE_CHARS_MAX = 100_000
+
+
+def render(report: Report, console: Console, *, quiet: bool) -> None:
+    """Prints the report to `console`, worst first, the replay commands as its last lines.
+
+    `quiet` leaves out what held, the notes and the environment.
+    """
+    shown = [e for e in report.ranked if not quiet or e.verdict is not Verdict.HELD]
+    if not quiet:
+        name = f"{report.contract.name} {report.contract.version}"
+        _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
+    if shown:
+        _print_table(console, shown)
+    for entry in shown:
+        if entry.verdict is not Verdict.HELD:
+            _print_evidence(console, entry)
+    if not quiet:
+        _print_notes(console, report)
+    if shown:
+        _line(console, "")
+    _print_summary(console, report, quiet=quiet)
+    _print_replays(console, report)
+
+
+class Progress:
+    """Shows how far a run is while the context is open: one line, on a terminal only.
+
+    In a pipe or a file it prints nothing; on a terminal the line is gone when the context closes.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=20),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[what]}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, what="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
+        """Shows that `done` of `planned` pieces of work on an invariant are done, now `what`.
+
+        `planned` 0 means that it is not known.
+        """
+        self._bar.update(
+            self._task,
+            description=evidence.one_line(invariant_id),
+            completed=done,
+            total=planned or None,
+            what=evidence.one_line(what),
+        )
+
+
+def _print_table(console: Console, entries: list[Entry]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("id", width=_id_width(console, entries), overflow="fold")
+    table.add_column("name", overflow="fold")
+    table.add_column("sev", no_wrap=True)
+    for title in ("compared", "runs", "s"):
+        table.add_column(title, no_wrap=True, justify="right")
+    for entry in entries:
+        clause = entry.invariant
+        word, style = _WORDS[entry.verdict]
+        cells = (
+            Text(word, style=style),
+            *(Text(_fit(console, evidence.one_line(text))) for text in (clause.id, clause.name)),
+            Text(clause.severity),
+            Text(f"{entry.finding.compared:,}"),
+            Text(f"{entry.num_scenarios}+{entry.num_explored}"),
+            Text(f"{entry.elapsed_s:.1f}"),
+        )
+        table.add_row(*cells)
+    if not console.is_terminal:
+        endless = console.options.update(max_width=_PIPE_CHARS_MAX)
+        table.width = console.measure(table, options=endless).maximum
+    console.print(table, crop=False)
+
+
+def _id_width(console: Console, entries: list[Entry]) -> int | None:
+    """Columns for the ids, which no other column may squeeze; None: as many as they need."""
+    if not console.is_terminal:
+        return None
+    return min(max(len(entry.invariant.id) for entry in entries), _ID_CHARS_MAX)
+
+
+def _print_evidence(console: Console, entry: Entry) -> None:
+    word, style = _WORDS[entry.verdict]
+    heading = f"{evidence.one_line(entry.invariant.id)} {word}"
+    reason = _wrap(console, f"{heading}: {evidence.one_line(entry.finding.reason)}", indent=2)
+    _line(console, "")
+    for number, line in enumerate(reason):
+        text = Text(line)
+        if number == 0:
+            text.stylize(style, 0, len(heading))
+        console.print(text, soft_wrap=True)
+    for label, value in evidence.describe(entry):
+        _labelled(console, label, value)
+
+
+def _print_notes(console: Console, report: Report) -> None:
+    noted = [(entry.invariant.id, note) for entry in report.ranked for note in entry.finding.notes]
+    if noted:
+        _line(console, "")
+    for clause, note in noted:
+        _line(console, f"note {clause}: {evidence.one_line(note)}")
+
+
+def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
+    if not quiet:
+        facts = ", ".join(f"{name} {value}" for name, value in evidence.flatten(report.environment))
+        _line(console, f"ran on {facts}" if facts else "ran on: nothing recorded", style="dim")
+        _command(console, f"repeat with: {report.command}")
+    if report.interrupted:
+        _line(console, "interrupted: this is what is known so far", style="bold yellow")
+    elif not report.entries:
+        _line(console, "nothing selected: no clause of the contract was checked", style="bold")
+    counts = ", ".join(f"{num} {verdict}" for verdict, num in report.counts.items() if num)
+    _, style = _WORDS[report.verdict]
+    work = (
+        f"{report.num_compared:,} comparisons in "
+        f"{sum(entry.num_scenarios for entry in report.entries)} planned + "
+        f"{sum(entry.num_explored for entry in report.entries)} explored scenarios, "
+        f"{report.elapsed_s:.1f} s"
+    )
+    _line(console, f"{counts or 'no verdicts'}: {work}", style=style)
+    _line(console, _gate_text(report))
+
+
+def _gate_text(report: Report) -> str:
+    gate = report.contract.gate
+    if gate is None:
+        return "gate: the contract has none"
+    title = f"gate {gate.id} ({gate.name})"
+    if report.gate_passed:
+        return f"{title}: passed"
+    if report.gate_broken:
+        broken = ", ".join(f"{e.invariant.id} {e.verdict}" for e in report.gate_broken)
+        return f"{title}: NOT PASSED: {broken}"
+    if report.gate_not_run:
+        return f"{title}: UNDECIDED: not checked in this run: {', '.join(report.gate_not_run)}"
+    reason = "interrupted" if report.interrupted else "it demands no clause"
+    return f"{title}: UNDECIDED: {reason}"
+
+
+def _print_replays(console: Console, report: Report) -> None:
+    commands = [report.replay_command(entry) for entry in report.ranked]
+    saved = [command for command in commands if command is not None]
+    if saved:
+        _line(console, "")
+        _line(console, "replay with:", style="bold")
+    for command in saved:
+        _command(console, command)
+
+
+def _line(console: Console, text: str, *, style: str = "") -> None:
+    for line in _wrap(console, evidence.one_line(text), indent=2):
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _command(console: Console, text: str) -> None:
+    """Prints `text` as it is, to be copied: no line is broken, no space is dropped."""
+    console.print(Text(_fit(console, text)), soft_wrap=True)
+
+
+def _labelled(console: Console, label: str, value: str) -> None:
+    for line in _wrap(console, f"  {label:<{_LABEL_CHARS}}{value}", indent=2 + _LABEL_CHARS):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
+    """`text` in lines as wide as the terminal, later ones indented; one line in a pipe."""
+    text = _fit(console, text)
+    if not console.is_terminal:
+        return [text]
+    wrapped = textwrap.wrap(
+        text, width=console.width, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+    return wrapped or [""]
+
+
+def _fit(console: Console, text: str) -> str:
+    """`text` with what the console's encoding lacks spelled out."""
+    encoding = console.encoding
+    return evidence.printable(text).encode(encoding, "backslashreplace").decode(encoding)

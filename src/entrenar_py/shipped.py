@@ -1,0 +1,68 @@
+"""Where the contracts and counterexamples that come with the package are found.
+
+In an installed package they lie inside it; in a checkout they lie at the top of the tree.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def contract_path(name: str) -> Path:
+    """The contract file that `name` means: a path that exists, else a shipped contract.
+
+    A shipped contract may be named without its `.yaml`. Raises UsageError if `name` is neither, or
+    is a folder, or can't be read.
+    """
+    path = Path(name)
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be searched
+        raise UsageError(
+            f"contract={name!r}: {error.strerror}; give a file that can be read"
+        ) from error
+    if not exists:
+        found = shipped_contract(name)
+        if found is None:
+            shipped = ", ".join(path.name for path in shipped_contracts()) or "none"
+            raise UsageError(
+                f"contract={name!r}: no such file, and no shipped contract of that name; "
+                f"shipped are {shipped}"
+            )
+        return found
+    if path.is_dir():
+        raise UsageError(f"contract={name!r}: is a folder; give one YAML file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"contract={name!r}: may not be read; check the file's permissions")
+    return path
+
+
+def shipped_contract(name: str) -> Path | None:
+    """The shipped contract called `name`, with or without `.yaml`; None if there is none."""
+    for path in shipped_contracts():
+        if name in (path.name, path.stem):
+            return path
+    return None
+
+
+def shipped_contracts() -> list[Path]:
+    """Every contract that comes with the package, by name."""
+    folder = _folder("contracts")
+    return [] if folder is None else sorted(folder.glob("*.yaml"))
+
+
+def falsification_folder() -> Path | None:
+    """The folder of mutants, benign variants and saved counterexamples; None if not shipped."""
+    return _folder("falsification")
+
+
+def _folder(name: str, package: Path = _PACKAGE) -> Path | None:
+    inside, checkout = package / name, package.parents[1] / name
+    if inside.is_dir():
+        return inside
+    return checkout if package.parent.name == "src" and checkout.is_dir() else None

@@ -1,0 +1,42 @@
+"""Where a run took place: the part of a trace that explains a difference between two machines."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+import entrenar_py
+
+
+def describe() -> dict[str, str]:
+    """Versions and platform of this process; the wgpu adapter too, if one was opened in it."""
+    return {**_versions(), **_wgpu()}
+
+
+@lru_cache(maxsize=1)
+def _versions() -> dict[str, str]:
+    return {
+        "entrenar": entrenar_py.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+    }
+
+
+def _wgpu() -> dict[str, str]:
+    if "entrenar_py.backends.wgpu" not in sys.modules:  # its import costs 0.2 s
+        return {}
+    import wgpu
+
+    from entrenar_py.backends import wgpu as backend
+
+    opened = backend.opened()
+    if opened is None:
+        return {}
+    adapter = f"{opened.device}{', software' if opened.software else ''}"
+    return {"wgpu": wgpu.__version__, "wgpu_adapter": adapter}

@@ -1,0 +1,148 @@
+"""Matrix products as scenarios name them: shapes, layouts, operands, and how far a result is off.
+
+Options: `m`, `k`, `n` (one product) or `shapes` (a list of [m, k, n], computed together),
+`layout`, and `magnitude` (operands are uniform in [-magnitude, magnitude]).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py import trace
+from entrenar_py.backends import Backend, Pair, rounding
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+
+# layout -> is a, is b a transposed view of what lies in memory?
+LAYOUTS: dict[str, tuple[bool, bool]] = {
+    "plain": (False, False),
+    "a_transposed": (True, False),
+    "b_transposed": (False, True),
+    "both_transposed": (True, True),
+}
+OPTIONS = ("m", "k", "n", "shapes", "layout", "magnitude")
+
+Shape = tuple[int, int, int]
+# Where the contract states an absolute tolerance (F-WGPU-001): m = k = n = 64, entries in [-1, 1].
+STATED_SHAPE: Shape = (64, 64, 64)
+STATED_MAGNITUDE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The products a scenario asks for: (m, k, n) each, all of one layout and magnitude."""
+
+    shapes: tuple[Shape, ...]
+    layout: str
+    magnitude: float
+
+
+def request(options: Mapping[str, Any]) -> Request:
+    """What `options` ask for; one 64 x 64 x 64 product in [-1, 1] if they say nothing.
+
+    Raises UsageError for unknown options, and for values a float32 product can't have.
+    """
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise UsageError(f"options key={unknown[0]!r}: allowed are {', '.join(OPTIONS)}")
+    if "shapes" in options and {"m", "k", "n"} & set(options):
+        raise UsageError("options with shapes and m, k or n: use one or the other")
+    single = [options.get(name, 64) for name in ("m", "k", "n")]
+    wanted = options.get("shapes", [single])
+    if not isinstance(wanted, list | tuple) or not wanted:
+        raise UsageError(f"options shapes={wanted!r}: use a list of [m, k, n]")
+    shapes = tuple(_shape(shape) for shape in wanted)
+    layout = options.get("layout", "plain")
+    if layout not in LAYOUTS:
+        raise UsageError(f"options layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
+    longest = max(k for _, k, _ in shapes)
+    return Request(
+        shapes=shapes,
+        layout=layout,
+        magnitude=_magnitude(options.get("magnitude", 1.0), longest),
+    )
+
+
+def _shape(shape: Any) -> Shape:
+    sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if len(sizes) != 3 or not whole or min(sizes) < 1:
+        raise UsageError(f"options shape={shape!r}: use three whole numbers >= 1: [m, k, n]")
+    return sizes
+
+
+def _magnitude(magnitude: Any, length: int) -> float:
+    if isinstance(magnitude, bool) or not isinstance(magnitude, int | float) or not magnitude > 0:
+        raise UsageError(f"options magnitude={magnitude!r}: use a number > 0")
+    # Half the largest float32, so that rounding can't carry a legitimate sum over the edge.
+    highest = math.sqrt(float(np.finfo(np.float32).max) / 2 / length)
+    if magnitude > highest:
+        raise UsageError(
+            f"options magnitude={magnitude} with k={length}: a float32 sum could overflow; "
+            f"use magnitude<={highest:.3g}"
+        )
+    return float(magnitude)
+
+
+def operands(scenario: Scenario, wanted: Request) -> list[Pair]:
+    """The float32 operands of each product, drawn from the streams `a` and `b` one after another.
+
+    A transposed operand is a view: its memory holds [k, m] (or [n, k]).
+    """
+    a_transposed, b_transposed = LAYOUTS[wanted.layout]
+    a_rng, b_rng = scenario.rng("a"), scenario.rng("b")
+    return [
+        (
+            _draw(a_rng, m, k, wanted.magnitude, transposed=a_transposed),
+            _draw(b_rng, k, n, wanted.magnitude, transposed=b_transposed),
+        )
+        for m, k, n in wanted.shapes
+    ]
+
+
+def _draw(
+    rng: np.random.Generator, rows: int, columns: int, magnitude: float, *, transposed: bool
+) -> Tensor:
+    shape = (columns, rows) if transposed else (rows, columns)
+    drawn = torch.from_numpy(rng.uniform(-magnitude, magnitude, shape).astype(np.float32))
+    return drawn.t() if transposed else drawn
+
+
+def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> trace.Product:
+    """What the trace keeps of `result`, which `backend` gave for the operands `pair`.
+
+    `error_f64` and `bound` belong to `element`, the one that uses up most of what rounding allows
+    it; `error_cpu` is the largest over all elements, nan if one is not finite. All three are nan,
+    and `element` None, when the result has not the shape [m, n].
+    """
+    a, b = pair
+    shape = (a.shape[0], a.shape[1], b.shape[1])
+    error_cpu = error_f64 = bound = float("nan")
+    finite, element = bool(torch.isfinite(result).all()), None
+    if result.shape == (shape[0], shape[2]):
+        found = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
+        error_cpu = float((result - a @ b).abs().max())
+        error_f64, bound, element = found.error, found.bound, found.element
+    return trace.Product(
+        backend=backend.name,
+        device=backend.device,
+        software=backend.software,
+        shape=shape,
+        result_shape=tuple(result.shape),
+        layout=wanted.layout,
+        magnitude=wanted.magnitude,
+        finite=finite,
+        error_cpu=error_cpu,
+        error_f64=error_f64,
+        bound=bound,
+        stated=shape == STATED_SHAPE and wanted.magnitude <= STATED_MAGNITUDE,
+        digest=trace.record_tensor(result.contiguous().numpy()).digest,
+        element=element,
+    )

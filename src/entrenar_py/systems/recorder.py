@@ -1,0 +1,48 @@
+"""Collects the events of one run and turns arrays into tensor records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py import trace
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import environment
+
+
+class Recorder:
+    """The growing trace of one run of `scenario`."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._values = scenario.detail == "values"
+        self._events: list[trace.Event] = []
+        self.emit = self._events.append
+
+    def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
+        """Records of C-contiguous `arrays` as they are now."""
+        values = self._values
+        return {name: trace.record_tensor(array, values=values) for name, array in arrays.items()}
+
+    def slices(
+        self, vector: NDArray[np.float32], parts: Mapping[str, slice], prefix: str = ""
+    ) -> trace.Tensors:
+        """Records of the named `parts` of a flat vector."""
+        values = self._values
+        return {
+            prefix + name: trace.record_tensor(vector[part], values=values)
+            for name, part in parts.items()
+        }
+
+    def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:
+        """The trace, closed with an End event."""
+        self.emit(trace.End(status=status, reason=reason))
+        return trace.Trace(
+            scenario=self._scenario,
+            environment=environment.describe(),
+            promises=tuple(promises),
+            events=tuple(self._events),
+        )

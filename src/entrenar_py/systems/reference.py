@@ -1,0 +1,345 @@
+"""The reference trainer: a deterministic data-parallel trainer with all its workers in one process.
+
+The oracle of every other system. One step: each worker computes its logical shards and folds them
+along the tree; the coordinator adds the folded nodes, divides once, and stops everyone if a shard
+is not finite; every worker clips and steps its own replica.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entrenar_py import backends, trace
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.recorder import Recorder
+from entrenar_py.training import (
+    checkpoint,
+    dropout,
+    engine,
+    optimizer,
+    reduction,
+    schedule,
+    sharding,
+    workload,
+)
+from entrenar_py.training.tensors import Array
+
+PROMISES = ("bitwise",)
+FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says. UsageError if it names a fault this system can't inject."""
+    for fault in scenario.faults:
+        if fault.kind not in FAULTS:
+            raise UsageError(
+                f"fault kind={fault.kind!r} on system reference: it can inject {', '.join(FAULTS)}"
+            )
+    trainer = Trainer(scenario)
+    status = trainer.train()
+    return trainer.recorder.finish(promises=PROMISES, status=status)
+
+
+@dataclass
+class Worker:
+    """One worker: its replica and its optimizer state."""
+
+    rank: int
+    replica: engine.Engine
+    state: optimizer.State
+
+
+class Trainer:
+    """One run: the workers, the position in the data, and what is recorded of them."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.recorder = Recorder(scenario)
+        self.workload = workload.build(
+            scenario.workload,
+            num_samples=scenario.num_samples,
+            width=scenario.width,
+            data=scenario.rng("data"),
+        )
+        self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
+        self.position = sharding.Position()
+        self.schedule_step = 0
+        self._visit: tuple[int, sharding.Ids] | None = None
+        initial = self.workload.initial(scenario.rng("initial"))
+        self.workers = {rank: self._worker(rank, initial) for rank in self._initial_ranks()}
+
+    def train(self) -> str:
+        """Runs all steps; `completed`, or `halted` if a non-finite value stopped it."""
+        for worker in self.workers.values():
+            self._record_start(worker, step=0)
+        for step in range(self.scenario.num_steps):
+            if step in self.scenario.stops:
+                self._stop_and_resume(step)
+            for fault in self._faults("join", step):
+                self._join(fault, step)
+            if not self._step(step):
+                return "halted"
+        return "completed"
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _step(self, step: int) -> bool:
+        ids = sharding.batch(self._order(), self.position, self.scenario.batch_size)
+        shards = sharding.cut(ids, self.scenario.num_shards)
+        nodes: list[reduction.Node] = []
+        halt: trace.Halt | None = None
+        for worker, run in self._assignments(step):
+            leaves = []
+            for shard in run:
+                leaf = self._compute(worker, step, shard, shards[shard])
+                halt = halt or self._guard(leaf, worker, step, shard, shards[shard])
+                leaves.append(leaf)
+            nodes += reduction.fold(leaves, self.scenario.num_shards)
+        if halt is not None:
+            self.recorder.emit(halt)
+            return False
+        total = reduction.root(nodes, self.scenario.num_shards)
+        self._apply(step, total)
+        self.position = sharding.advance(self.position, len(ids), self.scenario.num_samples)
+        self.schedule_step += 1
+        return True
+
+    def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
+        """Who computes which shards of this step; a worker that dies in it hands its run on."""
+        run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
+        for fault in self._faults("leave", step):
+            orphaned = run_of.pop(self._leave(fault, step))
+            yield from self._pairs(sharding.runs(orphaned, list(self.workers)))
+        yield from self._pairs(run_of)
+
+    def _pairs(self, run_of: dict[int, Sequence[int]]) -> Iterator[tuple[Worker, Sequence[int]]]:
+        return ((self.workers[rank], run) for rank, run in run_of.items())
+
+    def _compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
+        rate = self.scenario.dropout
+        drop = dropout.Dropout(rate, self.scenario.rng("dropout", step, shard)) if rate else None
+        vector, loss, weight = worker.replica.shard(
+            ids,
+            accumulation=self.scenario.accumulation,
+            drop=drop or dropout.none,
+        )
+        loss = self._inject(vector, loss, worker, step, shard, len(ids))
+        self.recorder.emit(
+            trace.Shard(
+                step=step,
+                epoch=self.position.epoch,
+                rank=worker.rank,
+                shard=shard,
+                ids=tuple(ids),
+                loss_sum=loss,
+                weight=weight,
+                finite=engine.non_finite(vector) is None and np.isfinite(loss).item(),
+                draws=drop.digest() if drop else None,
+                gradient=self.recorder.slices(vector, worker.replica.layout.trainable),
+            )
+        )
+        return reduction.Node(0, shard, vector, loss, weight)
+
+    def _guard(
+        self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
+    ) -> trace.Halt | None:
+        """The halt that a non-finite leaf demands, naming the culprit; None if it is finite."""
+        place = engine.non_finite(leaf.vector)
+        if place is None and np.isfinite(leaf.loss):
+            return None
+        tensor, element = worker.replica.layout.locate(place) if place is not None else (None, None)
+        what = f"gradient {tensor}[{element}]" if tensor else f"loss {leaf.loss}"
+        return trace.Halt(
+            step=step,
+            reason=f"non-finite {what} on worker {worker.rank}, step {step}, shard {shard}: "
+            "training halted before any update",
+            rank=worker.rank,
+            shard=shard,
+            tensor=tensor,
+            ids=tuple(ids),
+        )
+
+    def _apply(self, step: int, total: reduction.Node) -> None:
+        """Every worker makes the same optimizer step on its own replica."""
+        scenario = self.scenario
+        average = optimizer.mean(total.vector, total.weight * self.scale)
+        rate = schedule.learning_rate(
+            self.schedule_step,
+            peak=scenario.learning_rate,
+            kind=scenario.schedule,
+            warmup_steps=scenario.warmup_steps,
+            num_steps=scenario.num_steps,
+        )
+        for worker in self.workers.values():
+            replica = worker.replica
+            gradient = average[: replica.layout.num_trainable]
+            norm = optimizer.norm_l2(gradient)
+            clipped = optimizer.clip(gradient, norm, scenario.clip_norm)
+            applied_norm = norm if clipped is gradient else optimizer.norm_l2(clipped)
+            rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
+            optimizer.step(rule, replica.parameters, clipped, worker.state, rate)
+            replica.average_buffers(average)
+            self.recorder.emit(
+                trace.Update(
+                    step=step,
+                    rank=worker.rank,
+                    loss=total.loss / total.weight,
+                    weight=total.weight,
+                    learning_rate=rate,
+                    finite=engine.non_finite(replica.parameters) is None,
+                    gradient=self.recorder.slices(gradient, replica.layout.trainable),
+                    grad_norm=norm,
+                    applied_norm=applied_norm,
+                    **self._state(worker),
+                )
+            )
+
+    # --- membership, faults, checkpoints --------------------------------------------------------
+
+    def _initial_ranks(self) -> list[int]:
+        late = {fault.rank for fault in self.scenario.faults if fault.kind == "join"}
+        left = {fault.rank for fault in self.scenario.faults if fault.kind == "leave"}
+        return [rank for rank in range(self.scenario.world_size) if rank not in late - left]
+
+    def _leave(self, fault: Fault, step: int) -> int:
+        rank = self._rank_of(fault)
+        if rank not in self.workers or len(self.workers) == 1:
+            raise UsageError(f"fault leave rank={rank} step={step}: no other worker would be left")
+        del self.workers[rank]
+        self._record_fault(fault, step)
+        self.recorder.emit(
+            trace.Membership(step=step, rank=rank, change="left", reason="died while computing")
+        )
+        return rank
+
+    def _join(self, fault: Fault, step: int) -> None:
+        rank = self._rank_of(fault)
+        if rank in self.workers:
+            raise UsageError(f"fault join rank={rank} step={step}: that worker is there already")
+        donor = next(iter(self.workers.values()))
+        worker = self._worker(rank, donor.replica.arrays)
+        worker.state = {name: vector.copy() for name, vector in donor.state.items()}
+        self.workers = dict(sorted({**self.workers, rank: worker}.items()))
+        self._record_fault(fault, step)
+        self.recorder.emit(trace.Membership(step=step, rank=rank, change="joined"))
+        self._record_start(worker, step)
+
+    def _inject(
+        self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
+    ) -> float:
+        for fault in self.scenario.faults:
+            if fault.value is None or fault.step != step or fault.shard not in (None, shard):
+                continue
+            if fault.rank not in (None, worker.rank):
+                continue
+            value = float(fault.value)
+            if fault.kind == "non_finite_loss":
+                loss = value
+            else:
+                part = worker.replica.layout.trainable[
+                    fault.tensor or next(iter(worker.replica.layout.trainable))
+                ]
+                times = count * self.scale if fault.kind == "huge_gradient" else 1.0
+                vector[part.start + (fault.element or 0)] = value * times
+            self._record_fault(fault, step, worker.rank, shard)
+        return loss
+
+    def _stop_and_resume(self, step: int) -> None:
+        """Writes a checkpoint, drops every worker, and starts again from the file."""
+        first = next(iter(self.workers.values()))
+        progress = self._progress(step)
+        self.recorder.emit(
+            trace.Saved(step=step, rank=first.rank, progress=progress, **self._state(first))
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "checkpoint")
+            checkpoint.save(
+                path,
+                checkpoint.as_arrays(tensors=first.replica.arrays, optimizer=first.state),
+                progress,
+            )
+            ranks, self.workers = list(self.workers), {}
+            arrays, progress = checkpoint.load(path)
+        for rank in ranks:
+            worker = self._worker(rank, checkpoint.group_of(arrays, "tensors"))
+            worker.state = {
+                name: array.copy()
+                for name, array in checkpoint.group_of(arrays, "optimizer").items()
+            }
+            self.workers[rank] = worker
+        self.position = sharding.Position(progress["epoch"], progress["offset"])
+        self.schedule_step = progress["schedule_step"]
+        for worker in self.workers.values():
+            self._record_start(worker, step, resumed=True)
+
+    # --- small things ---------------------------------------------------------------------------
+
+    def _worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
+        linear = backends.open_backend(self.scenario.backend_of(rank)).linear
+        replica = engine.Engine(self.workload, linear, tensors, scale=self.scale)
+        state = optimizer.initial_state(self.scenario.optimizer, replica.layout.num_trainable)
+        return Worker(rank, replica, state)
+
+    def _order(self) -> sharding.Ids:
+        """The current epoch's order of the samples."""
+        epoch = self.position.epoch
+        if self._visit is None or self._visit[0] != epoch:
+            rng = self.scenario.rng("order", epoch)
+            self._visit = epoch, sharding.order(self.scenario.num_samples, rng)
+        return self._visit[1]
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "schedule_step": self.schedule_step,
+            "epoch": self.position.epoch,
+            "offset": self.position.offset,
+        }
+
+    def _state(self, worker: Worker) -> dict[str, trace.Tensors]:
+        """Weights, optimizer state and buffers of a worker, as records."""
+        replica, buffers = worker.replica, worker.replica.layout.buffers
+        arrays = replica.arrays
+        return {
+            "weights": self.recorder.tensors(
+                {name: array for name, array in arrays.items() if name not in buffers}
+            ),
+            "optimizer": self.recorder.tensors(worker.state),
+            "buffers": self.recorder.tensors({name: arrays[name] for name in buffers}),
+        }
+
+    def _record_start(self, worker: Worker, step: int, resumed: bool = False) -> None:
+        specs = self.workload.specs
+        self.recorder.emit(
+            trace.Start(
+                step=step,
+                rank=worker.rank,
+                trainable=tuple(spec.name for spec in specs if spec.role == "trainable"),
+                frozen=tuple(spec.name for spec in specs if spec.role == "frozen"),
+                progress=self._progress(step),
+                resumed=resumed,
+                **self._state(worker),
+            )
+        )
+
+    def _faults(self, kind: str, step: int) -> list[Fault]:
+        return [f for f in self.scenario.faults if f.kind == kind and f.step == step]
+
+    def _rank_of(self, fault: Fault) -> int:
+        if fault.rank is None:
+            raise UsageError(f"fault {fault.kind} without rank: say which worker")
+        return fault.rank
+
+    def _record_fault(
+        self, fault: Fault, step: int, rank: int | None = None, shard: int | None = None
+    ) -> None:
+        rank = fault.rank if rank is None else rank
+        self.recorder.emit(trace.Injected(fault=fault.to_dict(), step=step, rank=rank, shard=shard))

@@ -1,0 +1,223 @@
+"""One rank of the textbook trainer: how it is built, saved, restored and recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py import trace
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.recorder import Recorder
+from entrenar_py.training import checkpoint, schedule, sharding, workload
+
+
+@dataclass
+class Replica:
+    """One rank: its tensors, its optimizer and scheduler, and its own dropout stream."""
+
+    rank: int
+    tensors: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change during a run."""
+
+    scenario: Scenario
+    model: workload.Workload
+    recorder: Recorder
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the trainable tensors, in order."""
+        return [spec.name for spec in self.model.specs if spec.role == "trainable"]
+
+    @property
+    def buffers(self) -> list[str]:
+        """Names of the buffers, in order."""
+        return [spec.name for spec in self.model.specs if spec.role == "buffer"]
+
+
+def build_replica(setup: Setup, rank: int) -> Replica:
+    """A fresh replica; every rank draws the same initial values from the same stream."""
+    scenario = setup.scenario
+    values = setup.model.initial(initial_rng(scenario, rank))
+    tensors = {name: master(torch.tensor(value)) for name, value in values.items()}
+    for name in setup.trainable:
+        tensors[name].requires_grad_()
+    optimizer = build_optimizer(setup, tensors)
+    scheduler = build_scheduler(scenario, optimizer)
+    return Replica(rank, tensors, optimizer, scheduler, scenario.rng("dropout", rank))
+
+
+def initial_rng(scenario: Scenario, rank: int) -> np.random.Generator:
+    """The stream of the initial weights: the same on every rank."""
+    return scenario.rng("initial")
+
+
+def master(value: Tensor) -> Tensor:
+    """The master copy of a weight: float32."""
+    return value.float()
+
+
+def build_optimizer(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
+    """torch.optim with two groups: weights that decay, and the rest."""
+    scenario = setup.scenario
+    specs = [spec for spec in setup.model.specs if spec.role == "trainable"]
+    groups = [
+        {
+            "params": [tensors[spec.name] for spec in specs if spec.decayed == decayed],
+            "weight_decay": scenario.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if scenario.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=scenario.learning_rate)
+    momentum = 0.9 if scenario.optimizer == "momentum" else 0.0
+    return torch.optim.SGD(groups, lr=scenario.learning_rate, momentum=momentum)
+
+
+def build_scheduler(
+    scenario: Scenario, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The scenario's schedule as a factor on the peak learning rate."""
+
+    def factor(step: int) -> float:
+        return schedule.learning_rate(
+            step,
+            peak=1.0,
+            kind=scenario.schedule,
+            warmup_steps=scenario.warmup_steps,
+            num_steps=scenario.num_steps,
+        )
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def broadcast(replicas: list[Replica]) -> None:
+    """Every rank starts from rank 0's tensors."""
+    for replica in replicas[1:]:
+        for name, tensor in replica.tensors.items():
+            tensor.data.copy_(replicas[0].tensors[name])
+
+
+def save(path: Path, replicas: list[Replica], position: sharding.Position) -> None:
+    """Rank 0's tensors and optimizer, every rank's random state, and the position in the data."""
+    first = replicas[0]
+    arrays = {name: tensor.detach().numpy() for name, tensor in first.tensors.items()}
+    progress = progress_of(first, position)
+    progress["rng"] = {str(r.rank): json.dumps(rng_state(r)) for r in replicas}
+    checkpoint.save(
+        path,
+        checkpoint.as_arrays(tensors=arrays, optimizer=optimizer_arrays(first)),
+        progress,
+    )
+
+
+def load(path: Path, setup: Setup, replicas: list[Replica]) -> sharding.Position:
+    """Fills `replicas` from the checkpoint; the position in the data."""
+    arrays, progress = checkpoint.load(path)
+    for replica in replicas:
+        for name, array in checkpoint.group_of(arrays, "tensors").items():
+            replica.tensors[name].data.copy_(torch.from_numpy(array))
+        load_optimizer(replica, checkpoint.group_of(arrays, "optimizer"))
+        load_schedule(replica, progress["schedule_step"])
+        replica.rng.bit_generator.state = restored_rng(progress["rng"], replica.rank)
+    return sharding.Position(progress["epoch"], progress["offset"])
+
+
+def progress_of(replica: Replica, position: sharding.Position) -> dict[str, Any]:
+    """Epoch, offset and schedule step: what a resume must restore beside the tensors."""
+    return {
+        "epoch": position.epoch,
+        "offset": position.offset,
+        "schedule_step": replica.scheduler.last_epoch,
+    }
+
+
+def optimizer_arrays(replica: Replica) -> dict[str, np.ndarray[Any, Any]]:
+    """The optimizer's state as arrays, `index/key`, in parameter order."""
+    state = replica.optimizer.state_dict()["state"]
+    return {
+        f"{index}/{key}": np.atleast_1d(value.detach().numpy())
+        for index, entries in state.items()
+        for key, value in entries.items()
+        if value is not None
+    }
+
+
+def load_optimizer(replica: Replica, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Puts `optimizer_arrays` back."""
+    content = replica.optimizer.state_dict()
+    for name, array in arrays.items():
+        index, key = name.split("/")
+        value = torch.tensor(array)
+        content["state"].setdefault(int(index), {})[key] = value[0] if key == "step" else value
+    replica.optimizer.load_state_dict(content)
+
+
+def load_schedule(replica: Replica, schedule_step: int) -> None:
+    """Sets the scheduler, and the learning rate it gives, to `schedule_step`."""
+    scheduler = replica.scheduler
+    scheduler.last_epoch = schedule_step
+    for group, rate in zip(replica.optimizer.param_groups, scheduler.get_lr(), strict=True):
+        group["lr"] = rate
+
+
+def rng_state(replica: Replica) -> dict[str, Any]:
+    """The rank's random state, ready for JSON."""
+    state: dict[str, Any] = replica.rng.bit_generator.state  # type: ignore[assignment]
+    plain = {name: value.tolist() for name, value in state["state"].items()}
+    return {**state, "state": plain, "buffer": state["buffer"].tolist()}
+
+
+def restored_rng(states: dict[str, str], rank: int) -> dict[str, Any]:
+    """The state that `rng_state` saved for `rank`."""
+    state: dict[str, Any] = json.loads(states[str(rank)])
+    arrays = {name: np.array(value, np.uint64) for name, value in state["state"].items()}
+    return {**state, "state": arrays, "buffer": np.array(state["buffer"], np.uint64)}
+
+
+def state_records(setup: Setup, replica: Replica) -> dict[str, trace.Tensors]:
+    """Weights, optimizer state and buffers of a rank, as records."""
+    arrays = {name: tensor.detach().numpy() for name, tensor in replica.tensors.items()}
+    return {
+        "weights": setup.recorder.tensors(
+            {name: array for name, array in arrays.items() if name not in setup.buffers}
+        ),
+        "optimizer": setup.recorder.tensors(optimizer_arrays(replica)),
+        "buffers": setup.recorder.tensors({name: arrays[name] for name in setup.buffers}),
+    }
+
+
+def record_start(
+    setup: Setup,
+    replica: Replica,
+    step: int,
+    position: sharding.Position,
+    *,
+    resumed: bool = False,
+) -> None:
+    """Emits what a rank holds before `step`."""
+    specs = setup.model.specs
+    setup.recorder.emit(
+        trace.Start(
+            step=step,
+            rank=replica.rank,
+            trainable=tuple(spec.name for spec in specs if spec.role == "trainable"),
+            frozen=tuple(spec.name for spec in specs if spec.role == "frozen"),
+            progress=progress_of(replica, position),
+            resumed=resumed,
+            **state_records(setup, replica),
+        )
+    )

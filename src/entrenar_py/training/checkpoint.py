@@ -1,0 +1,85 @@
+"""A checkpoint file: all of it or none of it, and never a damaged one read as good.
+
+One ASCII line (magic, version, BLAKE3 of the rest), then a safetensors payload whose metadata
+holds the progress as JSON. Written beside its place, synced, then renamed over it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from entrenar_py.errors import CheckpointError
+
+MAGIC = b"entrenar-checkpoint 1 "
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
+    """Writes `arrays` and `progress` to `path`; a crash at any point leaves the old file whole."""
+    payload = safetensors.save(dict(arrays), {"progress": json.dumps(progress)})
+    header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(header + payload)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The arrays and the progress that `save` wrote.
+
+    Raises CheckpointError if the file is missing, of another kind, truncated or changed.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: can't be read ({error.strerror})") from error
+    header, _, payload = content.partition(b"\n")
+    if not header.startswith(MAGIC):
+        raise CheckpointError(f"checkpoint {path}: not a checkpoint (its first line is not ours)")
+    if header[len(MAGIC) :] != blake3(payload).hexdigest().encode():
+        raise CheckpointError(
+            f"checkpoint {path}: its BLAKE3 digest does not match its content: the file is "
+            "truncated or was changed; use an earlier checkpoint"
+        )
+    return dict(safetensors.load(payload)), _progress(payload, path)
+
+
+def _progress(payload: bytes, path: Path) -> dict[str, Any]:
+    # safetensors.numpy.load gives no metadata; the format puts it in a length-prefixed JSON header.
+    try:
+        length = int.from_bytes(payload[:8], "little")
+        header = json.loads(payload[8 : 8 + length])
+        progress: dict[str, Any] = json.loads(header["__metadata__"]["progress"])
+    except (KeyError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path}: no progress in its header") from error
+    return progress
+
+
+def as_arrays(**groups: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """`groups` as one flat mapping, `group/name` to array."""
+    return {
+        f"{group}/{name}": array for group, part in groups.items() for name, array in part.items()
+    }
+
+
+def group_of(arrays: Arrays, group: str) -> dict[str, NDArray[Any]]:
+    """The arrays of one group of `as_arrays`, by name."""
+    prefix = f"{group}/"
+    return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}

@@ -1,0 +1,88 @@
+"""Data that is on every machine already: scikit-learn's digits, the standard library's source.
+
+Nothing is downloaded, nothing is shuffled: the first rows, the same for everyone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from entrenar_py.errors import UsageError
+from entrenar_py.training.tensors import Array
+
+NUM_PIXELS = 64
+NUM_DIGITS = 10
+LINE_BYTES_MIN = 2  # one byte to read and one to predict
+LINE_BYTES_MAX = 32
+
+# Small, old, pure Python, in every distribution; their lines differ in length.
+MODULES = ("colorsys", "bisect", "heapq", "textwrap", "shlex", "fractions", "statistics")
+
+
+def digest(*arrays: NDArray[Any]) -> str:
+    """BLAKE3 of the C-contiguous `arrays`' bytes one after the other, 32 hex digits."""
+    hasher = blake3()
+    for array in arrays:
+        hasher.update(array.tobytes())
+    return hasher.hexdigest(16)
+
+
+def digits(num_samples: int) -> tuple[Array, NDArray[np.int64]]:
+    """The first handwritten digits: pixels in [0, 1], float32 [n, 64], and labels, int64 [n].
+
+    Raises UsageError when `num_samples` is more than there are.
+    """
+    table = _digit_table()
+    _require("mlp", num_samples, len(table))
+    pixels = (table[:num_samples, :NUM_PIXELS] / 16).astype(np.float32)
+    return pixels, table[:num_samples, NUM_PIXELS].astype(np.int64)
+
+
+def lines(num_samples: int) -> tuple[bytes, ...]:
+    """The first lines of the standard library's source, 2 to 32 bytes each.
+
+    Indentation and line ends are stripped, blank lines left out, long lines cut. Another Python
+    version may have another text: compare the digests. Raises UsageError when `num_samples` is
+    more than there are.
+    """
+    text = _source_lines()
+    _require("decoder", num_samples, len(text))
+    return text[:num_samples]
+
+
+@lru_cache(maxsize=1)
+def _digit_table() -> NDArray[np.float64]:
+    """[1797, 65]: 64 pixels 0..16 and the digit."""
+    # scikit-learn's loader would import scikit-learn, which takes longer than a scenario.
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(path, "rt") as file:
+        table: NDArray[np.float64] = np.loadtxt(file, delimiter=",")
+    return table
+
+
+@lru_cache(maxsize=1)
+def _source_lines() -> tuple[bytes, ...]:
+    library = Path(sysconfig.get_path("stdlib"))
+    source = b"\n".join((library / f"{module}.py").read_bytes() for module in MODULES)
+    stripped = (line.strip() for line in source.splitlines())
+    return tuple(line[:LINE_BYTES_MAX] for line in stripped if len(line) >= LINE_BYTES_MIN)
+
+
+def _require(workload: str, num_samples: int, available: int) -> None:
+    if num_samples > available:
+        raise UsageError(
+            f"num_samples={num_samples} with workload={workload}: its data set has {available} "
+            f"samples; use num_samples<={available}"
+        )

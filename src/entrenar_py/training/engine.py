@@ -1,0 +1,105 @@
+"""One replica of a model on one backend, and the gradient of one logical shard on it.
+
+The gradient is a *sum* over samples, carried at the exact scale 2^-p with 2^p >= the largest
+weight of a step: a power of two changes no bit of a sum, and finite gradients can't overflow
+on their way to a finite mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from entrenar_py.training import layout, reduction, sharding
+from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+from entrenar_py.training.workload import Workload
+
+BUFFER_MOMENTUM = 0.1
+
+
+def scale_of(weight_max: int) -> float:
+    """2^-p for the smallest p with 2^p >= `weight_max`, the most that one step can weigh."""
+    return 2.0 ** -(weight_max - 1).bit_length()
+
+
+class Engine:
+    """A replica: all tensors of a workload, the trainable ones as one flat vector.
+
+    `parameters` is float32 [num_trainable]; `arrays` are views of everything by name, for reading;
+    `tensors` the same memory as torch tensors. Copies what it is given. `scale` is a power of two
+    (`scale_of`), by which everything summed is multiplied.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        linear: LinearFunction,
+        tensors: Mapping[str, Array],
+        *,
+        scale: float,
+    ) -> None:
+        self.workload = workload
+        self.layout = layout.Layout(workload.specs)
+        self._linear = linear
+        flat = torch.empty(self.layout.num_trainable)  # torch aligns to 64 bytes, on every replica
+        self.parameters: Array = flat.numpy()
+        self.tensors: dict[str, torch.Tensor] = {}
+        for spec in workload.specs:
+            value = torch.tensor(tensors[spec.name])
+            if spec.role == "trainable":
+                view = flat[self.layout.trainable[spec.name]].view(spec.shape)
+                view.copy_(value)
+                value = view.detach().requires_grad_()
+            self.tensors[spec.name] = value
+        self.arrays = {name: tensor.detach().numpy() for name, tensor in self.tensors.items()}
+        self._scale = torch.tensor(scale)
+        self._leaves = [self.tensors[name] for name in self.layout.trainable]
+
+    def shard(
+        self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
+    ) -> tuple[Array, float, float]:
+        """Vector (layout's, times the scale), summed loss and weight of the samples `ids`.
+
+        Computed in `accumulation` micro-batches that are added along their own fixed tree.
+        """
+        if accumulation == 1:
+            return self._micro_batch(ids, drop)
+        leaves = (
+            reduction.Node(0, index, *self._micro_batch(part, drop))
+            for index, part in enumerate(sharding.cut(ids, accumulation))
+        )
+        total = reduction.root(leaves, accumulation)
+        return total.vector, total.loss, total.weight
+
+    def _micro_batch(self, ids: sharding.Ids, drop: DropFunction) -> tuple[Array, float, float]:
+        if len(ids) == 0:
+            size = self.layout.num_trainable + sum(
+                part.stop - part.start for part in self.layout.buffers.values()
+            )
+            return np.zeros(size, np.float32), 0.0, 0.0
+        loss = self.workload.loss_sum(self.tensors, ids, linear=self._linear, drop=drop)
+        gradients = torch.autograd.grad(loss, self._leaves, grad_outputs=self._scale)
+        parts = [gradient.reshape(-1) for gradient in gradients]
+        parts += [
+            torch.from_numpy(total.reshape(-1)) * self._scale
+            for total in self.workload.statistics(ids).values()
+        ]
+        weight = float(self.workload.weight(ids))
+        return torch.cat(parts).numpy(), loss.item(), weight
+
+    def average_buffers(self, average: Array) -> None:
+        """Moves each running mean towards the batch's mean in `average`, the reduced vector."""
+        for name, part in self.layout.buffers.items():
+            running = self.arrays[name]
+            running += np.float32(BUFFER_MOMENTUM) * (
+                average[part].reshape(running.shape) - running
+            )
+
+
+def non_finite(vector: Array) -> int | None:
+    """The position of the first NaN or Inf in `vector`; None if all are finite."""
+    if np.isfinite(vector).all():
+        return None
+    return int(np.flatnonzero(~np.isfinite(vector))[0])

@@ -1,0 +1,65 @@
+"""Where each tensor lies in the flat vector that is reduced.
+
+The vector holds the gradients of the trainable tensors in manifest order, then the statistics of
+the buffers, so that both travel along the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.training.workload import TensorSpec
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slices of the flat vector, by tensor name, for `specs` in their order."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @cached_property
+    def trainable(self) -> dict[str, slice]:
+        """Slices of the trainable tensors."""
+        return _slices((s for s in self.specs if s.role == "trainable"), start=0)
+
+    @cached_property
+    def buffers(self) -> dict[str, slice]:
+        """Slices of the buffers' statistics, behind the gradients."""
+        return _slices((s for s in self.specs if s.role == "buffer"), start=self.num_trainable)
+
+    @cached_property
+    def num_trainable(self) -> int:
+        """Elements of all trainable tensors."""
+        return sum(prod(s.shape) for s in self.specs if s.role == "trainable")
+
+    @cached_property
+    def decayed(self) -> Vector | None:
+        """1 where weight decay applies, 0 elsewhere, float32 [num_trainable]; None if nowhere."""
+        mask = np.zeros(self.num_trainable, dtype=np.float32)
+        for spec in self.specs:
+            if spec.role == "trainable" and spec.decayed:
+                mask[self.trainable[spec.name]] = 1
+        return mask if mask.any() else None
+
+    def locate(self, position: int) -> tuple[str, int]:
+        """The tensor and the element in it at `position` of the flat vector."""
+        for name, part in {**self.trainable, **self.buffers}.items():
+            if part.start <= position < part.stop:
+                return name, position - part.start
+        raise IndexError(f"position {position} lies outside the flat vector")
+
+
+def _slices(specs: Iterable[TensorSpec], start: int) -> dict[str, slice]:
+    slices = {}
+    for spec in specs:
+        slices[spec.name] = slice(start, start + prod(spec.shape))
+        start += prod(spec.shape)
+    return slices

@@ -1,0 +1,101 @@
+"""From the summed gradient to new weights: weighted mean, norm, clip, step.
+
+Elementwise float32 on flat vectors, equal to torch.optim's SGD and AdamW and to
+torch.nn.utils.clip_grad_norm_ within rounding; the order of operations is fixed here so that every
+replica gets the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+State = dict[str, Vector]
+
+MOMENTUM = 0.9
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+
+# The state vectors of each optimizer, float32 [num_trainable]; "count" is [1].
+STATE: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "momentum": ("momentum",),
+    "adamw": ("exp_avg", "exp_avg_sq", "count"),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which optimizer, and its constants. `decayed` is 1 where weight decay applies."""
+
+    kind: str
+    weight_decay: float
+    decayed: Vector | None
+
+
+def initial_state(kind: str, num_trainable: int) -> State:
+    """Zeroed state for optimizer `kind`."""
+    sizes = {"count": 1}
+    return {name: np.zeros(sizes.get(name, num_trainable), np.float32) for name in STATE[kind]}
+
+
+def mean(total: Vector, weight: float) -> Vector:
+    """`total` divided once by `weight` (samples or tokens), a new vector."""
+    return total / np.float32(weight)
+
+
+def norm_l2(gradient: Vector) -> float:
+    """The L2 norm, accumulated in float64."""
+    return math.sqrt(np.square(gradient, dtype=np.float64).sum())
+
+
+def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
+    """`gradient` scaled so that its norm is at most `clip_norm`; itself when it is already.
+
+    The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+    """
+    if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
+        return gradient
+    return gradient * np.float32(clip_norm / (norm + 1e-6))
+
+
+def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
+    """One step of `rule` in place on `weights` and `state`; `gradient` is left alone."""
+    _STEPS[rule.kind](rule, weights, gradient, state, rate)
+
+
+def _sgd(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
+    weights -= np.float32(rate) * _coupled(rule, weights, gradient)
+
+
+def _momentum(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
+    velocity = state["momentum"]
+    velocity *= np.float32(MOMENTUM)
+    velocity += _coupled(rule, weights, gradient)
+    weights -= np.float32(rate) * velocity
+
+
+def _adamw(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
+    state["count"] += 1
+    count = float(state["count"][0])
+    if rule.weight_decay and rule.decayed is not None:
+        weights *= 1 - np.float32(rate * rule.weight_decay) * rule.decayed
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    first += np.float32(1 - BETA1) * (gradient - first)
+    second *= np.float32(BETA2)
+    second += np.float32(1 - BETA2) * np.square(gradient)
+    denominator = np.sqrt(second) / np.float32(math.sqrt(1 - BETA2**count)) + np.float32(EPSILON)
+    weights -= np.float32(rate / (1 - BETA1**count)) * (first / denominator)
+
+
+def _coupled(rule: Rule, weights: Vector, gradient: Vector) -> Vector:
+    """Weight decay as SGD has it: added to the gradient (torch.optim.SGD)."""
+    if not rule.weight_decay or rule.decayed is None:
+        return gradient
+    return gradient + np.float32(rule.weight_decay) * rule.decayed * weights
+
+
+_STEPS = {"sgd": _sgd, "momentum": _momentum, "adamw": _adamw}

@@ -1,0 +1,85 @@
+"""The one binary tree along which gradients are added.
+
+Node (level j, index i) covers the logical shards [i*2^j, min((i+1)*2^j, S)) and equals its left
+child plus its right child, or the left child alone at the ragged edge. Float addition is not
+associative; with the tree fixed, the sum has the same bits whoever computed which leaf, in
+whatever order nodes arrived, and however often a leaf was computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A partial sum: `vector` float32 [num_params], `loss` the summed loss, `weight` its count."""
+
+    level: int
+    index: int
+    vector: Vector
+    loss: float
+    weight: float
+
+
+def height(num_shards: int) -> int:
+    """The level of the root: ceil(log2(num_shards))."""
+    return (num_shards - 1).bit_length()
+
+
+def span(node: Node, num_shards: int) -> range:
+    """The logical shards under `node`."""
+    width = 1 << node.level
+    return range(node.index * width, min((node.index + 1) * width, num_shards))
+
+
+def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
+    """The fewest nodes with the same sum, in shard order: siblings are added until none is left.
+
+    Takes disjoint nodes of a tree over `num_shards` leaves in any order, one at a time: over a run
+    of n leaves at most log2(n) + 1 vectors are alive. Consumes its input: vectors are added in
+    place. ValueError if a node comes twice.
+    """
+    waiting: dict[tuple[int, int], Node] = {}
+    top = height(num_shards)
+    for node in nodes:
+        while node.level < top:
+            sibling = waiting.pop((node.level, node.index ^ 1), None)
+            if sibling is not None:
+                node = add(node, sibling)
+            elif _at_ragged_edge(node, num_shards):
+                node = Node(node.level + 1, node.index // 2, node.vector, node.loss, node.weight)
+            else:
+                break
+        if (node.level, node.index) in waiting:
+            raise ValueError(f"node (level {node.level}, index {node.index}) was given twice")
+        waiting[node.level, node.index] = node
+    return sorted(waiting.values(), key=lambda node: span(node, num_shards).start)
+
+
+def add(node: Node, sibling: Node) -> Node:
+    """The parent of two siblings, left child plus right child, in the left child's memory."""
+    left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
+    total = np.add(left.vector, right.vector, out=left.vector)
+    loss, weight = left.loss + right.loss, left.weight + right.weight
+    return Node(left.level + 1, left.index // 2, total, loss, weight)
+
+
+def root(nodes: Iterable[Node], num_shards: int) -> Node:
+    """The sum of all leaves; ValueError, with what is missing, if some are not there."""
+    folded = fold(nodes, num_shards)
+    if len(folded) != 1 or folded[0].level != height(num_shards):
+        present = {shard for node in folded for shard in span(node, num_shards)}
+        missing = sorted(set(range(num_shards)) - present)
+        raise ValueError(f"shards {missing} of {num_shards} are missing from the reduction")
+    return folded[0]
+
+
+def _at_ragged_edge(node: Node, num_shards: int) -> bool:
+    return node.index % 2 == 0 and (node.index + 1) << node.level >= num_shards

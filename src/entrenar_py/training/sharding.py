@@ -1,0 +1,59 @@
+"""Which samples a step sees, how they fall into logical shards, and who computes which.
+
+Nothing here knows how many workers there are except `runs`: the batch and its shards are functions
+of the data set, the epoch's order and the position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The next sample to be drawn: `offset` into the order of `epoch`."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+def order(num_samples: int, rng: np.random.Generator) -> Ids:
+    """A permutation of `num_samples` ids: the order in which one epoch visits the samples."""
+    ids: list[int] = rng.permutation(num_samples).tolist()
+    return ids
+
+
+def batch(visit: Ids, position: Position, batch_size: int) -> Ids:
+    """The next global batch, at most `batch_size` ids; fewer only at the end of the epoch."""
+    return visit[position.offset : position.offset + batch_size]
+
+
+def advance(position: Position, drawn: int, num_samples: int) -> Position:
+    """The position after `drawn` more samples; a new epoch starts when all were drawn."""
+    offset = position.offset + drawn
+    return (
+        Position(position.epoch + 1, 0)
+        if offset >= num_samples
+        else Position(position.epoch, offset)
+    )
+
+
+def cut(ids: Ids, num_parts: int) -> list[Ids]:
+    """`ids` in `num_parts` consecutive parts whose sizes differ by at most one, larger ones first.
+
+    Parts are empty when there are fewer ids than parts.
+    """
+    size, larger = divmod(len(ids), num_parts)
+    ends = [part * size + min(part, larger) for part in range(num_parts + 1)]
+    return [ids[start:end] for start, end in pairwise(ends)]
+
+
+def runs(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Sequence[int]]:
+    """The contiguous run of `shards` that each of `ranks` owns, in rank order."""
+    return dict(zip(sorted(ranks), cut(shards, len(ranks)), strict=True))

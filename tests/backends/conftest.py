@@ -1,0 +1,34 @@
+"""Every backend of this machine; the others are skipped with their own reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.backends import Backend, open_backend
+from entrenar_py.backends.wgpu import WgpuBackend, open_wgpu
+from entrenar_py.errors import BackendUnavailable
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "cpu",
+        pytest.param("wgpu", marks=pytest.mark.wgpu),
+        pytest.param("cuda", marks=pytest.mark.cuda),
+    ],
+)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend in turn."""
+    try:
+        return open_backend(request.param)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def wgpu_backend() -> WgpuBackend:
+    """The wgpu backend."""
+    try:
+        return open_wgpu()
+    except BackendUnavailable as error:
+        pytest.skip(str(error))

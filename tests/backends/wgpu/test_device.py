@@ -1,0 +1,81 @@
+"""Which adapter is taken, and what is said when none can be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from entrenar_py.backends.wgpu import WgpuBackend
+from entrenar_py.backends.wgpu.device import choose, open_device
+from entrenar_py.errors import BackendUnavailable
+
+
+@dataclass
+class FakeAdapter:
+    """An adapter that knows its kind and refuses to open."""
+
+    adapter_type: str
+    backend_type: str = "Vulkan"
+    limits: dict[str, int] = field(
+        default_factory=lambda: {"max-storage-buffer-binding-size": 1, "max-buffer-size": 1}
+    )
+
+    @property
+    def info(self) -> dict[str, str]:
+        """What wgpu calls the adapter's info."""
+        return {"adapter_type": self.adapter_type, "backend_type": self.backend_type}
+
+    def request_device_sync(self, **_: Any) -> None:
+        """Fails as a driver does."""
+        raise RuntimeError("device lost")
+
+
+def test_hardware_before_software_before_opengl() -> None:
+    """Hardware wins over software whatever the order; OpenGL is the last resort."""
+    software, hardware = FakeAdapter("CPU"), FakeAdapter("DiscreteGPU")
+    opengl = FakeAdapter("IntegratedGPU", "OpenGL")
+    assert choose([opengl, software, hardware]) is hardware
+    assert choose([opengl, software]) is software
+    assert choose([opengl]) is opengl
+
+
+def test_no_adapter() -> None:
+    """A machine without adapters is told what to install."""
+    with pytest.raises(BackendUnavailable, match="no adapter on this machine; install"):
+        choose([])
+
+
+def test_wgpu_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without wgpu-py the message says how to get it."""
+    monkeypatch.setitem(sys.modules, "wgpu", None)
+    with pytest.raises(BackendUnavailable, match=r"entrenar-py\[wgpu\]"):
+        open_device()
+
+
+def test_adapter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that fails to open is reported in its own words."""
+    wgpu = pytest.importorskip("wgpu")
+    monkeypatch.setattr(wgpu.gpu, "enumerate_adapters_sync", lambda: [FakeAdapter("CPU")])
+    with pytest.raises(BackendUnavailable, match="backend wgpu: device lost"):
+        open_device()
+
+
+@pytest.mark.wgpu
+def test_clean_exit(wgpu_backend: WgpuBackend) -> None:
+    """A process that used the device ends without a warning or an exception."""
+    code = (
+        "import torch\n"
+        "from entrenar_py.backends import open_backend\n"
+        "print(float(open_backend('wgpu').matmul(torch.ones(1, 2), torch.ones(2, 1))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ignored" not in done.stderr
+    assert wgpu_backend.device

@@ -1,0 +1,61 @@
+"""Labelled text behind an entry."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.reports import evidence
+from entrenar_py.reports.report import Report
+from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import Counterexample
+
+
+@given(st.lists(st.integers(0, 0x10FFFF).map(chr)))
+def test_printable_text_is_utf8_and_steers_no_terminal(characters: list[str]) -> None:
+    """Nothing that XML or a terminal chokes on is left, and fit text is left alone."""
+    printed = evidence.printable("".join(characters))
+    printed.encode("utf-8")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", printed)
+    assert evidence.printable(printed) == printed
+
+
+def test_unprintable_characters_are_spelled_out() -> None:
+    """A reader still sees what was there."""
+    assert evidence.printable("a\x1b[31m\udc80\0é") == r"a\x1b[31m\udc80\x00é"
+
+
+def test_long_text_is_cut_with_a_count() -> None:
+    """A message of any length becomes one line that says how much is left out."""
+    line = evidence.one_line("x\n" * 1000)
+    assert line.startswith("x x x")
+    assert line.endswith("... (1599 more, see the JSON report)")
+    assert evidence.one_line("short \n text") == "short text"
+
+
+def test_scenario_shows_what_is_not_usual() -> None:
+    """The fields every scenario gives, and those that differ from their defaults."""
+    usual = Scenario(system="reference", workload="linear", world_size=1, seed=0)
+    required = "system=reference, workload=linear, world_size=1, seed=0"
+    assert evidence.describe_scenario(usual.to_dict()) == required
+    other = usual.with_(num_steps=9, clip_norm=1.5, options={"k": [1, None]})
+    shown = evidence.describe_scenario(other.to_dict())
+    assert shown == f"{required}, num_steps=9, clip_norm=1.5, options=(k=[1, null])"
+
+
+def test_scenario_of_another_release_is_still_shown() -> None:
+    """Missing fields are left out and unknown ones are shown."""
+    assert evidence.describe_scenario({"seed": 3, "rings": 2}) == "seed=3, rings=2"
+
+
+def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:
+    """A counterexample without a place or values prints only where its clause stands."""
+    entry = full.entries[3]
+    bare = replace(entry.finding, counterexample=Counterexample(message="broke"))
+    labels = [label for label, _ in evidence.describe(replace(entry, finding=bare))]
+    assert labels == ["contract"]
+    labels = [label for label, _ in evidence.describe(entry)]
+    assert labels == ["at", "expected", "got", "contract", "scenario"]

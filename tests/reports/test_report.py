@@ -1,0 +1,131 @@
+"""The record of a run: verdict, gate and exit code."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, SearchStrategy
+
+from entrenar_py.reports.report import Report
+from entrenar_py.verdict import Verdict
+
+
+def only(full: Report, *ids: str, checks: tuple[str, ...] = ()) -> Report:
+    """The full report cut to the entries `ids`, with a gate that names `checks`."""
+    assert full.contract.gate is not None
+    contract = replace(full.contract, gate=replace(full.contract.gate, checks=checks))
+    entries = tuple(entry for entry in full.entries if entry.invariant.id in ids)
+    return replace(full, contract=contract, entries=entries)
+
+
+@pytest.mark.parametrize(
+    ("ids", "strict", "allowed"),
+    [
+        (("F-DP-001", "F-DP-004"), 0, 0),
+        (("F-DP-001", "F-DP-002"), 4, 0),
+        (("F-DP-001", "F-DP-002", "F-DP-005"), 1, 1),
+        ((), 5, 5),
+    ],
+)
+def test_exit_code_follows_the_worst_verdict(
+    full: Report, ids: tuple[str, ...], strict: int, allowed: int
+) -> None:
+    """0 held, 4 inconclusive unless allowed, 1 falsified, 5 nothing selected."""
+    report = only(full, *ids)
+    assert report.exit_code(allow_inconclusive=False) == strict
+    assert report.exit_code(allow_inconclusive=True) == allowed
+
+
+@pytest.mark.parametrize(
+    ("ids", "code"), [(("F-DP-001",), 4), ((), 4), (("F-DP-002",), 4), (("F-DP-005",), 1)]
+)
+def test_interrupted_run_exits_4_or_1(full: Report, ids: tuple[str, ...], code: int) -> None:
+    """An interrupted run exits 4, even if inconclusive is allowed, or 1 if something broke."""
+    report = replace(only(full, *ids), interrupted=True)
+    assert report.exit_code(allow_inconclusive=True) == code
+
+
+@given(data=st.data())
+def test_green_needs_evidence(data: DataObject, any_report: SearchStrategy[Report]) -> None:
+    """Exit 0 and a passed gate only after an uninterrupted run in which every entry held."""
+    report = data.draw(any_report)
+    held = bool(report.entries) and report.counts[Verdict.HELD] == len(report.entries)
+    green = held and not report.interrupted
+    assert (report.exit_code(allow_inconclusive=False) == 0) == green
+    assert (report.verdict is Verdict.HELD) == green
+    if report.gate_passed:
+        assert not report.interrupted
+        assert not report.gate_broken
+        assert not report.gate_not_run
+
+
+@given(data=st.data())
+def test_ranked_is_worst_first(data: DataObject, any_report: SearchStrategy[Report]) -> None:
+    """Entries are ranked by verdict, then by severity, and none is lost."""
+    report = data.draw(any_report)
+    ranks = [(-e.verdict.badness, e.invariant.severity) for e in report.ranked]
+    assert ranks == sorted(ranks)
+    assert set(map(id, report.ranked)) == set(map(id, report.entries))
+
+
+@pytest.mark.parametrize(
+    ("checks", "ids", "passed"),
+    [
+        (("F-DP-001",), ("F-DP-001", "F-DP-005"), True),
+        (("Loss parity with one worker",), ("F-DP-001", "F-DP-005"), False),
+        (("F-DP-002",), ("F-DP-002",), False),
+        (("F-DP-001", "F-DP-002"), ("F-DP-001",), None),
+        (("F-DP-001", "no such clause"), ("F-DP-001",), None),
+        ((), ("F-DP-001", "F-DP-004"), None),
+        ((), ("F-DP-001", "F-DP-002", "F-DP-004"), False),
+        (("weight_consistency",), ("F-DP-001",), None),
+    ],
+)
+def test_gate_asks_for_what_it_names(
+    full: Report, checks: tuple[str, ...], ids: tuple[str, ...], passed: bool | None
+) -> None:
+    """A gate passes if all it names held (or every P0 clause), and is undecided if some lacks."""
+    assert only(full, *ids, checks=checks).gate_passed is passed
+
+
+def test_gate_that_names_nothing_asks_for_p0_and_critical(full: Report) -> None:
+    """Without names a gate demands the P0 and the critical clauses, and no other."""
+    clauses = tuple(
+        replace(clause, severity="P2", critical=clause.id == "F-DP-001")
+        for clause in full.contract.invariants
+    )
+    report = only(full, "F-DP-001", "F-DP-005")
+    assert replace(report, contract=replace(report.contract, invariants=clauses)).gate_passed
+
+
+@pytest.mark.parametrize("severity", ["P1", "P2"])
+def test_gate_that_demands_nothing_is_undecided(full: Report, severity: str) -> None:
+    """A gate over no clause does not pass."""
+    clauses = tuple(replace(c, severity=severity) for c in full.contract.invariants)
+    report = only(full, "F-DP-001")
+    report = replace(report, contract=replace(report.contract, invariants=clauses))
+    assert report.gate_passed is None
+
+
+def test_contract_without_gate_is_undecided(full: Report) -> None:
+    """No gate: neither passed nor broken, and nothing is missing."""
+    report = replace(full, contract=replace(full.contract, gate=None))
+    assert report.gate_passed is None
+    assert report.gate_broken == ()
+    assert report.gate_not_run == ()
+
+
+def test_replay_command_survives_a_shell(full: Report) -> None:
+    """A path with a space comes back from the shell as one word; no file, no command."""
+    report = replace(full, contract_given="my contracts/a.yaml")
+    command = report.replay_command(full.entries[3])
+    assert command is not None
+    assert shlex.split(command) == [
+        *("entrenar-check", "--contract", "my contracts/a.yaml"),
+        *("--replay", "counterexamples/F-DP-005 first.json"),
+    ]
+    assert report.replay_command(full.entries[0]) is None

@@ -1,0 +1,173 @@
+"""The report as people read it, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, SearchStrategy
+from rich.console import Console
+
+from entrenar_py.reports import terminal
+from entrenar_py.reports.report import Report
+from entrenar_py.verdict import Verdict
+
+
+def render(
+    report: Report, *, tty: bool = False, quiet: bool = False, encoding: str = "utf-8"
+) -> list[str]:
+    """The lines printed without colour in 80 columns, without spaces at their ends."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
+    console = Console(file=file, width=80, force_terminal=tty, color_system=None)
+    terminal.render(report, console, quiet=quiet)
+    file.flush()
+    return [line.rstrip() for line in raw.getvalue().decode(encoding).split("\n")]
+
+
+@pytest.mark.parametrize(
+    ("name", "tty", "quiet"),
+    [
+        ("terminal.txt", True, False),
+        ("terminal-quiet.txt", True, True),
+        ("terminal-piped.txt", False, False),
+    ],
+)
+def test_full_report(
+    full: Report, golden: Callable[[str, str], None], name: str, tty: bool, quiet: bool
+) -> None:
+    """The report reads as agreed."""
+    golden(name, "\n".join(render(full, tty=tty, quiet=quiet)))
+
+
+def test_terminal_lines_fit_80_columns(full: Report) -> None:
+    """On a terminal only commands, which are copied, may be longer than a line."""
+    lines = [line for line in render(full, tty=True) if "entrenar-check" not in line]
+    assert max(map(len, lines)) <= 80
+
+
+def test_replay_command_is_the_last_line(full: Report) -> None:
+    """The command that replays the worst stands unbroken at the very end."""
+    for tty in (True, False):
+        printed = [line for line in render(full, tty=tty) if line]
+        assert printed[-1] == full.replay_command(full.entries[3])
+
+
+def test_long_reason_is_indented(full: Report) -> None:
+    """On a terminal a reason longer than a line goes on below its heading, indented."""
+    entry = full.entries[1]
+    entry = replace(entry, finding=replace(entry.finding, reason="unseen " * 12))
+    lines = render(replace(full, entries=(entry,)), tty=True)
+    heading = next(
+        n for n, line in enumerate(lines) if line.startswith("F-DP-002 INCONCLUSIVE: un")
+    )
+    assert lines[heading + 1].startswith("  unseen")
+
+
+@given(data=st.data())
+def test_piped_row_is_one_line(data: DataObject, any_report: SearchStrategy[Report]) -> None:
+    """In a pipe each invariant is one line with its verdict, id and count, whatever its name."""
+    report = data.draw(any_report)
+    lines = render(report)
+    for entry in report.entries:
+        word, id_ = entry.verdict.lower(), entry.invariant.id
+        rows = [line.split() for line in lines if line.lower().startswith(word)]
+        assert sum(row[1] == id_ for row in rows) == 1
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_long_id_is_never_cut(full: Report, tty: bool) -> None:
+    """An id of another's contract may be folded on a terminal, in a pipe not even that."""
+    long = "FALSIFY-" + "0123456789" * 7
+    entry = full.entries[0]
+    entry = replace(entry, invariant=replace(entry.invariant, id=long))
+    lines = render(replace(full, entries=(entry,)), tty=tty)
+    column = lines[1].index("id")
+    folded = "".join(line[column:].split("  ")[0].strip() for line in lines[2:6])
+    assert folded.startswith(long)
+    assert any(long in line for line in lines) == (not tty)
+
+
+def test_contract_text_is_not_markup_and_steers_nothing(full: Report) -> None:
+    """Brackets are printed as they are and escape sequences are spelled out."""
+    entry = full.entries[0]
+    entry = replace(entry, invariant=replace(entry.invariant, name="[bold]w[0]\x1b[2J"))
+    text = "\n".join(render(replace(full, entries=(entry,)), tty=True))
+    assert r"[bold]w[0]\x1b[2J" in text
+    assert "\x1b" not in text
+
+
+def test_narrow_encoding_loses_nothing(full: Report) -> None:
+    """Where the output can't say a character, it is spelled out instead of crashing."""
+    entry = full.entries[0]
+    entry = replace(entry, invariant=replace(entry.invariant, name="‖Δw‖ = 0"))
+    text = "\n".join(render(replace(full, entries=(entry,)), encoding="ascii"))
+    assert r"\u2016\u0394w\u2016 = 0" in text
+
+
+def test_quiet_and_held_is_two_lines(full: Report) -> None:
+    """With nothing to complain about, quiet prints the counts and the gate."""
+    held = tuple(entry for entry in full.entries if entry.verdict is Verdict.HELD)
+    lines = render(replace(full, entries=held), quiet=True)
+    assert lines == [
+        "2 held: 1,231 comparisons in 24 planned + 200 explored scenarios, 12.5 s",
+        "gate QA-DT-001 (Distributed training): UNDECIDED: not checked in this run: F-DP-002",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "said", "unsaid"),
+    [(True, "interrupted:", "nothing selected"), (False, "nothing selected", "interrupted:")],
+)
+def test_run_without_results_says_why(
+    full: Report, interrupted: bool, said: str, unsaid: str
+) -> None:
+    """Stopped at once and nothing selected are told apart."""
+    report = replace(full, entries=(), interrupted=interrupted, environment={})
+    text = "\n".join(render(report))
+    assert said in text
+    assert unsaid not in text
+    assert "no verdicts: 0 comparisons" in text
+
+
+def gate_line(report: Report) -> str:
+    return next(line for line in render(report) if line.startswith("gate"))
+
+
+def test_gate_line(full: Report) -> None:
+    """The gate's line says passed, not passed, undecided with the reason, or that there is none."""
+    gate = full.contract.gate
+    assert gate is not None
+    one = replace(full, contract=replace(full.contract, gate=replace(gate, checks=("F-DP-001",))))
+    title = "gate QA-DT-001 (Distributed training)"
+    assert gate_line(full) == f"{title}: NOT PASSED: F-DP-002 inconclusive"
+    assert gate_line(one) == f"{title}: passed"
+    assert gate_line(replace(one, interrupted=True)) == f"{title}: UNDECIDED: interrupted"
+    none = replace(full, contract=replace(full.contract, gate=None))
+    assert gate_line(none) == "gate: the contract has none"
+    bare = replace(full, contract=replace(full.contract, invariants=()))
+    assert gate_line(bare) == f"{title}: UNDECIDED: it demands no clause"
+
+
+def progress_output(*, tty: bool) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=tty, color_system=None)
+    with terminal.Progress(console) as shown:
+        shown.show("F-DP-001", 0, 0, "planning")
+        shown.show("F-DP-001", 3, 12, "[bold]linear\x1b")
+    return file.getvalue()
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal shows the invariant, the count and the work as plain text; a pipe nothing."""
+    monkeypatch.setenv("TERM", "xterm")  # rich animates nothing on a dumb terminal
+    shown = progress_output(tty=True)
+    assert "F-DP-001" in shown
+    assert "3/12" in shown
+    assert r"[bold]linear\x1b" in shown
+    assert progress_output(tty=False) == ""

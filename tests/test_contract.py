@@ -1,0 +1,169 @@
+"""The contract loader on good files: ours, and files written by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import contract, scenario, shipped
+from entrenar_py.contract import Contract, Invariant
+from entrenar_py.errors import ContractError
+
+DATA = Path(__file__).parent / "data"
+FOREIGN = DATA / "foreign-trainer-v1.yaml"
+OURS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
+HEAD = "metadata: {version: 1, references: [a paper]}\n"
+
+
+def _covered(clause: Invariant) -> bool:
+    return True
+
+
+def _ours(clause: Invariant) -> bool:
+    return clause.id.startswith("F-DP-")
+
+
+def _load(tmp_path: Path, text: str) -> Contract:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return contract.load(path, covers=_covered)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_contracts_load_under_strict(name: str) -> None:
+    """What we ship has neither an error nor a warning."""
+    loaded = contract.load(shipped.contract_path(name), covers=_covered, strict=True)
+    assert loaded.warnings == ()
+    assert loaded.version == "1.0.0"
+    assert loaded.name == name
+    assert loaded.gate is not None
+
+
+def test_our_contracts_hold_the_seventeen_clauses() -> None:
+    """Nine and eight clauses, each bound to a check of its own and with scenarios."""
+    loaded = [contract.load(shipped.contract_path(name), covers=_covered) for name in OURS]
+    assert [len(one.invariants) for one in loaded] == [9, 8]
+    clauses = [clause for one in loaded for clause in one.invariants]
+    assert len({clause.check for clause in clauses}) == 17
+    assert all(clause.tolerance_kind and clause.statement and clause.group for clause in clauses)
+    for clause in clauses:
+        assert clause.scenarios
+        for entry in clause.scenarios:
+            defaults = {"system": "reference", "workload": "linear", "world_size": 1, "seed": 0}
+            assert list(scenario.expand(entry, **defaults))
+
+
+def test_a_foreign_contract_is_read_wherever_its_clauses_stand() -> None:
+    """Clauses at any depth are found with group, text numbers and list texts."""
+    loaded = contract.load(FOREIGN, covers=_ours)
+    groups = {clause.id: clause.group for clause in loaded.invariants}
+    assert groups == {
+        "F-DP-001": "data_parallel.weight_consistency",
+        "F-DP-002": "data_parallel.weight_consistency",
+        "F-DP-005": "data_parallel.loss.nested",
+        "F-NET-001": "network",
+    }
+    first, second, parity, heartbeat = loaded.invariants
+    assert first.critical
+    assert first.tolerance == 0.0
+    assert first.precondition == "all workers connected; same initial weights"
+    assert (second.tolerance, second.tolerance_kind, second.severity) == (None, None, "P0")
+    assert parity.tolerance == 0.01
+    assert heartbeat.statement == "A silent worker is dropped after the timeout"
+    assert str(heartbeat.position) == f"{FOREIGN}:41:5"
+
+
+def test_a_foreign_contract_loses_nothing() -> None:
+    """Free blocks, equations and harnesses are kept; version and date stay the text they were."""
+    loaded = contract.load(FOREIGN, covers=_ours)
+    assert loaded.version == "1.10"
+    assert loaded.metadata["created"] == "2025-11-30"
+    assert loaded.metadata["owner"] == "training-team"
+    assert loaded.blocks["data_parallel"] == {
+        "overview": "Gradients are averaged by a coordinator."
+    }
+    assert "network" not in loaded.blocks
+    assert loaded.blocks["simulation"]["bandwidth_gbps"] == 10
+    assert loaded.blocks["kani_harnesses"][0]["harness"] == "verify_allreduce"
+    assert loaded.blocks["equations"]["loss_scale"] == "L = sum(L_i) / N"
+    assert loaded.falsification_tests[0].test.startswith("#[test]")
+
+
+def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
+    """Unread keys, what is unresolved, missing and uncovered: each with its place."""
+    loaded = contract.load(FOREIGN, covers=_ours)
+    found = [warning.removeprefix(f"{FOREIGN}:") for warning in loaded.warnings]
+    assert [line.split(" ")[0] for line in found] == ["8:16:", "10:3:", "29:7:", "41:5:", "77:5:"]
+    for line, part in zip(
+        found,
+        ("softmax-kernel-v1", "'owner' is not read", "'owner'", "F-NET-001 has no check", "if_fails"),
+        strict=True,
+    ):
+        assert part in line
+    with pytest.raises(ContractError) as caught:
+        contract.load(FOREIGN, covers=_ours, strict=True)
+    assert caught.value.problems == list(loaded.warnings)
+
+
+def test_nothing_in_a_contract_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code in `test` fields leaves no trace."""
+    monkeypatch.chdir(tmp_path)
+    contract.load(FOREIGN, covers=_covered)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_digest_names_the_bytes(tmp_path: Path) -> None:
+    """One byte more is another digest of 32 hex digits."""
+    first, second = _load(tmp_path, HEAD), _load(tmp_path, HEAD + "\n")
+    assert len(first.digest) == len(second.digest) == 32
+    assert first.digest != second.digest
+
+
+@pytest.mark.parametrize("word", ["bitwise", "exact"])
+def test_a_word_for_equality_is_a_tolerance(tmp_path: Path, word: str) -> None:
+    """`tolerance: bitwise` says the same as 0 with that kind."""
+    (clause,) = _load(tmp_path, HEAD + f"c: [{{id: A, tolerance: {word}}}]").invariants
+    assert (clause.tolerance, clause.tolerance_kind) == (0.0, word)
+
+
+def test_a_word_for_equality_may_not_contradict_its_kind(tmp_path: Path) -> None:
+    """`tolerance: exact` beside another kind is no number."""
+    with pytest.raises(ContractError, match="tolerance is a finite number"):
+        _load(tmp_path, HEAD + "c: [{id: A, tolerance: exact, tolerance_kind: ulp}]")
+
+
+def test_a_clause_falls_back_to_what_it_has(tmp_path: Path) -> None:
+    """Name from the id, statement from the postcondition, severity P1, no tolerance."""
+    text = HEAD + "c: [{id: 7, postcondition: holds, tolerance: , critical: }]"
+    (clause,) = _load(tmp_path, text).invariants
+    assert (clause.id, clause.name, clause.statement) == ("7", "7", "holds")
+    assert (clause.severity, clause.tolerance, clause.critical) == ("P1", None, False)
+
+
+def test_clauses_inside_an_unknown_key_of_a_clause_are_found(tmp_path: Path) -> None:
+    """Such a key is read, so no warning lists it; its other data is."""
+    text = HEAD + "c: [{id: A, parts: [{id: B}], more: [1]}]\nfree: [[], [1]]"
+    loaded = _load(tmp_path, text)
+    assert [(one.id, one.group) for one in loaded.invariants] == [("A", "c"), ("B", "c.parts")]
+    assert [line for line in loaded.warnings if "'parts'" in line] == []
+    assert any("'more'" in line for line in loaded.warnings)
+    assert loaded.blocks == {"free": [[], [1]]}
+
+
+def test_a_mapping_without_id_among_clauses_is_listed_and_kept(tmp_path: Path) -> None:
+    """It is no clause, and not lost."""
+    loaded = _load(tmp_path, HEAD + "c: [{id: A}, {name: lost}]")
+    assert any("has no id" in line for line in loaded.warnings)
+    assert loaded.blocks == {"c": [{"name": "lost"}]}
+
+
+def test_what_is_missing_around_clauses_is_a_warning(tmp_path: Path) -> None:
+    """No gate, a P0 clause without a test, a gate that names no clause."""
+    loaded = _load(tmp_path, HEAD + "c: [{id: A, severity: P0}]")
+    assert any("no qa_gate" in line for line in loaded.warnings)
+    assert any("A is P0, but no falsification test" in line for line in loaded.warnings)
+    loaded = _load(tmp_path, HEAD + "c: [{id: A}]\nqa_gate: {checks: [A, B]}")
+    assert [line for line in loaded.warnings if "'B' names no clause" in line]

@@ -1,0 +1,117 @@
+"""The contract loader on invalid files: all problems at once, each where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import contract, contract_rules
+from entrenar_py.errors import ContractError
+
+DATA = Path(__file__).parent / "data"
+HEAD = "metadata: {version: 1, references: [a paper]}\n"
+
+
+def _problems(path: Path) -> list[str]:
+    with pytest.raises(ContractError) as caught:
+        contract.load(path, covers=lambda clause: True)
+    return [problem.removeprefix(f"{path}:") for problem in caught.value.problems]
+
+
+def _problems_of(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return _problems(path)
+
+
+def test_every_error_comes_out_at_once() -> None:
+    """One load names every problem of the file, in the order of its lines."""
+    expected = [
+        ("2:12:", "version is empty"),
+        ("3:15:", "references is empty"),
+        ("6:14:", "equation average: formula is empty"),
+        ("9:14:", "property is empty"),
+        ("10:16:", "tolerance is a finite number >= 0, never a formula; given is 'small'"),
+        ("13:15:", "severity is one of P0, P1, P2; given is 'P9'"),
+        ("14:21:", "tolerance_kind is one of bitwise"),
+        ("15:16:", "given is '1/3'"),
+        ("16:15:", "critical is true or false; given is 'perhaps'"),
+        ("17:17:", "world_size=0: use a whole number >= 1"),
+        ("20:5:", "key 'name' stands twice, on lines 19 and 20"),
+        ("21:9:", "id 'X-1' stands twice, on lines 12 and 21"),
+        ("23:9:", "id 'X-2' stands twice, on lines 18 and 23"),
+        ("24:11:", "rule 'X-7' names no clause"),
+        ("25:17:", "prediction is empty"),
+        ("27:7:", "id 'X-1' stands twice, on lines 12 and 27"),
+        ("29:9:", "id 'X-2' stands twice, on lines 18 and 29"),
+    ]
+    found = _problems(DATA / "every-error-v1.yaml")
+    assert [line.split(" ")[0] for line in found] == [place for place, _ in expected]
+    for line, (_, part) in zip(found, expected, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1", "no metadata"),
+        ("metadata: [1]", "metadata is a mapping"),
+        ("metadata: {version: 1, references: ['', ' ']}", "references is empty"),
+        (HEAD + "equations: [1]", "equations is a mapping"),
+        (HEAD + "equations: {a: ''}", "equation a: formula is empty"),
+        (HEAD + "equations: {a: [1]}", "equation a: formula is empty"),
+        (HEAD + "falsification_tests: {a: 1}", "falsification_tests is a list of mappings"),
+        (HEAD + "falsification_tests: [1]", "falsification_tests is a list of mappings"),
+        (HEAD + "falsification_tests: [{rule: R, prediction: p}]", "id is empty"),
+        (HEAD + "kani_harnesses: 3", "kani_harnesses is a list of mappings"),
+        (HEAD + "qa_gate: [1]", "qa_gate is a mapping"),
+        (HEAD + "c: [{id: }]", "id is empty"),
+        (HEAD + "c: [{id: [1]}]", "id is empty; give one text"),
+        (HEAD + "c: [{id: A, name: {a: 1}}]", "name is text or a list of texts"),
+        (HEAD + "c: [{id: A, severity: [P0]}]", "given is a list"),
+        (HEAD + "c: [{id: A, tolerance: {a: 1}}]", "given is a mapping"),
+        (HEAD + "c: [{id: A, tolerance: true}]", "given is 'true'"),
+        (HEAD + "c: [{id: A, tolerance: .nan}]", "given is '.nan'"),
+        (HEAD + "c: [{id: A, tolerance: -1}]", "given is '-1'"),
+        (HEAD + "c: [{id: A, tolerance: 1" + "0" * 399 + "}]", "given is '1000"),
+        (HEAD + "c: [{id: A, scenarios: {seed: 1}}]", "scenarios is a list of mappings"),
+        (HEAD + "c: [{id: A, scenarios: [{seed: []}]}]", "a list is empty"),
+        (HEAD + "c: [{id: A, scenarios: [{sed: 1}]}]", "scenario key='sed'"),
+        (HEAD + "c: [{id: A, scenarios: [{stops: [a]}]}]", "wrong type"),
+    ],
+)
+def test_a_wrong_shape_is_a_problem(tmp_path: Path, text: str, problem: str) -> None:
+    """A value of another shape than the layout's is named, never a crash."""
+    assert any(problem in line for line in _problems_of(tmp_path, text))
+
+
+@pytest.mark.parametrize("rule", ["A", "named", "mean", "Sums agree", "PO-1"])
+def test_a_rule_may_name_clause_equation_or_obligation(tmp_path: Path, rule: str) -> None:
+    """Ids, names, equations and properties are all names that a test may attack."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        HEAD
+        + "c: [{id: A, name: named}]\nequations: {mean: {formula: m}}\n"
+        + "proof_obligations: [{id: PO-1, property: Sums agree}]\n"
+        + f"falsification_tests: [{{id: T, rule: {rule}, prediction: p, if_fails: f}}]\n"
+    )
+    (test,) = contract.load(path, covers=lambda clause: True).falsification_tests
+    assert test.rule == rule
+
+
+def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
+    """The bound is on the whole contract, so several entries can't get around it."""
+    seeds = list(range(99))
+    entry = f"{{seed: {seeds}, repeat: {seeds}}}"
+    text = HEAD + f"c: [{{id: A, scenarios: [{entry}, {entry}]}}, {{id: B, scenarios: [{entry}]}}]"
+    (problem,) = _problems_of(tmp_path, text)
+    assert f"over {contract_rules.SCENARIOS_MAX} scenarios" in problem
+
+
+def test_a_message_is_one_printable_line(tmp_path: Path) -> None:
+    """Line breaks, terminal escapes and pages of text from the file don't reach the terminal."""
+    text = HEAD + 'c: [{id: "A\\nB\\e[31m", severity: "' + "x" * 5000 + '"}]'
+    (problem,) = _problems_of(tmp_path, text)
+    assert problem.isprintable()
+    assert len(problem) < 600
