@@ -5,9 +5,10 @@ Says what and where; the system that runs the scenario makes it happen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from entrenar_py.errors import UsageError
 
@@ -24,10 +25,22 @@ KINDS: dict[str, str] = {
     "non_finite_output": "backend `backend` returns a result with a NaN in it",
 }
 
+# kind -> what it can't do without: a fault that lacks it would silently never happen.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "non_finite_gradient": ("step", "value"),
+    "non_finite_loss": ("step", "value"),
+    "huge_gradient": ("step", "value"),
+    "leave": ("step", "rank"),
+    "join": ("step", "rank"),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One planned fault. `step` counts from 0; `value` is text ("nan") so that JSON can hold it."""
+    """One planned fault. `step` counts from 0; `value` is text ("nan") so that JSON can hold it.
+
+    Raises UsageError for an unknown kind, a field of the wrong type, or one that its kind lacks.
+    """
 
     kind: str
     step: int | None = None
@@ -39,8 +52,35 @@ class Fault:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in tuple(KINDS):
             raise UsageError(f"fault kind={self.kind!r}: allowed are {', '.join(KINDS)}")
+        for name in ("step", "rank", "shard", "element"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 0):
+                self._refuse(name, "use a whole number >= 0")
+        for name in ("tensor", "value", "backend"):
+            if not isinstance(getattr(self, name), str | None):
+                self._refuse(name, "use text, in quotes")
+        for name in NEEDED.get(self.kind, ()):
+            if getattr(self, name) is None:
+                self._refuse(name, f"a {self.kind} needs {' and '.join(NEEDED[self.kind])}")
+        self._check_value()
+
+    def _check_value(self) -> None:
+        if self.value is None:
+            return
+        if "value" not in NEEDED.get(self.kind, ()):
+            self._refuse("value", "this kind takes none")
+        finite = self.kind == "huge_gradient"
+        try:
+            fits = math.isfinite(float(self.value)) == finite
+        except ValueError:
+            fits = False
+        if not fits:
+            self._refuse("value", "use a finite number" if finite else "use nan, inf or -inf")
+
+    def _refuse(self, name: str, advice: str) -> NoReturn:
+        raise UsageError(f"fault {self.kind} {name}={getattr(self, name)!r}: {advice}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready mapping of the fields that are set."""
@@ -49,7 +89,9 @@ class Fault:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Fault:
         """The fault `record` describes; UsageError names an unknown key."""
-        unknown = sorted(set(record) - set(cls.__dataclass_fields__))
+        if not isinstance(record, Mapping):
+            raise UsageError(f"fault {record!r}: use a mapping with a kind")
+        unknown = sorted(set(record) - set(cls.__dataclass_fields__), key=str)
         if unknown:
             allowed = ", ".join(cls.__dataclass_fields__)
             raise UsageError(f"fault key={unknown[0]!r}: allowed are {allowed}")

@@ -6,7 +6,7 @@ Holds every number a system needs and is the only source of randomness (`Scenari
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -82,13 +82,30 @@ class Scenario:
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
         for name in ("learning_rate", "weight_decay", "dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise UsageError(f"{name}={value!r}: use a finite number >= 0")
+            if not _is_finite_from(0, getattr(self, name)):
+                raise UsageError(f"{name}={getattr(self, name)!r}: use a finite number >= 0")
         if self.dropout >= 1:
             raise UsageError(f"dropout={self.dropout}: use a probability below 1")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and not (
+            _is_finite_from(0, self.clip_norm) and self.clip_norm
+        ):
             raise UsageError(f"clip_norm={self.clip_norm!r}: use a number > 0, or null for none")
+        self._check_sizes()
+        self._check_texts()
+        for stop in self.stops:
+            _whole("stop", stop, at_least=1)
+            if stop >= self.num_steps:
+                raise UsageError(
+                    f"stops={list(self.stops)} with num_steps={self.num_steps}: "
+                    f"a stop lies between step 1 and step {self.num_steps - 1}"
+                )
+        for fault in self.faults:
+            self._check_fault(fault)
+
+    def _check_sizes(self) -> None:
+        for name in ("num_shards", "accumulation"):
+            if getattr(self, name) > PARTS_MAX:
+                raise UsageError(f"{name}={getattr(self, name)}: use at most {PARTS_MAX}")
         if self.world_size > self.num_samples:
             raise UsageError(
                 f"world_size={self.world_size} with num_samples={self.num_samples}: every worker "
@@ -104,14 +121,20 @@ class Scenario:
                 f"world_size={self.world_size} with num_shards={self.num_shards}: every worker "
                 f"needs at least one logical shard; use num_shards>={self.world_size}"
             )
-        for stop in self.stops:
-            if not 0 < stop < self.num_steps:
-                raise UsageError(
-                    f"stops={list(self.stops)} with num_steps={self.num_steps}: "
-                    f"a stop lies between step 1 and step {self.num_steps - 1}"
-                )
-        for fault in self.faults:
-            self._check_fault(fault)
+
+    def _check_texts(self) -> None:
+        if not isinstance(self.system, str):
+            raise UsageError(f"system={self.system!r}: use the name of a system")
+        if not isinstance(self.mutant, str | None):
+            raise UsageError(f"mutant={self.mutant!r}: use the name of a mutant, or null for none")
+        if not self.backends or not all(isinstance(name, str) for name in self.backends):
+            raise UsageError(f"backends={list(self.backends)}: use a list of one name or more")
+        if not isinstance(self.options, Mapping):
+            raise UsageError(f"options={self.options!r}: use a mapping")
+        try:
+            json.dumps(dict(self.options), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"options={self.options!r}: JSON can't hold them ({error})") from error
 
     def _check_fault(self, fault: Fault) -> None:
         for name, limit in (
@@ -157,8 +180,10 @@ class Scenario:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Scenario:
         """The scenario `record` describes; UsageError names an unknown or missing key."""
+        if not isinstance(record, Mapping):
+            raise UsageError(f"scenario {record!r}: use a mapping of {', '.join(_REQUIRED)}, ...")
         allowed = cls.__dataclass_fields__
-        unknown = sorted(set(record) - set(allowed))
+        unknown = sorted(set(record) - set(allowed), key=str)
         if unknown:
             raise UsageError(f"scenario key={unknown[0]!r}: allowed are {', '.join(allowed)}")
         missing = [name for name in _REQUIRED if name not in record]
@@ -169,7 +194,7 @@ class Scenario:
             if name in values:
                 if not isinstance(values[name], list | tuple):
                     raise UsageError(f"scenario key {name}={values[name]!r}: use a list")
-                values[name] = tuple(build(item) for item in values[name])
+                values[name] = tuple(map(build, values[name]))
         return cls(**values)
 
     @cached_property
@@ -182,6 +207,8 @@ class Scenario:
         return hash(self.digest)
 
 
+# Parts that one list holds: of a batch, or of a shard.
+PARTS_MAX = 2**16
 _REQUIRED = ("system", "workload", "world_size", "seed")
 _POSITIVE = (
     *("world_size", "num_shards", "num_samples", "batch_size", "num_steps"),
@@ -190,23 +217,25 @@ _POSITIVE = (
 
 
 def _fault(item: Any) -> Fault:
-    if isinstance(item, Fault):
-        return item
-    if not isinstance(item, Mapping):
-        raise UsageError(f"fault {item!r}: use a mapping with a kind")
-    return Fault.from_dict(item)
+    return item if isinstance(item, Fault) else Fault.from_dict(item)
 
 
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "faults": _fault,
     "stops": lambda stop: stop,
-    "backends": str,
+    "backends": lambda name: name,
 }
 
 
 def _whole(name: str, value: Any, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise UsageError(f"{name}={value!r}: use a whole number >= {at_least}")
+
+
+def _is_finite_from(least: float, value: Any) -> bool:
+    # Compared, not converted: an int can be too large for a float.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and least <= value <= sys.float_info.max
 
 
 def expand(record: Mapping[str, Any], **defaults: Any) -> Iterator[Scenario]:

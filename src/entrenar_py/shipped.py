@@ -10,7 +10,7 @@ from pathlib import Path
 
 from entrenar_py.errors import UsageError
 
-_PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent
 
 
 def contract_path(name: str) -> Path:
@@ -61,8 +61,8 @@ def falsification_folder() -> Path | None:
     return _folder("falsification")
 
 
-def _folder(name: str, package: Path = _PACKAGE) -> Path | None:
-    inside, checkout = package / name, package.parents[1] / name
+def _folder(name: str) -> Path | None:
+    inside, checkout = PACKAGE / name, PACKAGE.parents[1] / name
     if inside.is_dir():
         return inside
-    return checkout if package.parent.name == "src" and checkout.is_dir() else None
+    return checkout if PACKAGE.parent.name == "src" and checkout.is_dir() else None

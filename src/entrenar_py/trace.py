@@ -331,10 +331,15 @@ def load(path: Path) -> Trace:
     reordered or truncated, or that is no trace at all.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        # A byte that is no UTF-8 must not hide which line it stands in: its chain will not match.
+        with path.open(encoding="utf-8", errors="backslashreplace") as file:
             return _parse(file, path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"trace file {path}: can't be read ({error})") from error
+    except OSError as error:
+        raise TraceError(f"trace file {path}: can't be read ({error.strerror})") from error
+
+
+# What a record of other keys or types makes its readers raise.
+_NOT_AN_EVENT = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def _parse(lines: Iterable[str], path: Path) -> Trace:
@@ -348,8 +353,8 @@ def _parse(lines: Iterable[str], path: Path) -> Trace:
         body += "}"
         try:
             record = json.loads(body)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{where}: not JSON ({error})") from error
         if number == 1 and record.get("version") != VERSION:
             raise TraceError(
                 f"{where}: trace version={record.get('version')!r}: this release reads version "
@@ -368,18 +373,21 @@ def _parse(lines: Iterable[str], path: Path) -> Trace:
                     raise TraceError(f"{where}: first line kind={record.get('kind')!r}, not trace")
             else:
                 events.append(_from_record(record))
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{where}: event can't be read ({error})") from error
+        except _NOT_AN_EVENT as error:
+            raise TraceError(f"{where}: event can't be read ({error!r})") from error
     if header is None:
         raise TraceError(f"{path}: the file is empty; a trace starts with a header line")
     if not events or not isinstance(events[-1], End):
         raise TraceError(f"{path}:{number}: the trace is truncated: its last line is no end event")
-    return Trace(
-        scenario=Scenario.from_dict(header["scenario"]),
-        environment=header["environment"],
-        promises=tuple(header["promises"]),
-        events=tuple(events),
-    )
+    try:
+        return Trace(
+            scenario=Scenario.from_dict(header["scenario"]),
+            environment=dict(header["environment"]),
+            promises=tuple(header["promises"]),
+            events=tuple(events),
+        )
+    except (*_NOT_AN_EVENT, UsageError) as error:
+        raise TraceError(f"{path}:1: header can't be read ({error!r})") from error
 
 
 def _link(chain: str, body: str) -> str:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from entrenar_py.errors import UsageError
+
 
 class Verdict(StrEnum):
     """What is known of an invariant after the evidence."""
@@ -90,19 +92,21 @@ class Finding:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Finding:
-        """The finding that `to_dict` wrote."""
-        values = dict(record)
-        broken = values.get("counterexample")
-        if broken is not None:
-            broken = Counterexample(**{**broken, "sample_ids": tuple(broken["sample_ids"])})
-        return cls(
-            **{
-                **values,
-                "verdict": Verdict(values["verdict"]),
-                "counterexample": broken,
-                "notes": tuple(values.get("notes", ())),
-            }
-        )
+        """The finding that `to_dict` wrote; UsageError if it is not one."""
+        try:
+            broken = record.get("counterexample")
+            if broken is not None:
+                broken = Counterexample(**{**broken, "sample_ids": tuple(broken["sample_ids"])})
+            return cls(
+                **{
+                    **record,
+                    "verdict": Verdict(record["verdict"]),
+                    "counterexample": broken,
+                    "notes": tuple(record.get("notes", ())),
+                }
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"finding {record!r}: not what to_dict writes ({error})") from error
 
 
 def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:

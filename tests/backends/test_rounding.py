@@ -28,27 +28,30 @@ def drawn(m: int, k: int, n: int, *, seed: int, magnitude: float = 1.0) -> tuple
     shape=st.tuples(st.integers(1, 20), st.integers(1, 300), st.integers(1, 20)),
     exponent=st.integers(-44, 17),
     seed=st.integers(0, 10**6),
-    backwards=st.booleans(),
 )
 def test_right_products_are_explained(
-    shape: tuple[int, int, int], exponent: int, seed: int, backwards: bool
+    shape: tuple[int, int, int], exponent: int, seed: int
 ) -> None:
     """Any order of summation at any magnitude, subnormal included, is within the bound."""
     a, b = drawn(*shape, seed=seed, magnitude=10.0**exponent)
-    order = torch.arange(shape[1]).flip(0) if backwards else torch.randperm(shape[1])
     result = torch.zeros(shape[0], shape[2])
-    for k in order.tolist():
+    for k in np.random.default_rng(seed).permutation(shape[1]):
         result += a[:, k : k + 1] * b[k : k + 1]
     assert compare(result, a, b, unit_roundoff=NEAREST).explained
 
 
-@given(seed=st.integers(0, 10**6), exponent=st.integers(-40, -20))
+def flushed(values: Tensor) -> Tensor:
+    """`values` as a device without subnormal numbers sees them."""
+    return torch.where(values.abs() < rounding.FLUSHED, torch.zeros(()), values)
+
+
+@given(seed=st.integers(0, 10**6), exponent=st.integers(-44, -15))
 def test_flushed_subnormals_are_explained(seed: int, exponent: int) -> None:
     """A device that flushes subnormal operands and results to zero is within the bound."""
     a, b = drawn(5, 9, 4, seed=seed, magnitude=10.0**exponent)
-    flush = torch.nn.Threshold(0.0, 0.0)  # flushing everything is the worst case
-    result = torch.zeros(5, 4) if exponent < -38 else a @ b
-    result = torch.where(result.abs() < rounding.FLUSHED, flush(result) * 0, result)
+    result = torch.zeros(5, 4)
+    for k in range(9):
+        result = flushed(result + flushed(flushed(a[:, k : k + 1]) * flushed(b[k : k + 1])))
     assert compare(result, a, b, unit_roundoff=NEAREST).explained
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,21 +12,6 @@ import numpy as np
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
-
-# Values with which `neutral` makes scenarios equal that differ only in these fields.
-_NEUTRAL: dict[str, Any] = {
-    "system": "any",
-    "world_size": 1,
-    "num_shards": 1 << 20,  # large, so that any world size fits
-    "accumulation": 1,
-    "backends": ("any",),
-    "faults": (),
-    "stops": (),
-    "repeat": 0,
-    "detail": "digests",
-    "mutant": None,
-    "options": {},
-}
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
@@ -45,10 +31,11 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 def groups(traces: Iterable[Trace], *ignored: str) -> list[list[Trace]]:
     """Traces whose scenarios agree in all fields but `ignored` (and detail), in order."""
-    neutral = {name: _NEUTRAL[name] for name in (*ignored, "detail")}
     found: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
-        found[trace.scenario.with_(**neutral).digest].append(trace)
+        fields = trace.scenario.to_dict().items()
+        key = {name: value for name, value in fields if name not in (*ignored, "detail")}
+        found[json.dumps(key, sort_keys=True)].append(trace)
     return list(found.values())
 
 

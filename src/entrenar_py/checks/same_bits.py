@@ -19,8 +19,9 @@ def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding
 
 
 def worker_counts(scenario: Scenario) -> list[Scenario]:
-    """The run with 1, 2, 3, 4, 5 and 8 workers (as many as there are shards for)."""
-    fit = [count for count in (1, 2, 3, 4, 5, 8) if count <= scenario.num_shards]
+    """The run with 1, 2, 3, 4, 5 and 8 workers (as many as there are shards and samples for)."""
+    most = min(scenario.num_shards, scenario.num_samples)
+    fit = [count for count in (1, 2, 3, 4, 5, 8) if count <= most]
     return evidence.distinct(
         [scenario, *(evidence.plain(scenario, world_size=n, mutant=scenario.mutant) for n in fit)]
     )

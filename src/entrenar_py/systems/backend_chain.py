@@ -30,12 +30,12 @@ def run(scenario: Scenario) -> trace.Trace:
     """
     for fault in scenario.faults:
         _check(fault)
-    wanted = products.request({**SHAPE, **scenario.options})
-    if len(wanted.shapes) != 1:
+    if "shapes" in scenario.options:
         raise UsageError(
-            f"options shapes={[list(shape) for shape in wanted.shapes]} on system backend_chain: "
+            f"options shapes={scenario.options['shapes']!r} on system backend_chain: "
             "it computes one product; use m, k, n"
         )
+    wanted = products.request({**SHAPE, **scenario.options})
     (pair,) = products.operands(scenario, wanted)
     recorder = Recorder(scenario)
     saboteur = Saboteur(scenario.faults, recorder)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from entrenar_py import backends, trace
-from entrenar_py.errors import SystemFailure
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import (
@@ -39,8 +39,15 @@ FIXED_BYTES = 48 * 2**20
 def run(scenario: Scenario) -> trace.Trace:
     """Rank 0's share of `scenario` as system reference would give it, in a fresh process.
 
-    SystemFailure if the process dies or takes longer than its deadline.
+    SystemFailure if the process dies or takes longer than its deadline; UsageError for faults and
+    for options other than `budget_bytes`.
     """
+    budget = scenario.options.get("budget_bytes")
+    if scenario.faults or set(scenario.options) != {"budget_bytes"} or type(budget) is not int:
+        raise UsageError(
+            f"faults={[fault.kind for fault in scenario.faults]} options={scenario.options!r} on "
+            "system memory: it takes no faults, and budget_bytes, a whole number, as only option"
+        )
     command = [sys.executable, "-m", "entrenar_py.systems.memory"]
     try:
         child = subprocess.run(
@@ -62,7 +69,7 @@ def run(scenario: Scenario) -> trace.Trace:
         trace.Memory(
             rank=0,
             backend=scenario.backend_of(0),
-            budget_bytes=scenario.options["budget_bytes"],
+            budget_bytes=budget,
             **measured,
         )
     )

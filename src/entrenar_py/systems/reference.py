@@ -102,7 +102,8 @@ class Trainer:
                 leaf = self._compute(worker, step, shard, shards[shard])
                 halt = halt or self._guard(leaf, worker, step, shard, shards[shard])
                 leaves.append(leaf)
-            nodes += reduction.fold(leaves, self.scenario.num_shards)
+            if halt is None:
+                nodes += reduction.fold(leaves, self.scenario.num_shards)
         if halt is not None:
             self.recorder.emit(halt)
             return False
@@ -205,13 +206,20 @@ class Trainer:
     # --- membership, faults, checkpoints --------------------------------------------------------
 
     def _initial_ranks(self) -> list[int]:
-        late = {fault.rank for fault in self.scenario.faults if fault.kind == "join"}
-        left = {fault.rank for fault in self.scenario.faults if fault.kind == "leave"}
-        return [rank for rank in range(self.scenario.world_size) if rank not in late - left]
+        """Everyone but those who are first heard of when they join."""
+        moves = [fault for fault in self.scenario.faults if fault.kind in ("join", "leave")]
+        moves.sort(key=lambda fault: (fault.step, fault.kind))  # of one step, joins come first
+        first = {fault.rank: fault.kind for fault in reversed(moves)}
+        ranks = [r for r in range(self.scenario.world_size) if first.get(r) != "join"]
+        if not ranks:
+            raise UsageError("faults join for every rank: leave one worker there to start with")
+        return ranks
 
     def _leave(self, fault: Fault, step: int) -> int:
         rank = self._rank_of(fault)
-        if rank not in self.workers or len(self.workers) == 1:
+        if rank not in self.workers:
+            raise UsageError(f"fault leave rank={rank} step={step}: that worker is not there")
+        if len(self.workers) == 1:
             raise UsageError(f"fault leave rank={rank} step={step}: no other worker would be left")
         del self.workers[rank]
         self._record_fault(fault, step)
@@ -334,8 +342,7 @@ class Trainer:
         return [f for f in self.scenario.faults if f.kind == kind and f.step == step]
 
     def _rank_of(self, fault: Fault) -> int:
-        if fault.rank is None:
-            raise UsageError(f"fault {fault.kind} without rank: say which worker")
+        assert fault.rank is not None, "faults.NEEDED has it"
         return fault.rank
 
     def _record_fault(

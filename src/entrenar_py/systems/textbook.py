@@ -58,6 +58,8 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
         if step in scenario.stops:
             replicas, position = stop_and_resume(setup, replicas, step, position)
         replicas = [r for r in replicas if not leaves(setup, r.rank, step)]
+        if not replicas:
+            raise UsageError(f"faults leave at step {step}: no worker would be left")
         ids = global_batch(setup, position)
         if not train_step(setup, replicas, step, position.epoch, ids):
             return "halted"
@@ -269,8 +271,10 @@ def inject(setup: Setup, replica: Replica, step: int, micro: int, loss_sum: floa
         if fault.kind == "non_finite_loss":
             loss_sum = float(fault.value)
         else:
-            gradient = gradient_of(replica, fault.tensor or setup.trainable[0])
+            name = fault.tensor or setup.trainable[0]
+            gradient = gradient_of(replica, name)
             gradient.view(-1)[fault.element or 0] = float(fault.value)
+            replica.tensors[name].grad = gradient  # a rank without samples had none
         setup.recorder.emit(
             trace.Injected(
                 fault=fault.to_dict(),
@@ -293,7 +297,7 @@ def stop_and_resume(
     setup.recorder.emit(
         trace.Saved(
             step=step,
-            rank=0,
+            rank=replicas[0].rank,
             progress=textbook_replica.progress_of(replicas[0], position),
             **textbook_replica.state_records(setup, replicas[0]),
         )

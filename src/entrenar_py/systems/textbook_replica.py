@@ -24,7 +24,7 @@ class Replica:
     rank: int
     tensors: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     rng: np.random.Generator
 
 
@@ -89,7 +89,7 @@ def build_optimizer(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Opt
 
 def build_scheduler(
     scenario: Scenario, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler:
+) -> torch.optim.lr_scheduler.LambdaLR:
     """The scenario's schedule as a factor on the peak learning rate."""
 
     def factor(step: int) -> float:
@@ -170,8 +170,9 @@ def load_schedule(replica: Replica, schedule_step: int) -> None:
     """Sets the scheduler, and the learning rate it gives, to `schedule_step`."""
     scheduler = replica.scheduler
     scheduler.last_epoch = schedule_step
-    for group, rate in zip(replica.optimizer.param_groups, scheduler.get_lr(), strict=True):
-        group["lr"] = rate
+    groups = replica.optimizer.param_groups
+    for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(schedule_step)
 
 
 def rng_state(replica: Replica) -> dict[str, Any]:

@@ -58,18 +58,19 @@ def load(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
             f"checkpoint {path}: its BLAKE3 digest does not match its content: the file is "
             "truncated or was changed; use an earlier checkpoint"
         )
-    return dict(safetensors.load(payload)), _progress(payload, path)
-
-
-def _progress(payload: bytes, path: Path) -> dict[str, Any]:
-    # safetensors.numpy.load gives no metadata; the format puts it in a length-prefixed JSON header.
     try:
-        length = int.from_bytes(payload[:8], "little")
-        header = json.loads(payload[8 : 8 + length])
-        progress: dict[str, Any] = json.loads(header["__metadata__"]["progress"])
-    except (KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path}: no progress in its header") from error
-    return progress
+        return dict(safetensors.load(payload)), _progress(payload)
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its content is not what save writes ({error!r})"
+        ) from error
+
+
+def _progress(payload: bytes) -> dict[str, Any]:
+    # safetensors.numpy.load gives no metadata; the format puts it in a length-prefixed JSON header.
+    length = int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8 : 8 + length])
+    return dict(json.loads(header["__metadata__"]["progress"]))
 
 
 def as_arrays(**groups: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:

@@ -10,23 +10,29 @@ from blake3 import blake3
 class Dropout:
     """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
 
-    Masks come from `rng` in call order; `digest()` names everything drawn so far.
+    Masks come from `rng` in call order; `digest()` names every number drawn so far.
     """
 
     def __init__(self, rate: float, rng: np.random.Generator) -> None:
         self._rate = rate
         self._rng = rng
         self._drawn = blake3()
+        self._num_drawn = 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` with a fresh mask applied; same shape, differentiable."""
-        kept = self._rng.random(tuple(tensor.shape), dtype=np.float32) >= self._rate
-        self._drawn.update(kept.data.cast("B"))
+        numbers = self._rng.random(tuple(tensor.shape), dtype=np.float32)
+        self._drawn.update(numbers.data.cast("B"))
+        self._num_drawn += numbers.size
+        kept = numbers >= self._rate
         return tensor * torch.from_numpy(kept / np.float32(1 - self._rate)).to(tensor.device)
 
-    def digest(self) -> str:
-        """32 hex digits of all masks so far, in order."""
-        return str(self._drawn.hexdigest(16))
+    def digest(self) -> str | None:
+        """32 hex digits of all numbers so far, in order; None if a model without dropout drew none.
+
+        Of the numbers, not of the masks: two masks of a few elements are often alike by chance.
+        """
+        return str(self._drawn.hexdigest(16)) if self._num_drawn else None
 
 
 def none(tensor: torch.Tensor) -> torch.Tensor:

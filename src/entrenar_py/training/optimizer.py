@@ -63,8 +63,12 @@ def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
 
 
 def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
-    """One step of `rule` in place on `weights` and `state`; `gradient` is left alone."""
-    _STEPS[rule.kind](rule, weights, gradient, state, rate)
+    """One step of `rule` in place on `weights` and `state`; `gradient` is left alone.
+
+    What overflows becomes inf or NaN in silence, as in torch: who steps looks at the weights.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        _STEPS[rule.kind](rule, weights, gradient, state, rate)
 
 
 def _sgd(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:

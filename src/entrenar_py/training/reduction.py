@@ -43,12 +43,15 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
     """The fewest nodes with the same sum, in shard order: siblings are added until none is left.
 
     Takes disjoint nodes of a tree over `num_shards` leaves in any order, one at a time: over a run
-    of n leaves at most log2(n) + 1 vectors are alive. Consumes its input: vectors are added in
-    place. ValueError if a node comes twice.
+    of n leaves from the first at most log2(n) + 1 vectors are alive, over any run of n > 1 at most
+    2 log2(n) + 1. Consumes its input: vectors are added in place. ValueError for a node that is
+    not of this tree, or covers a shard that came before.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)
+    covered: set[int] = set()
     for node in nodes:
+        _cover(covered, node, num_shards)
         while node.level < top:
             sibling = waiting.pop((node.level, node.index ^ 1), None)
             if sibling is not None:
@@ -57,8 +60,6 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
                 node = Node(node.level + 1, node.index // 2, node.vector, node.loss, node.weight)
             else:
                 break
-        if (node.level, node.index) in waiting:
-            raise ValueError(f"node (level {node.level}, index {node.index}) was given twice")
         waiting[node.level, node.index] = node
     return sorted(waiting.values(), key=lambda node: span(node, num_shards).start)
 
@@ -79,6 +80,21 @@ def root(nodes: Iterable[Node], num_shards: int) -> Node:
         missing = sorted(set(range(num_shards)) - present)
         raise ValueError(f"shards {missing} of {num_shards} are missing from the reduction")
     return folded[0]
+
+
+def _cover(covered: set[int], node: Node, num_shards: int) -> None:
+    """Adds the shards under `node` to `covered`."""
+    shards = span(node, num_shards)
+    if node.index < 0 or not shards or node.level > height(num_shards):
+        raise ValueError(f"{_name(node)} is not of a tree over {num_shards} shards")
+    if not covered.isdisjoint(shards):
+        twice = sorted(covered.intersection(shards))
+        raise ValueError(f"{_name(node)} was given twice: shards {twice} were there already")
+    covered.update(shards)
+
+
+def _name(node: Node) -> str:
+    return f"node (level {node.level}, index {node.index})"
 
 
 def _at_ragged_edge(node: Node, num_shards: int) -> bool:

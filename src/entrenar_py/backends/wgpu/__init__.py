@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from entrenar_py.backends import Pair
+from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.operands import check_operands
-from entrenar_py.backends.wgpu import linear
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.matmul import Matmul
 

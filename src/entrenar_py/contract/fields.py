@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from entrenar_py.contract_problems import Position, Problems
-from entrenar_py.contract_tree import ListNode, MapNode, Node, ScalarNode
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 
 
 class Record:

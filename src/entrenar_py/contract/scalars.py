@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from entrenar_py.contract_problems import Position, Problems
-from entrenar_py.contract_tree import ScalarNode
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.tree import ScalarNode
 
 TAG = "tag:yaml.org,2002:"
 # YAML 1.1 reads 1:1:1 in base 60, at a cost that is quadratic in the length; no number is so long.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from entrenar_py import contract_layout, scenario
-from entrenar_py.contract_fields import Record
-from entrenar_py.contract_problems import Position, Problems
-from entrenar_py.contract_tree import MapNode, ScalarNode, plain
+from entrenar_py import scenario
+from entrenar_py.contract import layout
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 from entrenar_py.errors import UsageError
 
 # A contract whose lists multiply to more than this would never end.
@@ -39,7 +40,7 @@ def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
     if node is None:
         problems.error(root.at, "no metadata: give metadata with a version and references")
         return {}
-    known = contract_layout.METADATA_KEYS
+    known = layout.METADATA_KEYS
     record = Record(node, what="metadata", known=known, problems=problems)
     record.warn_unread()
     if not record.texts("references"):
@@ -61,7 +62,7 @@ def equations(root: MapNode, problems: Problems) -> set[str]:
     for name, equation in node.fields.items():
         what = f"equation {name}"
         if isinstance(equation, MapNode):
-            known = contract_layout.EQUATION_KEYS
+            known = layout.EQUATION_KEYS
             record = Record(equation, what=what, known=known, problems=problems)
             record.warn_unread()
             record.filled("formula")
@@ -74,7 +75,7 @@ def obligations(root: MapNode, problems: Problems) -> set[str]:
     """The ids and properties of the proof obligations; each has a property."""
     names: set[str] = set()
     for node in entries(root, "proof_obligations", problems):
-        known = contract_layout.OBLIGATION_KEYS
+        known = layout.OBLIGATION_KEYS
         record = Record(node, what="proof obligation", known=known, problems=problems)
         record.warn_unread()
         record.number("tolerance")
@@ -86,18 +87,19 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
     """Clauses, tests, obligations, harnesses and the gate share one space of ids."""
     lists = ("falsification_tests", "proof_obligations", "kani_harnesses")
     quiet = Problems()  # the shape of these blocks is reported by who reads them
-    nodes = [node for _, node in contract_layout.clauses(root)]
+    nodes = [node for _, node in layout.clauses(root)]
     nodes += [node for name in lists for node in entries(root, name, quiet)]
     gate = block(root, "qa_gate", quiet)
     first: dict[str, Position] = {}
     for node in [*nodes, gate] if gate else nodes:
         found = node.fields.get("id")
-        if not isinstance(found, ScalarNode) or not found.text:
+        if not isinstance(found, ScalarNode) or not found.text.strip():
             continue
-        before = first.setdefault(found.text, found.at)
-        if before is not found.at:
-            lines = f"lines {before.line} and {found.at.line}"
-            problems.error(found.at, f"id {found.text!r} stands twice, on {lines}; rename one")
+        given = found.text.strip()
+        if given in first:
+            lines = f"lines {first[given].line} and {found.at.line}"
+            problems.error(found.at, f"id {given!r} stands twice, on {lines}; rename one")
+        first.setdefault(given, found.at)
 
 
 def harnesses(root: MapNode, problems: Problems) -> None:
@@ -109,7 +111,7 @@ def scenarios(root: MapNode, problems: Problems) -> None:
     """Every entry of every clause expands to valid scenarios, SCENARIOS_MAX in all."""
     left = SCENARIOS_MAX
     quiet = Problems()  # the shape of a clause is reported by who reads it
-    for _, clause in contract_layout.clauses(root):
+    for _, clause in layout.clauses(root):
         record = Record(clause, what="", known=(), problems=quiet)
         what = f"clause {record.text('id')}: scenarios"
         for node in record.maps("scenarios"):

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from entrenar_py.contract_problems import Position, Problems
-from entrenar_py.contract_scalars import TAG, resolve, tag_message
-from entrenar_py.contract_tree import ListNode, MapNode, Node, ScalarNode
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.scalars import TAG, resolve, tag_message
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.errors import ContractError
 
 BYTES_MAX = 1 << 20
@@ -58,8 +58,8 @@ def compose(data: bytes, file: str, problems: Problems) -> MapNode | None:
         for event in yaml.parse(text, Loader=_LOADER):
             composer.take(event)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        problems.error(composer.position(mark), f"invalid YAML: {_words(error)}")
+        at = composer.position(error.problem_mark)
+        problems.error(at, f"invalid YAML: {_words(error, text, at)}")
         return None
     root = composer.root
     if isinstance(root, MapNode):
@@ -96,11 +96,11 @@ def _end(before: str, file: str) -> Position:
     return Position(file, before.count("\n") + 1, len(before) - line_start + 1)
 
 
-def _words(error: yaml.MarkedYAMLError) -> str:
+def _words(error: yaml.MarkedYAMLError, text: str, at: Position) -> str:
     words = "; ".join(part for part in (error.context, error.problem) if part)
-    if "\\t" in words or "\t" in words or "violates indentation" in words:
-        words += "; indent with spaces, never with tabs"
-    return words
+    line = "".join(text.split("\n")[at.line - 1 : at.line])
+    tab = "\t" in line[: len(line) - len(line.lstrip())]
+    return f"{words}: a tab; indent with spaces" if tab else words
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from entrenar_py import contract_yaml, shipped
-from entrenar_py.contract_fields import Record
-from entrenar_py.contract_problems import Position, Problems
-from entrenar_py.contract_tree import MapNode
+from entrenar_py import shipped
+from entrenar_py.contract import composer
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.tree import MapNode
 from entrenar_py.errors import ContractError
 
 
@@ -32,7 +33,7 @@ def check(path: Path, root: MapNode, problems: Problems) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         circle: list[Path] = error.args[1][::-1]  # graphlib lists what is needed first
-        at = next((direct[file] for file in circle if file in direct), root.at)
+        at = next((direct[file] for file in circle if file in direct), min(direct.values()))
         chain = " -> ".join(file.name for file in circle)
         problems.error(at, f"metadata: depends_on is circular: {chain}; remove one")
 
@@ -75,7 +76,7 @@ def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
 def _dependencies(path: Path) -> list[str] | None:
     quiet = Problems()  # what is wrong with another file is said when that file is checked
     try:
-        root = contract_yaml.compose(contract_yaml.read(path), str(path), quiet)
+        root = composer.compose(composer.read(path), str(path), quiet)
     except ContractError:
         return None
     return None if root is None else [name for name, _ in _names(root, quiet)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.contract_problems import Position
+from entrenar_py.contract.problems import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

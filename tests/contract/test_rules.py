@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from entrenar_py import contract, contract_rules
+from entrenar_py import contract
+from entrenar_py.contract import layout, rules
 from entrenar_py.errors import ContractError
+from entrenar_py.scenario import Scenario
 
 DATA = Path(__file__).parent / "data"
 HEAD = "metadata: {version: 1, references: [a paper]}\n"
@@ -55,6 +61,7 @@ def test_every_error_comes_out_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("a: [", "invalid YAML"),
         ("a: 1", "no metadata"),
         ("metadata: [1]", "metadata is a mapping"),
         ("metadata: {version: 1, references: ['', ' ']}", "references is empty"),
@@ -68,6 +75,7 @@ def test_every_error_comes_out_at_once() -> None:
         (HEAD + "qa_gate: [1]", "qa_gate is a mapping"),
         (HEAD + "c: [{id: }]", "id is empty"),
         (HEAD + "c: [{id: [1]}]", "id is empty; give one text"),
+        (HEAD + "c: [&a {id: A}]\nd: [*a]", "id 'A' stands twice, on lines 2 and 2"),
         (HEAD + "c: [{id: A, name: {a: 1}}]", "name is text or a list of texts"),
         (HEAD + "c: [{id: A, severity: [P0]}]", "given is a list"),
         (HEAD + "c: [{id: A, tolerance: {a: 1}}]", "given is a mapping"),
@@ -106,7 +114,7 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
     entry = f"{{seed: {seeds}, repeat: {seeds}}}"
     text = HEAD + f"c: [{{id: A, scenarios: [{entry}, {entry}]}}, {{id: B, scenarios: [{entry}]}}]"
     (problem,) = _problems_of(tmp_path, text)
-    assert f"over {contract_rules.SCENARIOS_MAX} scenarios" in problem
+    assert f"over {rules.SCENARIOS_MAX} scenarios" in problem
 
 
 def test_a_message_is_one_printable_line(tmp_path: Path) -> None:
@@ -115,3 +123,43 @@ def test_a_message_is_one_printable_line(tmp_path: Path) -> None:
     (problem,) = _problems_of(tmp_path, text)
     assert problem.isprintable()
     assert len(problem) < 600
+
+
+_SCALARS = (
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text("ab1.", max_size=4)
+)
+_ANY: st.SearchStrategy[Any] = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(("id", "kind", "step")), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_ENTRIES = st.dictionaries(st.sampled_from(tuple(Scenario.__dataclass_fields__)), _ANY, max_size=4)
+_CLAUSES = st.fixed_dictionaries(
+    {"id": st.sampled_from("ABC")},
+    optional={
+        **dict.fromkeys(layout.CLAUSE_KEYS[1:], _ANY),
+        "scenarios": st.lists(_ENTRIES, max_size=2) | _ANY,
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    blocks=st.dictionaries(st.sampled_from((*layout.RESERVED, "free")), _ANY),
+    clauses=st.lists(_CLAUSES, max_size=3),
+)
+def test_any_values_load_or_are_named(
+    tmp_path: Path, blocks: dict[str, Any], clauses: list[Any]
+) -> None:
+    """Whatever stands under the layout's keys, problems are lines with a place, never a crash."""
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({**blocks, "clauses": clauses}))
+    try:
+        lines = contract.load(path, covers=lambda clause: False).warnings
+    except ContractError as error:
+        lines = tuple(error.problems)
+    assert lines
+    assert all(line.startswith(f"{path}:") for line in lines)

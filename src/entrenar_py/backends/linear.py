@@ -1,4 +1,7 @@
-"""A linear layer whose three products run on the GPU: autograd on the CPU around them."""
+"""A linear layer whose three products run on a device: autograd on the CPU around them.
+
+Autograd sees CPU tensors only, so backward runs in the calling thread on every backend.
+"""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py import contract_depends, contract_layout, contract_rules, contract_yaml
-from entrenar_py.contract_fields import Record
-from entrenar_py.contract_problems import Position, Problems
-from entrenar_py.contract_tree import MapNode, ScalarNode, plain
+from entrenar_py.contract import composer, depends, layout, rules
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 
 __all__ = [
     *("SEVERITIES", "TOLERANCE_KINDS", "Contract", "FalsificationTest", "Gate", "Invariant"),
@@ -119,22 +119,21 @@ def load(path: Path, *, covers: Callable[[Invariant], bool], strict: bool = Fals
     warnings are problems too.
     """
     problems = Problems()
-    data = contract_yaml.read(path)
-    root = contract_yaml.compose(data, str(path), problems)
+    data = composer.read(path)
+    root = composer.compose(data, str(path), problems)
     if root is None:
         problems.settle(strict=strict)
     assert root is not None
-    metadata = contract_rules.metadata(root, problems)
+    metadata = rules.metadata(root, problems)
     invariants = _invariants(root, problems)
     names = {name for clause in invariants for name in (clause.id, clause.name)}
-    rules = names | contract_rules.equations(root, problems)
-    rules |= contract_rules.obligations(root, problems)
-    nodes = contract_rules.entries(root, "falsification_tests", problems)
-    tests = tuple(_test(node, rules, problems) for node in nodes)
+    attackable = names | rules.equations(root, problems) | rules.obligations(root, problems)
+    nodes = rules.entries(root, "falsification_tests", problems)
+    tests = tuple(_test(node, attackable, problems) for node in nodes)
     gate = _gate(root, names, problems)
-    contract_rules.harnesses(root, problems)
-    contract_rules.unique_ids(root, problems)
-    contract_depends.check(path, root, problems)
+    rules.harnesses(root, problems)
+    rules.unique_ids(root, problems)
+    depends.check(path, root, problems)
     _warn_unexercised(invariants, tests, covers, problems)
     return Contract(
         path=path,
@@ -143,24 +142,24 @@ def load(path: Path, *, covers: Callable[[Invariant], bool], strict: bool = Fals
         invariants=invariants,
         falsification_tests=tests,
         gate=gate,
-        blocks=contract_layout.other_blocks(root),
+        blocks=layout.other_blocks(root),
         warnings=problems.settle(strict=strict),
     )
 
 
 def _invariants(root: MapNode, problems: Problems) -> tuple[Invariant, ...]:
-    for node in contract_layout.strays(root):
+    for node in layout.strays(root):
         message = "has no id, though others in its list have one; give it an id to make it a clause"
         problems.warn(node.at, f"this mapping {message}")
-    contract_rules.scenarios(root, problems)
-    return tuple(_invariant(node, group, problems) for group, node in contract_layout.clauses(root))
+    rules.scenarios(root, problems)
+    return tuple(_invariant(node, group, problems) for group, node in layout.clauses(root))
 
 
 def _invariant(node: MapNode, group: str, problems: Problems) -> Invariant:
     given = node.fields["id"]
     what = f"clause {given.text}" if isinstance(given, ScalarNode) else "clause"
-    record = Record(node, what=what, known=contract_layout.CLAUSE_KEYS, problems=problems)
-    record.warn_unread(read_elsewhere=contract_layout.groups_in(node))
+    record = Record(node, what=what, known=layout.CLAUSE_KEYS, problems=problems)
+    record.warn_unread(read_elsewhere=layout.groups_in(node))
     clause_id = record.identifier()
     postcondition, description = record.text("postcondition"), record.text("description")
     tolerance, kind = _tolerance(record)
@@ -192,10 +191,10 @@ def _tolerance(record: Record) -> tuple[float | None, str | None]:
     return record.number("tolerance"), kind
 
 
-def _test(node: MapNode, rules: set[str], problems: Problems) -> FalsificationTest:
+def _test(node: MapNode, attackable: set[str], problems: Problems) -> FalsificationTest:
     given = node.fields.get("id", node)
     what = f"test {given.text}" if isinstance(given, ScalarNode) else "falsification test"
-    record = Record(node, what=what, known=contract_layout.TEST_KEYS, problems=problems)
+    record = Record(node, what=what, known=layout.TEST_KEYS, problems=problems)
     record.warn_unread()
     test = FalsificationTest(
         id=record.identifier(),
@@ -205,7 +204,7 @@ def _test(node: MapNode, rules: set[str], problems: Problems) -> FalsificationTe
         test=record.text("test"),
         if_fails=record.text("if_fails"),
     )
-    if test.rule not in rules:
+    if test.rule not in attackable:
         allowed = "the id or name of a clause, an equation, or a proof obligation's property"
         message = f"{what}: rule {test.rule!r} names no clause; use {allowed}"
         problems.error(record.place("rule"), message)
@@ -215,11 +214,11 @@ def _test(node: MapNode, rules: set[str], problems: Problems) -> FalsificationTe
 
 
 def _gate(root: MapNode, names: set[str], problems: Problems) -> Gate | None:
-    node = contract_rules.block(root, "qa_gate", problems)
+    node = rules.block(root, "qa_gate", problems)
     if node is None:
         problems.warn(root.at, "no qa_gate: say which clauses must hold for a pass")
         return None
-    record = Record(node, what="qa_gate", known=contract_layout.GATE_KEYS, problems=problems)
+    record = Record(node, what="qa_gate", known=layout.GATE_KEYS, problems=problems)
     record.warn_unread()
     checks = record.texts("checks")
     for name in checks:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from entrenar_py.backends import Pair
-from entrenar_py.backends.wgpu import WgpuBackend, linear
+from entrenar_py.backends import Pair, linear
+from entrenar_py.backends.wgpu import WgpuBackend
 
 
 class Counted:

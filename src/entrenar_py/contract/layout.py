@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from entrenar_py.contract_tree import ListNode, MapNode, Node, plain
+from entrenar_py.contract.tree import ListNode, MapNode, Node, plain
 
 # Blocks with a meaning of their own, at the top of the file only: no clause is looked for in them.
 RESERVED = (

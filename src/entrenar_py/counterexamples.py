@@ -1,0 +1,78 @@
+"""Counterexamples on disk: saved when found, tried first the next time, replayed on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from entrenar_py import shipped
+from entrenar_py.errors import TraceError
+from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import Finding
+
+SCHEMA = "entrenar-counterexample/1"
+FOLDER = Path("falsification", "counterexamples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A scenario that once broke `invariant`, and the finding at that time."""
+
+    invariant: str
+    scenario: Scenario
+    finding: Finding
+
+
+def save(found: Saved, folder: Path = FOLDER) -> Path:
+    """Writes `found` to a file named after it; OSError if the folder can't be written."""
+    record = {
+        "schema": SCHEMA,
+        "invariant": found.invariant,
+        "scenario": found.scenario.to_dict(),
+        "finding": found.finding.to_dict(),
+    }
+    record["digest"] = _digest(record)
+    path = folder / f"{found.invariant}-{found.scenario.digest[:12]}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def load(path: Path) -> Saved:
+    """What `save` wrote; TraceError if the file is not that, or was edited since."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TraceError(f"replay file {path}: can't be read ({error})") from error
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        given = record.get("schema") if isinstance(record, dict) else type(record).__name__
+        raise TraceError(f"replay file {path}: schema={given!r}, this release reads {SCHEMA}")
+    digest = record.pop("digest", None)
+    if digest != _digest(record):
+        raise TraceError(
+            f"replay file {path}: its digest does not match its content: it was edited by hand; "
+            "put a scenario of your own into a contract's `scenarios` instead"
+        )
+    return Saved(
+        invariant=record["invariant"],
+        scenario=Scenario.from_dict(record["scenario"]),
+        finding=Finding.from_dict(record["finding"]),
+    )
+
+
+def known(invariant: str) -> Iterator[Saved]:
+    """All saved counterexamples of `invariant`: those of this folder, then those shipped."""
+    ours = shipped.falsification_folder()
+    folders = {FOLDER.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
+    for folder in folders:
+        for path in sorted(folder.glob(f"{invariant}-*.json")):
+            yield load(path)
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return str(blake3(json.dumps(record, sort_keys=True).encode()).hexdigest(16))

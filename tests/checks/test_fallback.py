@@ -1,0 +1,129 @@
+"""F-DP-004: what the judge of the chain says to honest, panicking and faking chains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.checks.fallback import ORDER, judge, plan
+from entrenar_py.contract import Invariant
+from entrenar_py.contract.problems import Position
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Attempt, End, Event, Halt, Injected, Product, Trace
+from entrenar_py.verdict import Verdict
+
+INVARIANT = Invariant(
+    id="F-DP-004",
+    name="fallback",
+    statement="always a finite result",
+    position=Position("c.yaml", 1, 1),
+)
+CUDA, WGPU, CPU = (Fault(kind="out_of_memory", backend=name) for name in ORDER)
+NO_CUDA = Attempt(backend="cuda", served=False, reason="cuda is full")
+NO_WGPU = Attempt(backend="wgpu", served=False, reason="wgpu is full")
+NO_CPU = Attempt(backend="cpu", served=False, reason="cpu is full")
+BY_WGPU = Attempt(backend="wgpu", served=True, device="llvmpipe", software=True)
+BY_CPU = Attempt(backend="cpu", served=True, device="x86")
+RESULT = Product(
+    backend="cpu",
+    device="x86",
+    software=False,
+    shape=(3, 5, 2),
+    result_shape=(3, 2),
+    layout="plain",
+    magnitude=1.0,
+    finite=True,
+    error_cpu=0.0,
+    error_f64=1e-7,
+    bound=1e-6,
+    stated=False,
+    digest="00",
+    element=4,
+)
+HALT = Halt(step=0, reason="cuda: cuda is full; wgpu: wgpu is full; cpu: cpu is full")
+
+
+def trace(
+    *events: Event, faults: tuple[Fault, ...] = (CUDA, WGPU), system: str = "backend_chain"
+) -> Trace:
+    scenario = Scenario(system=system, workload="linear", world_size=1, seed=0, faults=faults)
+    status = "halted" if any(isinstance(event, Halt) for event in events) else "completed"
+    end = End(status=status)
+    return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
+
+
+def test_honest_chains_hold() -> None:
+    """Serving after failures with reasons, and halting with all reasons, both hold."""
+    served = trace(Injected(fault=CUDA.to_dict()), NO_CUDA, NO_WGPU, BY_CPU, RESULT)
+    halted = trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, faults=(CUDA, WGPU, CPU))
+    finding = judge(INVARIANT, [served, halted])
+    assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
+    assert finding.compared > 10
+
+
+def test_own_failures_and_software_are_noted() -> None:
+    """A backend that failed although no fault struck it is named, and so is a software adapter."""
+    result = replace(RESULT, backend="wgpu")
+    finding = judge(INVARIANT, [trace(NO_CUDA, BY_WGPU, result, faults=(CUDA,))])
+    assert finding.verdict is Verdict.HELD
+    assert finding.notes == ("cuda failed by itself: cuda is full", "software adapter llvmpipe")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (trace(NO_WGPU, NO_CUDA, BY_CPU, RESULT), "tried out of order"),
+        (trace(NO_CUDA, BY_CPU, RESULT), "tried out of order"),
+        (trace(replace(NO_CUDA, reason=""), NO_WGPU, BY_CPU, RESULT), "cuda failed without a"),
+        (trace(NO_CUDA, BY_WGPU, replace(RESULT, backend="wgpu")), "wgpu served although it was"),
+        (trace(NO_CUDA, BY_WGPU, BY_CPU, RESULT, faults=(CUDA,)), "wgpu served and the chain went"),
+        (trace(NO_CUDA, NO_WGPU, BY_CPU, replace(RESULT, finite=False)), "does not confirm"),
+        (trace(NO_CUDA, NO_WGPU, BY_CPU, replace(RESULT, error_f64=0.5)), "off by 0.5"),
+        (trace(NO_CUDA, NO_WGPU, BY_CPU, replace(RESULT, result_shape=(2, 3))), "does not confirm"),
+        (trace(NO_CUDA, NO_WGPU, BY_CPU), "does not come from the one backend that served"),
+        (trace(NO_CUDA, NO_WGPU, NO_CPU, RESULT), "does not come from the one backend that served"),
+        (trace(NO_CUDA, NO_WGPU, NO_CPU), "neither a result nor a halt"),
+        (trace(RESULT), "tried out of order"),
+        (trace(NO_CUDA, NO_WGPU, NO_CPU, HALT), "nothing was done to cpu"),
+        (trace(NO_CUDA, HALT, faults=(CUDA, WGPU, CPU)), "though wgpu did not fail"),
+        (trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, RESULT, faults=(CPU,)), "returned a product"),
+        (
+            trace(NO_CUDA, NO_WGPU, NO_CPU, replace(HALT, reason="oops"), faults=(CPU,)),
+            "does not say why cuda failed: oops",
+        ),
+    ],
+)
+def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
+    """Skipping, faking, panicking and silence are each falsified for their own reason."""
+    finding = judge(INVARIANT, [wrong])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert message in finding.reason
+    assert finding.counterexample is not None
+    assert finding.counterexample.scenario == wrong.scenario.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("traces", "reason"),
+    [
+        ([], "no run of the backend chain was recorded"),
+        ([trace(faults=(), system="reference")], "system reference shows no fallback"),
+        ([replace(trace(), events=())], "the trace has no end event"),
+    ],
+)
+def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
+    """No trace, another system's trace, or one that failed: inconclusive, with the reason."""
+    finding = judge(INVARIANT, traces)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert reason in finding.reason
+
+
+def test_plan_covers_every_fault() -> None:
+    """The plan holds no fault, each fault on each GPU, all pairs of them, and all three failing."""
+    planned = [
+        tuple((fault.backend, fault.kind) for fault in scenario.faults)
+        for scenario in plan(INVARIANT)
+    ]
+    assert [len(faults) for faults in planned] == [0] + [1] * 8 + [2] * 16 + [3] * 4
+    assert len(set(planned)) == len(planned)

@@ -1,0 +1,89 @@
+"""F-HET-001: what the judge of manifests says to equal, different and missing ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.checks.manifest import judge, plan
+from entrenar_py.contract import Invariant
+from entrenar_py.contract.problems import Position
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Attempt, End, Event, Manifest, Trace
+from entrenar_py.verdict import Verdict
+
+INVARIANT = Invariant(
+    id="F-HET-001",
+    name="manifest",
+    statement="identical on every backend",
+    position=Position("c.yaml", 1, 1),
+)
+WEIGHT, BIAS = ("weight", (3, 2), "float32"), ("bias", (3,), "float32")
+ON_CPU = Manifest(backend="cpu", entries=(WEIGHT, BIAS))
+ON_WGPU = Manifest(backend="wgpu", entries=(WEIGHT, BIAS), device="llvmpipe", software=True)
+NO_CUDA = Attempt(backend="cuda", served=False, reason="no driver")
+
+
+def trace(*events: Event, status: str = "completed") -> Trace:
+    scenario = Scenario(system="manifest", workload="mlp", world_size=1, seed=0)
+    end = End(status=status, reason="it crashed" if status == "failed" else "")
+    return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
+
+
+def test_equal_manifests_hold() -> None:
+    """Equal manifests hold; a skipped backend and a software adapter are named."""
+    finding = judge(INVARIANT, [trace(ON_CPU, ON_WGPU, NO_CUDA)])
+    assert (finding.verdict, finding.compared) == (Verdict.HELD, 4)
+    assert finding.notes == ("skipped: cuda (no driver)", "software adapter llvmpipe")
+
+
+@pytest.mark.parametrize(
+    ("entries", "position", "tensor"),
+    [
+        ((BIAS, WEIGHT), 0, "weight"),
+        ((WEIGHT, ("bias", (3, 1), "float32")), 1, "bias"),
+        ((WEIGHT, ("bias", (3,), "float64")), 1, "bias"),
+        ((("Weight", (3, 2), "float32"), BIAS), 0, "weight"),
+        ((WEIGHT,), 1, "bias"),
+        ((WEIGHT, BIAS, ("scale", (1,), "float32")), 2, "scale"),
+    ],
+)
+def test_different_manifests_are_falsified(
+    entries: tuple[tuple[str, tuple[int, ...], str], ...], position: int, tensor: str
+) -> None:
+    """Order, shape, dtype, name, and length each falsify; the first difference is named."""
+    finding = judge(INVARIANT, [trace(ON_CPU, replace(ON_WGPU, entries=entries))])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert finding.reason == f"gradient {position} on wgpu is not the one on cpu"
+    assert finding.counterexample is not None
+    assert finding.counterexample.tensor == tensor
+
+
+def test_no_gradients_at_all_is_falsified() -> None:
+    """Two empty manifests are equal and still no evidence: no gradient came."""
+    empty = [replace(manifest, entries=()) for manifest in (ON_CPU, ON_WGPU)]
+    finding = judge(INVARIANT, [trace(*empty)])
+    assert finding.reason == "cpu produced no gradient at all"
+
+
+@pytest.mark.parametrize(
+    ("traces", "reason"),
+    [
+        ([], "no gradient manifest was recorded"),
+        ([trace(ON_CPU, NO_CUDA)], "given: cpu; skipped: cuda (no driver)"),
+        ([trace()], "given: none; skipped: none"),
+        ([trace(status="failed")], "it crashed"),
+        ([trace(ON_CPU, ON_WGPU), trace(ON_CPU)], "two backends are needed"),
+    ],
+)
+def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> None:
+    """Fewer than two backends in any run is inconclusive, and what was skipped is named."""
+    finding = judge(INVARIANT, traces)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert reason in finding.reason
+
+
+def test_plan_covers_every_workload() -> None:
+    """Every workload's gradient is asked for."""
+    assert [s.workload for s in plan(INVARIANT)] == ["linear", "mlp", "decoder"]
