@@ -140,8 +140,11 @@ class Tally:
         return holds
 
     def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
-        """Counts one comparison of `expected` with `got` by `==`, and shows both if they differ."""
-        if expected == got:
+        """Counts one comparison of `expected` with `got` by `==`, and shows both if they differ.
+
+        NaN equals NaN: two runs that both recorded one do not differ.
+        """
+        if expected == got or (expected != expected and got != got):
             self.compared += 1
             return True
         return self.check(False, message, expected=str(expected), got=str(got), **place)

@@ -83,7 +83,8 @@ def test_element_of_the_counterexample() -> None:
 def test_absolute_tolerance_applies_where_stated() -> None:
     """Elsewhere only the bound decides; without a tolerance it does everywhere, and says so."""
     unstated = replace(RIGHT, stated=False, error_cpu=1.0)
-    assert judge(INVARIANT, [trace(unstated)]).verdict is Verdict.HELD
+    hardware = judge(INVARIANT, [trace(replace(unstated, software=False))])
+    assert (hardware.verdict, hardware.notes) == (Verdict.HELD, ())
     finding = judge(replace(INVARIANT, tolerance=None), [trace(replace(RIGHT, error_cpu=1.0))])
     assert finding.verdict is Verdict.HELD
     assert "the clause has no tolerance: only the float32 bound was checked" in finding.notes

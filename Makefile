@@ -1,0 +1,63 @@
+# `make verify` and `make test` are all that is needed on a fresh machine: both create .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: verify test mutants soak bench lint docs clean setup vulkan
+
+# The main job: our trainers against both contracts.
+verify: setup
+	$(BIN)/entrenar-check --contract distributed-training-v1.yaml
+	$(BIN)/entrenar-check --contract training-integrity-v1.yaml
+
+# All tests, with branch coverage of what needs no hardware.
+test: setup
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
+
+# Every planted bug, and what kills it.
+mutants: setup
+	$(BIN)/entrenar-check --mutants
+
+# A thousand random scenarios on the unbroken trainers: no alarm allowed.
+soak: setup
+	$(BIN)/python -m pytest tests/test_no_false_alarm.py -m soak -s
+
+# Ours beside the peer's, as ratios.
+bench: setup
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Regenerates what is generated: CLI reference, kill matrix.
+docs: setup
+	$(BIN)/python -m entrenar_py.docs
+
+clean:
+	rm -rf .venv build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up -----------------------------------------------------------------------------------
+
+setup: $(READY) vulkan
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"$(PYTHON) is Python {v}: 3.11 or newer is needed; say make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,wgpu]'
+	touch $@
+
+# wgpu needs a Vulkan driver. Mesa's software driver will do; only root may install it.
+vulkan:
+	@if ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json >/dev/null 2>&1; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing Mesa's software Vulkan driver (mesa-vulkan-drivers)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install mesa-vulkan-drivers libvulkan1; } >/dev/null 2>&1 \
+	  || echo "mesa-vulkan-drivers could not be installed: what needs a wgpu adapter will be inconclusive"; \
+	else \
+	  echo "no Vulkan driver found: what needs a wgpu adapter will be inconclusive."; \
+	  echo "Install one (Debian, Ubuntu: sudo apt-get install mesa-vulkan-drivers) and run again."; \
+	fi

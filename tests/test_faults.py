@@ -1,0 +1,80 @@
+"""Fault records: what they may hold, and what each kind can't do without."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import KINDS, NEEDED, Fault
+
+GIVEN: dict[str, Any] = {"step": 1, "rank": 0, "value": "nan"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_survives_json(kind: str) -> None:
+    """to_dict, JSON, from_dict: the same fault, and no key that is not set."""
+    needed = {name: GIVEN[name] for name in NEEDED.get(kind, ())}
+    if kind == "huge_gradient":
+        needed["value"] = "1e38"
+    fault = Fault(kind=kind, **needed)
+    assert fault.to_dict() == {"kind": kind, **needed}
+    assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
+
+
+@pytest.mark.parametrize(("kind", "names"), NEEDED.items())
+def test_what_a_kind_needs_can_not_be_left_out(kind: str, names: tuple[str, ...]) -> None:
+    """A fault that would silently never happen is refused."""
+    for missing in names:
+        rest = {name: GIVEN[name] for name in names if name != missing}
+        with pytest.raises(UsageError, match=f"fault {kind} {missing}=None: a {kind} needs"):
+            Fault(kind=kind, **rest)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "-Infinity"])
+def test_non_finite_values_are_text(value: str) -> None:
+    """Whatever float() reads as not finite."""
+    assert Fault(kind="non_finite_loss", step=0, value=value).value == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "meteor"}, "fault kind='meteor': allowed are non_finite_gradient"),
+        ({"kind": []}, r"fault kind=\[\]: allowed are"),
+        ({"kind": "absent", "rank": True}, "rank=True: use a whole number >= 0"),
+        ({"kind": "absent", "rank": 1.0}, r"rank=1\.0: use a whole number >= 0"),
+        ({"kind": "absent", "shard": "1"}, "shard='1': use a whole number >= 0"),
+        ({"kind": "absent", "element": -1}, "element=-1: use a whole number >= 0"),
+        ({"kind": "absent", "tensor": 3}, "tensor=3: use text"),
+        ({"kind": "absent", "backend": ["cpu"]}, r"backend=\['cpu'\]: use text"),
+        ({"kind": "absent", "value": "nan"}, "value='nan': this kind takes none"),
+        ({"kind": "leave", "step": 0, "rank": 0, "value": "nan"}, "this kind takes none"),
+        ({"kind": "non_finite_loss", "step": 0, "value": float("nan")}, "value=nan: use text"),
+        ({"kind": "non_finite_loss", "step": 0, "value": "3"}, "value='3': use nan, inf or -inf"),
+        ({"kind": "non_finite_loss", "step": 0, "value": "naan"}, "use nan, inf or -inf"),
+        ({"kind": "huge_gradient", "step": 0, "value": "inf"}, "value='inf': use a finite number"),
+    ],
+)
+def test_impossible_faults_are_refused(fields: dict[str, Any], message: str) -> None:
+    """Each message gives the value and what is allowed."""
+    with pytest.raises(UsageError, match=message):
+        Fault(**fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (None, "fault None: use a mapping"),
+        (["leave"], r"fault \['leave'\]: use a mapping"),
+        ({}, "fault without kind: allowed kinds are"),
+        ({"kind": "leave", "when": 3}, "fault key='when': allowed are kind, step"),
+        ({"kind": "leave", 3: 3, None: 1}, "fault key=3: allowed are"),
+    ],
+)
+def test_what_is_no_fault_is_refused(record: Any, message: str) -> None:
+    """Garbage gives a UsageError, never a TypeError."""
+    with pytest.raises(UsageError, match=message):
+        Fault.from_dict(record)
