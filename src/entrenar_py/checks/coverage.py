@@ -31,8 +31,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
     scenario = trace.scenario
     seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
-    by_step = evidence.shards(trace)
-    for step, shards in sorted(by_step.items()):
+    for step, shards in sorted(evidence.shards(trace).items()):
         epoch = shards[0].epoch
         drawn = seen.setdefault(epoch, {})
         left = scenario.num_samples - len(drawn)
@@ -46,7 +45,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
             step=step,
             scenario=scenario.to_dict(),
         )
-        _ends_complete(tally, trace, seen, epoch, step, last=max(by_step))
+        _ends_complete(tally, trace, seen, epoch, step)
 
 
 def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> None:
@@ -77,7 +76,7 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
 
 
 def _ends_complete(
-    tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int, last: int
+    tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int
 ) -> None:
     """When a new epoch begins, the one before must have been drawn to its end."""
     earlier = [e for e in seen if e < epoch]

@@ -14,6 +14,10 @@ from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 
+# Faults that change who computes; all others change what is computed.
+_MEMBERSHIP = ("leave", "join")
+
+
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
     """The traces of runs that came to an end; the others are counted as missing, with reasons."""
     kept = []
@@ -30,9 +34,15 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def groups(traces: Iterable[Trace], *ignored: str) -> list[list[Trace]]:
-    """Traces whose scenarios agree in all fields but `ignored` (and detail), in order."""
+    """Traces whose scenarios agree in all fields but `ignored` (and detail), in order.
+
+    Where faults are ignored, that means who takes part: a run with a planted value is another
+    training, and left out.
+    """
     found: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
+        if "faults" in ignored and any(f.kind not in _MEMBERSHIP for f in trace.scenario.faults):
+            continue
         fields = trace.scenario.to_dict().items()
         key = {name: value for name, value in fields if name not in (*ignored, "detail")}
         found[json.dumps(key, sort_keys=True)].append(trace)
@@ -89,10 +99,15 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
     left, right = expected.values(), got.values()
     if left is None or right is None:
         return {"expected": expected.digest, "got": got.digest}
-    if left.shape != right.shape:
-        return {"expected": f"{left.size} elements", "got": f"{right.size} elements"}
-    bits = left.view(np.uint8).reshape(left.size, -1) != right.view(np.uint8).reshape(left.size, -1)
-    element = int(np.flatnonzero(bits.any(axis=1))[0])
+    if (left.size, left.dtype) != (right.size, right.dtype):
+        return {
+            "expected": f"{left.size} elements of {left.dtype}",
+            "got": f"{right.size} elements of {right.dtype}",
+        }
+    bits = left.view(np.uint8) != right.view(np.uint8)
+    if not bits.any():  # the values were edited, or the digest was
+        return {"expected": expected.digest, "got": got.digest}
+    element = int(bits.argmax()) // left.itemsize
     return {"element": element, "expected": repr(left[element]), "got": repr(right[element])}
 
 
@@ -107,13 +122,17 @@ def compare_close(
     left, right = _values(expected), _values(got)
     if left is None or right is None:
         return False
-    scale = float(np.sqrt(sum(np.square(v, dtype=np.float64).sum() for v in left.values())))
+    with np.errstate(over="ignore"):
+        scale = float(np.sqrt(sum(np.square(v, dtype=np.float64).sum() for v in left.values())))
     for name, value in left.items():
         if name not in right or right[name].shape != value.shape:
             tally.check(False, f"{message}: {name} is missing or reshaped", tensor=name, **place)
             continue
-        gap = np.abs(right[name].astype(np.float64) - value)
-        distance = float(np.sqrt(np.square(gap).sum()))
+        if not value.size:
+            continue
+        with np.errstate(invalid="ignore", over="ignore"):
+            gap = np.abs(right[name].astype(np.float64) - value)
+            distance = float(np.sqrt(np.square(gap).sum()))
         element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
         tally.check(
             distance <= bound * scale,
@@ -130,7 +149,7 @@ def compare_close(
 
 def _values(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
     found = {name: record.values() for name, record in tensors.items()}
-    known = {name: value for name, value in found.items() if value is not None and value.size}
+    known = {name: value for name, value in found.items() if value is not None}
     return known if known and len(known) == len(found) else None
 
 

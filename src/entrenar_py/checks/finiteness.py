@@ -15,19 +15,25 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Runs with a non-finite value must halt at it; all others must stay finite and never halt."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
-        culprit = _culprit(trace)
-        if culprit is None:
-            _stays_finite(tally, trace)
+        culprits = _culprits(trace)
+        if culprits:
+            _halts(tally, trace, culprits)
         else:
-            _halts(tally, trace, culprit)
+            _stays_finite(tally, trace)
     return tally.finding(nothing="no update and no halt was recorded")
 
 
-def _culprit(trace: Trace) -> Shard | Injected | None:
-    """The first non-finite shard, or the injected fault if no shard admits to it."""
-    bad: list[Shard | Injected] = [shard for shard in trace.of(Shard) if not shard.finite]
-    bad += [e for e in trace.of(Injected) if str(e.fault["kind"]).startswith("non_finite_")]
-    return min(bad, key=lambda event: -1 if event.step is None else event.step, default=None)
+def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
+    """The non-finite shards of the first step with any, or the faults that no shard admits to."""
+    bad = [shard for shard in trace.of(Shard) if not shard.finite]
+    planted = [
+        event
+        for event in trace.of(Injected)
+        if str(event.fault.get("kind")).startswith("non_finite_")
+    ]
+    first = min((event.step or 0 for event in (*bad, *planted)), default=0)
+    shards = [shard for shard in bad if shard.step == first]
+    return shards or [event for event in planted if (event.step or 0) == first]
 
 
 def _stays_finite(tally: Tally, trace: Trace) -> None:
@@ -57,7 +63,10 @@ def _finite_norm(update: Update) -> bool:
     return update.grad_norm is None or math.isfinite(update.grad_norm)
 
 
-def _halts(tally: Tally, trace: Trace, culprit: Shard | Injected) -> None:
+def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Injected]) -> None:
+    named = {(halt.step, halt.rank, halt.shard) for halt in trace.of(Halt)[:1]}
+    # Of several shards of one step, the one that the halt names.
+    culprit = next((c for c in culprits if (c.step, c.rank, c.shard) in named), culprits[0])
     step = culprit.step or 0
     scenario = trace.scenario.to_dict()
     where = f"rank {culprit.rank}, step {step}, shard {culprit.shard}"
@@ -78,7 +87,7 @@ def _halts(tally: Tally, trace: Trace, culprit: Shard | Injected) -> None:
     ):
         return
     halt = halts[0]
-    named = (halt.step, halt.rank, halt.shard)
-    tally.equal((step, culprit.rank, culprit.shard), named, "the halt names another place", **place)
+    expected, got = (step, culprit.rank, culprit.shard), (halt.step, halt.rank, halt.shard)
+    tally.equal(expected, got, "the halt names another place", **place)
     if isinstance(culprit, Shard):
         tally.equal(culprit.ids, halt.ids, "the halt names other samples", **place)

@@ -7,6 +7,7 @@ single-device trainer; the same bits, from a trainer that promises them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from entrenar_py.checks import evidence, same_bits
@@ -59,14 +60,28 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Every run against the oracle; bitwise against one worker where that is promised."""
     tally = Tally(invariant.id)
     kept = evidence.usable(traces, tally)
-    for group in evidence.groups(kept, *SPLIT):
-        oracles = [trace for trace in group if trace.scenario == oracle(trace.scenario)]
-        for trace in group:
-            if oracles and trace is not oracles[0]:
-                compare(tally, oracles[0], trace, invariant.tolerance or 0.01)
+    compare_with_oracle(tally, kept, invariant.tolerance or 0.01)
     promised = [trace for trace in kept if "bitwise" in trace.promises]
     same_bits.compare_worker_counts(tally, promised)
     return tally.finding(nothing="no run of the same training with one worker to compare with")
+
+
+def compare_with_oracle(
+    tally: Tally,
+    traces: Sequence[Trace],
+    tolerance: float | None,
+    steps: int = ROUNDING_STEPS,
+) -> None:
+    """Compares every trace with its oracle's, if that is among them (see `compare`)."""
+    for group in evidence.groups(traces, *SPLIT):
+        for trace in group:
+            model = next((t for t in group if t.scenario == oracle(trace.scenario)), trace)
+            if trace is model:
+                continue
+            if trace.scenario.dropout:
+                tally.note("not compared with a single device, whose dropout draws other masks")
+                continue
+            compare(tally, model, trace, tolerance, steps)
 
 
 def compare(
@@ -92,7 +107,9 @@ def compare(
             allowed = LOSS_BOUND if step < steps else None
             if step >= PUBLISHED_FROM_STEP:
                 allowed = tolerance
-            if allowed is not None:
+            if not math.isfinite(one.loss):
+                tally.miss(f"the single device's loss of step {step} is not finite")
+            elif allowed is not None:
                 tally.check(
                     abs(update.loss - one.loss) <= allowed * abs(one.loss) + floor,
                     f"loss with {trace.scenario.world_size} workers is off by more than "
@@ -112,6 +129,9 @@ def compare(
                         tally, one.weights, update.weights, GRADIENT_BOUND, message, **place
                     )
     missing = sorted(set(expected) - set(evidence.updates(trace)))
+    if missing and model.end.status == "halted":
+        tally.miss(f"the single-device run halted: {model.end.reason}")
+        return
     tally.check(
         not missing,
         f"steps {missing[:5]} were never made",

@@ -12,6 +12,10 @@ from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 
+# Two shuffled orders agree in so many places with probability 1/10! = 3e-7 at most.
+ORDER_LENGTH_MIN = 10
+
+
 def family(scenario: Scenario) -> list[Scenario]:
     """The run, and the same with one worker: what is keyed by shard may not notice."""
     return evidence.distinct(
@@ -52,18 +56,22 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
 
 
 def _orders_differ(tally: Tally, trace: Trace) -> None:
-    """Two epochs of a shuffled data set have different orders; an unshuffled one is left alone."""
+    """Two epochs of a shuffled data set have different orders; an unshuffled one is left alone.
+
+    Unshuffled is what each rank draws in ascending order, whichever way the ranks share.
+    """
     orders: dict[int, list[int]] = {}
+    by_rank: dict[tuple[int, int], list[int]] = {}
     first_step: dict[int, int] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
             orders.setdefault(shard.epoch, []).extend(shard.ids)
+            by_rank.setdefault((shard.epoch, shard.rank), []).extend(shard.ids)
             first_step.setdefault(shard.epoch, step)
-    epochs = sorted(orders)
-    for before, after in pairwise(epochs):
+    shuffled = {epoch for (epoch, _), ids in by_rank.items() if ids != sorted(ids)}
+    for before, after in pairwise(sorted(orders)):
         common = min(len(orders[before]), len(orders[after]))
-        shuffled = orders[before] != sorted(orders[before])
-        if common < 4 or not shuffled:  # by chance equal with probability 1/4! at most, or less
+        if common < ORDER_LENGTH_MIN or before not in shuffled:
             continue
         tally.check(
             orders[before][:common] != orders[after][:common],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from entrenar_py.checks import evidence, same_bits
@@ -74,6 +75,9 @@ def _on_trajectory(
     expected, got = evidence.updates(calm), evidence.updates(trace)
     if not expected or not got:
         return
+    if trace.scenario.dropout and "bitwise" not in trace.promises:
+        tally.miss("dropout draws other masks once a worker has left: use dropout 0")
+        return
     last = max(expected)
     for change in left:
         for step in range(min(change.step + within_steps, last), last + 1):
@@ -82,6 +86,9 @@ def _on_trajectory(
                 tally.check(False, f"no step {step} after worker {change.rank} left", **place)
                 continue
             one, other = evidence.any_rank(expected[step]).loss, evidence.any_rank(got[step]).loss
+            if not math.isfinite(one):
+                tally.miss(f"the undisturbed run's loss of step {step} is not finite")
+                continue
             tally.check(
                 abs(other - one) <= ON_TRAJECTORY * abs(one) + 1e-7,
                 f"loss is not back on the trajectory {step - change.step} steps after worker "

@@ -73,6 +73,10 @@ def _compare_ranks(
     """Each rank against what most ranks hold (of two, the lower rank), so the culprit is named."""
     if len(by_rank) < 2:
         return
+    for rank, holder in by_rank.items():
+        if not holder.weights:
+            tally.miss(f"rank {rank} did not record its weights in step {step}")
+            return
     for part in parts:
         held: dict[int, Tensors] = {rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)}
         names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from entrenar_py.checks import evidence, parity
@@ -16,11 +17,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     kept = evidence.usable(traces, tally)
     for trace in kept:
         _weighted_loss(tally, trace)
-    for group in evidence.groups(kept, *parity.SPLIT):
-        oracles = [trace for trace in group if trace.scenario == parity.oracle(trace.scenario)]
-        for trace in group:
-            if oracles and trace is not oracles[0]:
-                parity.compare(tally, oracles[0], trace, tolerance=None, steps=1)
+    parity.compare_with_oracle(tally, kept, tolerance=None, steps=1)
     return tally.finding(nothing="no loss with its weight was recorded")
 
 
@@ -31,6 +28,8 @@ def _weighted_loss(tally: Tally, trace: Trace) -> None:
         if not weight:
             continue
         mean = sum(shard.loss_sum for shard in shards[step]) / weight
+        if not math.isfinite(mean):  # for F-DP-003 to judge
+            continue
         for rank, update in by_rank.items():
             place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
             tally.equal(weight, update.weight, "the step's weight is not its shards'", **place)
