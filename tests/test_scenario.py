@@ -192,11 +192,7 @@ def test_different_names_are_different_streams() -> None:
 
 def test_a_stream_keeps_its_bits_between_releases() -> None:
     """Saved counterexamples rest on it."""
-    assert _draw(USUAL_SCENARIO, "order", 0) == _draw(USUAL_SCENARIO.with_(seed=0), "order", 0)
-    assert USUAL_SCENARIO.rng("order", 0).permutation(6).tolist() == ORDER
-
-
-ORDER: list[int] = []
+    assert USUAL_SCENARIO.rng("order", 0).permutation(6).tolist() == [0, 4, 3, 2, 1, 5]
 
 
 def test_lists_expand_to_every_combination() -> None:

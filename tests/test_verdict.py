@@ -135,7 +135,7 @@ def test_a_break_outweighs_what_is_missing() -> None:
     )
 
 
-@pytest.mark.parametrize("steps", permutations([None, -1, 3]))
+@pytest.mark.parametrize("steps", list(permutations([None, -1, 3])))
 def test_the_earliest_break_is_kept(steps: tuple[int | None, ...]) -> None:
     """-1, the state before the first step, is earliest; no step at all is last."""
     tally = Tally("F-DP-001")

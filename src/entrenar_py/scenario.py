@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What a field may hold, where it is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "workload": ("linear", "mlp", "decoder"),
+    "workload": ("linear", "mlp", "decoder", "own"),  # own: a stored trace of somebody's trainer
     "optimizer": ("sgd", "momentum", "adamw"),
     "schedule": ("constant", "linear", "cosine"),
     "detail": ("digests", "values"),

@@ -13,7 +13,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
-
 # Faults that change who computes; all others change what is computed.
 _MEMBERSHIP = ("leave", "join")
 

@@ -31,7 +31,8 @@ def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
         for event in trace.of(Injected)
         if str(event.fault.get("kind")).startswith("non_finite_")
     ]
-    first = min((event.step or 0 for event in (*bad, *planted)), default=0)
+    steps = [shard.step for shard in bad] + [event.step or 0 for event in planted]
+    first = min(steps, default=0)
     shards = [shard for shard in bad if shard.step == first]
     return shards or [event for event in planted if (event.step or 0) == first]
 

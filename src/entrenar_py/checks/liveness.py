@@ -65,9 +65,9 @@ def _moving(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update])
 
 
 def _may_rest(tally: Tally, trace: Trace, name: str, live: Sequence[Update]) -> bool:
-    """Whether the gradient of `name` was zero in all `live` updates, or dropout may have made it so.
+    """Whether the gradient of `name` was zero in all `live` updates, or may have been.
 
-    The latter is counted as missing: only the gradient's values could tell.
+    Dropout may have made it so, which is counted as missing: only the gradient's values could tell.
     """
     records = [update.gradient[name] for update in live if name in update.gradient]
     values = [value for value in (record.values() for record in records) if value is not None]

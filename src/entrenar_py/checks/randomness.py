@@ -11,7 +11,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
-
 # Two shuffled orders agree in so many places with probability 1/10! = 3e-7 at most.
 ORDER_LENGTH_MIN = 10
 

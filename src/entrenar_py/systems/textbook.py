@@ -93,7 +93,7 @@ def train_step(
     shards: list[trace.Shard] = []
     for index, replica in enumerate(replicas):
         local = local_batch(ids, index, len(replicas))
-        replica.optimizer.zero_grad()
+        zero_grad(replica)
         for micro, part in enumerate(sharding.cut(local, setup.scenario.accumulation)):
             shards.append(micro_step(setup, replica, step, epoch, micro, part, weight))
             losses[index] += shards[-1].loss_sum
@@ -115,6 +115,11 @@ def train_step(
     for replica in replicas:
         apply(setup, replica, step, loss, weight)
     return True
+
+
+def zero_grad(replica: Replica) -> None:
+    """Forgets the gradients of the step before."""
+    replica.optimizer.zero_grad()
 
 
 def micro_step(

@@ -1,0 +1,37 @@
+"""The attempts to break the trainers: planted bugs, harmless variants, and the kill matrix of both.
+
+Every bug is planted from outside, by replacing a function by its dotted path; most of them shipped
+in well-known projects.
+"""
+
+from __future__ import annotations
+
+from entrenar_py.mutants import Variant
+
+from . import (
+    accumulation,
+    benign,
+    checkpoint,
+    clipping,
+    communication,
+    data,
+    devices,
+    fallback,
+    initialisation,
+    loss,
+    membership,
+    non_finite,
+    optimizer,
+    randomness,
+    schedule,
+)
+
+_MUTANTS = (
+    *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
+    *(checkpoint, membership, non_finite, randomness, devices, fallback),
+)
+
+
+def variants() -> list[Variant]:
+    """Every mutant, by family, then every benign variant."""
+    return [variant for family in (*_MUTANTS, benign) for variant in family.VARIANTS]

@@ -1,0 +1,47 @@
+"""What the variants change, and the small runs in which that shows.
+
+Sizes are chosen so that no bug hides: shards of unequal size, a short last batch, two epochs,
+plain SGD without clipping unless a bug needs more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.training import sharding
+
+REFERENCE = "entrenar_py.systems.reference"
+TEXTBOOK = "entrenar_py.systems.textbook"
+REPLICA = "entrenar_py.systems.textbook_replica"
+TRAINING = "entrenar_py.training"
+
+
+def textbook(**changes: Any) -> Scenario:
+    """Two ranks of the textbook trainer; 21 digits in batches of 8, 8, 5."""
+    usual: dict[str, Any] = {
+        "system": "textbook",
+        "workload": "mlp",
+        "world_size": 2,
+        "seed": 0,
+        "num_shards": 5,
+        "num_samples": 21,
+        "batch_size": 8,
+        "num_steps": 4,
+        "width": 8,
+        "detail": "values",
+    }
+    return Scenario(**{**usual, **changes})
+
+
+def reference(**changes: Any) -> Scenario:
+    """Three workers of the reference trainer, which own shards 0-1, 2-3 and 4.
+
+    The shards of a full batch hold 2, 2, 2, 1 and 1 samples.
+    """
+    return textbook(**{"system": "reference", "world_size": 3, **changes})
+
+
+def visit(scenario: Scenario, *, epoch: int = 0) -> list[int]:
+    """The sample ids in the order in which a right trainer visits them in `epoch`."""
+    return list(sharding.order(scenario.num_samples, scenario.rng("order", epoch)))

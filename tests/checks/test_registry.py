@@ -1,0 +1,93 @@
+"""The table of checks: how clauses find their check, and what every check has in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import contract
+from entrenar_py.checks import CHECKS, Check, alone, bind
+from entrenar_py.contract import Invariant
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+
+CONTRACTS = sorted((Path(__file__).parents[2] / "contracts").glob("*.yaml"))
+TRAINING = [check for check in CHECKS.values() if check.explores]
+
+
+@pytest.mark.parametrize("check", TRAINING, ids=lambda check: check.name)
+def test_every_plan_holds_on_the_reference(check: Check) -> None:
+    """The unbroken reference trainer holds on every plan, after real comparisons."""
+    clause = traces.clause(check.name)
+    subjects = [member for subject in check.plan(clause) for member in check.family(subject)]
+    finding = check.judge(clause, [traces.run(subject) for subject in subjects])
+    assert finding.verdict is Verdict.HELD, finding
+    assert finding.compared > 0
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+def test_no_trace_is_inconclusive(check: Check) -> None:
+    """Without traces nothing was compared, and the reason says what is missing."""
+    finding = check.judge(traces.clause(check.name), [])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.compared == 0
+    assert finding.reason
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+def test_a_trace_without_events_is_inconclusive(check: Check) -> None:
+    """A run that came to its end but recorded nothing shows nothing."""
+    finding = check.judge(traces.clause(check.name), [traces.hand_written()])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("check", TRAINING, ids=lambda check: check.name)
+def test_a_failed_run_is_inconclusive_and_named(check: Check) -> None:
+    """One crashed run among good ones spoils HELD, and its reason is repeated."""
+    clause = traces.clause(check.name)
+    good = [traces.run(member) for member in check.family(check.plan(clause)[0])]
+    finding = check.judge(clause, [*good, traces.failed(traces.scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "out of luck" in finding.reason
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+def test_a_family_begins_with_its_scenario(check: Check) -> None:
+    """A family holds its scenario first, and nothing twice."""
+    for subject in check.plan(traces.clause(check.name)):
+        members = check.family(subject)
+        assert members[0] == subject
+        assert len(set(members)) == len(members)
+
+
+def test_names_and_ids_are_unique() -> None:
+    """No check hides another in the table."""
+    assert all(name == check.name for name, check in CHECKS.items())
+    assert len({check.id for check in CHECKS.values()}) == len(CHECKS)
+
+
+def test_a_clause_finds_its_check_by_name_before_id() -> None:
+    """`check:` wins over the id; an unknown name binds nothing, even where the id would."""
+    clause = traces.clause("coverage")
+    assert bind(clause) is CHECKS["coverage"]
+    assert bind(replace(clause, check="resume")) is CHECKS["resume"]
+    assert bind(replace(clause, check="no_such_check")) is None
+    assert bind(replace(clause, id="F-XX-999")) is None
+
+
+@pytest.mark.parametrize("path", CONTRACTS, ids=lambda path: path.name)
+def test_the_shipped_contracts_are_covered(path: Path) -> None:
+    """Every clause of every shipped contract has a check."""
+
+    def covers(invariant: Invariant) -> bool:
+        return bind(invariant) is not None
+
+    assert all(covers(clause) for clause in contract.load(path, covers=covers).invariants)
+
+
+def test_a_family_of_one() -> None:
+    """Where a run is judged by itself its family is itself."""
+    subject = traces.scenario()
+    assert alone(subject) == [subject]

@@ -1,0 +1,167 @@
+"""F-DP-001 and F-TI-002 on hand-broken traces."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.trace import Saved, Start, Trace, Update
+from entrenar_py.verdict import Counterexample, Finding, Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, scenario, values, without
+
+SUBJECT = scenario(optimizer="momentum")
+STOPPED = scenario(optimizer="momentum", stops=(4,))
+BAD = values(1.0, 2.0)
+
+
+def broken(finding: Finding) -> Counterexample:
+    """The counterexample of a falsified finding."""
+    assert finding.verdict is Verdict.FALSIFIED, finding
+    assert finding.counterexample is not None
+    return finding.counterexample
+
+
+def update(trace: Trace, step: int, rank: int) -> Update:
+    """The update of `rank` in `step`."""
+    return next(u for u in trace.of(Update) if (u.step, u.rank) == (step, rank))
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
+    """Of three workers the odd one out is named, rank 0 too, with the step and the tensor."""
+    trace = traces.run(SUBJECT)
+    tensors = getattr(update(trace, 2, rank), part)
+    name = list(tensors)[-1]
+    changed = {part: traces.swapped(tensors, name, BAD)}
+    found = broken(
+        traces.judge(
+            "replica_identity", [altered(trace, Update, {"step": 2, "rank": rank}, **changed)]
+        )
+    )
+    assert (found.step, found.rank, found.tensor) == (2, rank, name)
+    assert part in found.message
+    assert found.scenario == SUBJECT.to_dict()
+
+
+def test_the_element_is_named_where_values_are_known() -> None:
+    """With values recorded the counterexample names the element and both values."""
+    base = traces.hand_written(
+        *(Start(step=0, rank=rank, weights={"w": values(1.0, 2.0, 3.0)}) for rank in (0, 1))
+    )
+    trace = altered(base, Start, {"rank": 1}, weights={"w": values(1.0, 2.0, 3.5)})
+    found = broken(traces.judge("replica_identity", [trace]))
+    assert (found.tensor, found.element) == ("w", 2)
+    assert found.expected is not None
+    assert found.got is not None
+    assert "3.0" in found.expected
+    assert "3.5" in found.got
+
+
+def test_the_state_before_the_first_step_counts() -> None:
+    """Workers that start from different weights are found at step -1."""
+    trace = traces.run(SUBJECT)
+    start = trace.of(Start)[1]
+    bad = traces.swapped(start.weights, "output.bias", BAD)
+    found = broken(
+        traces.judge("replica_identity", [altered(trace, Start, {"rank": 1}, weights=bad)])
+    )
+    assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
+
+
+def test_the_first_of_several_steps_is_named() -> None:
+    """A drift that stays is reported where it began."""
+    trace = traces.run(SUBJECT)
+    for step in (5, 3, 4):
+        bad = traces.swapped(update(trace, step, 2).weights, "output.bias", BAD)
+        trace = altered(trace, Update, {"step": step, "rank": 2}, weights=bad)
+    assert broken(traces.judge("replica_identity", [trace])).step == 3
+
+
+def test_a_tensor_that_only_one_worker_holds_is_named() -> None:
+    """A lost tensor differs from a held one."""
+    trace = traces.run(SUBJECT)
+    weights = dict(update(trace, 1, 2).weights)
+    del weights["hidden1.bias"]
+    found = broken(
+        traces.judge(
+            "replica_identity", [altered(trace, Update, {"step": 1, "rank": 2}, weights=weights)]
+        )
+    )
+    assert (found.step, found.rank, found.tensor) == (1, 2, "hidden1.bias")
+
+
+def test_a_worker_that_sits_out_a_step_is_named() -> None:
+    """A member without an update in a step that others made did not stay identical."""
+    found = broken(
+        traces.judge("replica_identity", [without(traces.run(SUBJECT), Update, step=3, rank=1)])
+    )
+    assert (found.step, found.rank) == (3, 1)
+
+
+def test_who_left_is_not_missed_until_back() -> None:
+    """Between leaving and joining a worker makes no step; after joining it must again."""
+    trace = traces.run(scenario(faults=(traces.leave(1, 2), traces.join(1, 4))))
+    assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
+    found = broken(traces.judge("replica_identity", [without(trace, Update, step=5, rank=1)]))
+    assert (found.step, found.rank) == (5, 1)
+
+
+def test_one_worker_compares_nothing() -> None:
+    """A run on one worker is inconclusive, never held."""
+    finding = traces.judge("replica_identity", [traces.run(scenario(world_size=1))])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "two workers" in finding.reason
+
+
+def test_weights_that_were_not_recorded_are_missed() -> None:
+    """A rank that reveals no weights is no alarm; the reason names it."""
+    trace = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weights={})
+    finding = traces.judge("replica_identity", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason == "rank 1 did not record its weights in step 2"
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
+def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
+    """A tensor stale or zero in the checkpoint is named, with the step it was saved before."""
+    trace = traces.run(STOPPED)
+    tensors = getattr(trace.of(Saved)[0], part)
+    name = next(iter(tensors))
+    changed = {part: traces.swapped(tensors, name, BAD)}
+    found = broken(traces.judge("optimizer_state", [altered(trace, Saved, {}, **changed)]))
+    assert (found.step, found.rank, found.tensor) == (4, 0, name)
+    assert "checkpoint holds other" in found.message
+
+
+def test_a_resume_restores_what_was_saved() -> None:
+    """State that is lost on loading is named, with the rank that lost it."""
+    trace = altered(traces.run(STOPPED), Start, {"resumed": True, "rank": 2}, optimizer={})
+    found = broken(traces.judge("optimizer_state", [trace]))
+    assert (found.step, found.rank) == (4, 2)
+    assert "resumed with other optimizer" in found.message
+
+
+def test_a_resume_restores_the_position() -> None:
+    """Epoch, offset and schedule step are part of the state."""
+    where = {"resumed": True, "rank": 1}
+    trace = altered(traces.run(STOPPED), Start, where, progress={"step": 0})
+    found = broken(traces.judge("optimizer_state", [trace]))
+    assert (found.step, found.rank) == (4, 1)
+    assert "another position" in found.message
+
+
+def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
+    """Saving alone proves no resume."""
+    finding = traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "never loaded" in finding.reason
+
+
+def test_optimizer_state_differs_between_ranks() -> None:
+    """F-TI-002 finds a rank whose moments drifted."""
+    trace = altered(
+        traces.run(SUBJECT), Update, {"step": 1, "rank": 1}, optimizer={"momentum": BAD}
+    )
+    found = broken(traces.judge("optimizer_state", [trace]))
+    assert (found.step, found.rank, found.tensor) == (1, 1, "momentum")

@@ -1,0 +1,129 @@
+"""The house keeps its shape: floors, two wings that never meet, no cycles, files of one room."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import entrenar_py
+
+SOURCE = Path(entrenar_py.__file__).parent
+LINES_MAX = 400
+
+# The room a module belongs to (the longest matching name) and its floor.
+FLOORS = {
+    "errors": 0,
+    "": 0,  # entrenar_py itself: the version
+    "backends": 1,
+    "training": 2,
+    "contract": 4,
+    "faults": 4,
+    "mutants": 4,
+    "scenario": 4,
+    "shipped": 4,
+    "trace": 4,
+    "verdict": 4,
+    "systems": 5,
+    "checks": 5,
+    "counterexamples": 6,
+    "explore": 6,
+    "falsify": 6,
+    "kill_matrix": 6,
+    "reports": 6,
+    "runner": 6,
+    "shrink": 6,
+    "cli": 7,
+}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below the package -> file."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = list(path.relative_to(SOURCE).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        if parts[:1] not in (["contracts"], ["falsification"]):
+            found[".".join(parts)] = path
+    return found
+
+
+def imports(path: Path, known: set[str], *, everywhere: bool) -> set[str]:
+    """Modules of this package that a file imports; `everywhere`: inside functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree) if everywhere else _module_level(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if not name.startswith("entrenar_py"):
+                continue
+            below = name.removeprefix("entrenar_py").removeprefix(".")
+            while below not in known:
+                below = below.rpartition(".")[0]
+            found.add(below)
+    return found
+
+
+def _module_level(tree: ast.Module) -> list[ast.stmt]:
+    """Statements that run at import; what stands under TYPE_CHECKING does not."""
+    return [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def room(module: str) -> str:
+    """The room of a module: its first part."""
+    return module.partition(".")[0]
+
+
+def test_every_module_has_a_floor() -> None:
+    """A new room is put on a floor on purpose."""
+    assert {room(module) for module in modules()} == set(FLOORS)
+
+
+def test_a_floor_imports_only_floors_below_it() -> None:
+    """Nothing reaches up, not even inside a function."""
+    known = modules()
+    for module, path in known.items():
+        for imported in imports(path, set(known), everywhere=True):
+            if room(imported) != room(module):
+                above = FLOORS[room(imported)] > FLOORS[room(module)]
+                assert not above, f"{module} imports {imported}"
+
+
+def test_the_two_wings_never_meet() -> None:
+    """Systems know nothing of checks and contracts; checks nothing of systems, torch, sockets."""
+    known = modules()
+    for module, path in known.items():
+        rooms = {room(name) for name in imports(path, set(known), everywhere=True)}
+        if room(module) == "systems":
+            assert not rooms & {"checks", "contract"}, module
+        if room(module) == "checks":
+            assert not rooms & {"systems", "backends", "training"}, module
+            text = path.read_text(encoding="utf-8")
+            assert not any(f"import {name}" in text for name in ("torch", "socket", "wgpu")), module
+
+
+def test_no_import_cycles() -> None:
+    """Module-level imports form a tree that can be sorted (a package and its parts count once)."""
+    known = modules()
+    graph = {
+        module: imports(path, set(known), everywhere=False) - {module}
+        for module, path in known.items()
+    }
+    for module, imported in graph.items():
+        packages = {name for name in imported if module.startswith(f"{name}.") or name == ""}
+        graph[module] = imported - packages
+    TopologicalSorter(graph).prepare()
+
+
+def test_files_are_one_room() -> None:
+    """No source file is longer than 400 lines, and each opens with a docstring."""
+    for path in modules().values():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= LINES_MAX, path
+        assert ast.get_docstring(ast.parse(text)), path

@@ -1,0 +1,69 @@
+"""What a user gets from `pip install`: the package, the contracts and the mutants, nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the built wheel was unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_carries_contracts_and_mutants(site: Path) -> None:
+    """Every YAML and every mutant module at the top of the tree is inside the package."""
+    for folder in ("contracts", "falsification"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".yaml", ".py"):
+                assert (site / "entrenar_py" / path.relative_to(ROOT)).is_file(), path
+    tops = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
+    assert tops == {"entrenar_py"}
+    assert (site / "entrenar_py" / "py.typed").is_file()
+
+
+def test_a_shipped_contract_runs_from_any_folder(site: Path, tmp_path: Path) -> None:
+    """The installed command finds the contract by name, far from the checkout."""
+    command = [
+        *(sys.executable, "-m", "entrenar_py.cli"),
+        *("--contract", "distributed-training-v1.yaml", "--only", "F-DP-002", "--examples", "1"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "F-DP-002" in done.stdout
+
+
+def test_the_mutants_load_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    """The catalogue of mutants is found inside the installed package."""
+    code = (
+        "import entrenar_py.mutants as m; c = m.catalogue(); "
+        "assert str(m.__file__).startswith(__import__('sys').argv[1]); print(len(c))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(site)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 50
