@@ -49,9 +49,7 @@ def same_every_epoch(scenario: Scenario, epoch: int) -> np.random.Generator:
     return scenario.rng("order", 0)
 
 
-def one_too_far(
-    visit: sharding.Ids, position: sharding.Position, batch_size: int
-) -> sharding.Ids:
+def one_too_far(visit: sharding.Ids, position: sharding.Position, batch_size: int) -> sharding.Ids:
     """Batches that overlap by one sample."""
     start = max(position.offset - 1, 0)
     return visit[start : position.offset + batch_size]

@@ -30,10 +30,15 @@ FLOORS = {
     "explore": 6,
     "falsify": 6,
     "kill_matrix": 6,
+    "plan": 6,
     "reports": 6,
     "runner": 6,
     "shrink": 6,
+    "stored": 6,
     "cli": 7,
+    "console": 7,
+    "options": 7,
+    "session": 7,
 }
 
 

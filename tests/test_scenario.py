@@ -30,7 +30,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     samples = draw(st.integers(4, 60))
     shards = draw(st.integers(1, 12))
     steps = draw(st.integers(2, 9))
-    chosen = {name: draw(st.sampled_from(allowed)) for name, allowed in CHOICES.items()}
+    chosen: dict[str, Any] = {
+        name: draw(st.sampled_from(allowed)) for name, allowed in CHOICES.items()
+    }
     return Scenario(
         system=draw(st.text(max_size=4)),
         world_size=draw(st.integers(1, min(shards, samples))),
@@ -108,6 +110,9 @@ def test_the_digest_sees_every_field() -> None:
         ({"mutant": 3}, "mutant=3: use the name of a mutant"),
         ({"backends": ()}, r"backends=\[\]: use a list of one name or more"),
         ({"backends": (1,)}, r"backends=\[1\]: use a list of one name or more"),
+        ({"backends": ["cpu"]}, r"backends=\['cpu'\]: use a tuple"),
+        ({"stops": 3}, "stops=3: use a tuple"),
+        ({"faults": ({"kind": "leave"},)}, "fault {'kind': 'leave'}: use Fault, or Fault.from"),
         ({"options": 3}, "options=3: use a mapping"),
         ({"options": {"magnitude": float("nan")}}, "options=.*: JSON can't hold them"),
         ({"options": {"m": object()}}, "options=.*: JSON can't hold them"),
@@ -127,7 +132,7 @@ def test_impossible_values_are_refused(change: dict[str, Any], message: str) -> 
         ({"rank": 0, "step": 1, "shard": 8}, "shard=8: the scenario has shards 0 to 7"),
     ],
 )
-def test_faults_must_lie_inside_the_run(place: dict[str, int], message: str) -> None:
+def test_faults_must_lie_inside_the_run(place: dict[str, Any], message: str) -> None:
     """A fault on a rank, step or shard that is not there is refused."""
     with pytest.raises(UsageError, match=message):
         USUAL_SCENARIO.with_(faults=(Fault(kind="leave", **place),))

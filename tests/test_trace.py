@@ -128,7 +128,8 @@ def test_every_event_survives_the_file(tmp_path: Path) -> None:
         ("bitwise",),
     )
     assert list(trace.dump_lines(back)) == list(trace.dump_lines(WHOLE))
-    assert all(json.loads(line, parse_constant=pytest.fail) for line in path.open())
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
 
 
 @given(
@@ -211,7 +212,7 @@ def _refused(path: Path, content: str | bytes) -> str:
     with pytest.raises(TraceError) as caught:
         trace.load(path)
     message = str(caught.value)
-    assert message.startswith(f"{path}:") or message.startswith(f"trace file {path}:")
+    assert message.startswith((f"{path}:", f"trace file {path}:"))
     return message
 
 

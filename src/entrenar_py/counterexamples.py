@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from blake3 import blake3
 
 from entrenar_py import shipped
-from entrenar_py.errors import TraceError
+from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding
 
@@ -37,7 +38,7 @@ def save(found: Saved, folder: Path = FOLDER) -> Path:
         "finding": found.finding.to_dict(),
     }
     record["digest"] = _digest(record)
-    path = folder / f"{found.invariant}-{found.scenario.digest[:12]}.json"
+    path = folder / f"{_stem(found.invariant)}-{found.scenario.digest[:12]}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return path
@@ -47,7 +48,7 @@ def load(path: Path) -> Saved:
     """What `save` wrote; TraceError if the file is not that, or was edited since."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise TraceError(f"replay file {path}: can't be read ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         given = record.get("schema") if isinstance(record, dict) else type(record).__name__
@@ -58,20 +59,30 @@ def load(path: Path) -> Saved:
             f"replay file {path}: its digest does not match its content: it was edited by hand; "
             "put a scenario of your own into a contract's `scenarios` instead"
         )
-    return Saved(
-        invariant=record["invariant"],
-        scenario=Scenario.from_dict(record["scenario"]),
-        finding=Finding.from_dict(record["finding"]),
-    )
+    try:
+        return Saved(
+            invariant=record["invariant"],
+            scenario=Scenario.from_dict(record["scenario"]),
+            finding=Finding.from_dict(record["finding"]),
+        )
+    except (KeyError, UsageError) as error:
+        raise TraceError(f"replay file {path}: not a counterexample ({error})") from error
 
 
-def known(invariant: str) -> Iterator[Saved]:
+def known(invariant: str) -> Iterator[tuple[Path, Saved]]:
     """All saved counterexamples of `invariant`: those of this folder, then those shipped."""
     ours = shipped.falsification_folder()
     folders = {FOLDER.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
     for folder in folders:
-        for path in sorted(folder.glob(f"{invariant}-*.json")):
-            yield load(path)
+        for path in sorted(folder.glob(f"{_stem(invariant)}-*.json")):
+            saved = load(path)
+            if saved.invariant == invariant:  # F-1's pattern finds the files of F-1-2 too
+                yield path, saved
+
+
+def _stem(invariant: str) -> str:
+    """An id as part of a file name: it may hold anything a YAML text can."""
+    return quote(invariant, safe="", errors="replace")
 
 
 def _digest(record: dict[str, Any]) -> str:

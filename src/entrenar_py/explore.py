@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
 from hypothesis import strategies as st
@@ -13,9 +14,11 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import CHOICES, Scenario
 
+_LOCAL_CONSTANTS = "hypothesis.internal.conjecture.providers._get_local_constants"
 
-class _Found(Exception):
-    """The search has hit a falsifying scenario."""
+
+class _Over(Exception):
+    """Enough was seen."""
 
 
 def search(
@@ -23,15 +26,15 @@ def search(
     *,
     seed: int,
     num_examples: int,
-    fixed: Sequence[str],
-    falsifies: Callable[[Scenario], bool],
-) -> Scenario | None:
-    """The first of `num_examples` scenarios around `bases` that `falsifies`; None if none does.
+    fixed: Collection[str],
+    visit: Callable[[Scenario], bool],
+) -> None:
+    """Calls `visit` with up to `num_examples` scenarios around `bases`, until it returns True.
 
     The same arguments give the same scenarios in the same order. Fields named in `fixed` are left
-    as the bases have them. What is found is not shrunk (see `shrink`).
+    as the bases have them.
     """
-    found: list[Scenario] = []
+    over = False
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -41,48 +44,69 @@ def search(
         phases=[hypothesis.Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
     )
     @hypothesis.given(around(bases, fixed))
     def attempt(scenario: Scenario) -> None:
-        if not found and falsifies(scenario):
-            found.append(scenario)
-        if found and scenario == found[0]:
-            raise _Found
+        nonlocal over
+        over = over or visit(scenario)
+        if over:  # raised again when Hypothesis repeats the example that raised
+            raise _Over
 
-    with contextlib.suppress(_Found):
+    with _whatever_is_imported(), contextlib.suppress(_Over):
         attempt()
-    return found[0] if found else None
+
+
+def _whatever_is_imported() -> Any:
+    """Hypothesis without the constants of the modules that happen to be loaded.
+
+    It mixes them into what it draws, so that a seed would mean other scenarios after other checks,
+    and stores them under the working folder. There is no public switch; releases that have no such
+    constants are left as they are.
+    """
+
+    def none() -> Any:
+        from hypothesis.internal.constants_ast import Constants
+
+        return Constants()
+
+    return patch(_LOCAL_CONSTANTS, none, create=True)
 
 
 @st.composite
-def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Sequence[str] = ()) -> Scenario:
+def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = ()) -> Scenario:
     """A scenario near one of `bases`: other sizes, seed, optimizer; faults and stops moved."""
     base = draw(st.sampled_from(list(bases)))
-    changes: dict[str, Any] = {"seed": draw(st.integers(0, 2**32 - 1))}
-    changes["world_size"] = draw(st.integers(min(2, base.world_size), 8))
-    if "world_size" in fixed:
-        changes["world_size"] = base.world_size
-    changes["num_shards"] = draw(st.integers(changes["world_size"], 12))
-    changes["num_samples"] = draw(st.integers(max(8, changes["world_size"]), 40))
-    changes["batch_size"] = draw(st.integers(1, changes["num_samples"]))
-    changes["num_steps"] = draw(st.integers(3, 8)) if base.num_steps <= 8 else base.num_steps
-    changes["accumulation"] = draw(st.sampled_from((1, 2, 3, 4)))
-    changes["optimizer"] = draw(st.sampled_from(CHOICES["optimizer"]))
-    changes["schedule"] = draw(st.sampled_from(CHOICES["schedule"]))
-    changes["warmup_steps"] = draw(st.integers(0, 2))
-    changes["weight_decay"] = draw(st.sampled_from((0.0, 0.1)))
-    changes["clip_norm"] = draw(st.sampled_from((None, 0.05, 10.0)))
+    workers = st.integers(min(2, base.world_size), 8)
+    world_size = base.world_size if "world_size" in fixed else draw(workers)
+    num_samples = draw(st.integers(max(8, world_size), max(40, world_size)))
+    num_steps = draw(st.integers(3, 8)) if base.num_steps <= 8 else base.num_steps
+    changes: dict[str, Any] = {
+        "world_size": world_size,
+        "num_samples": num_samples,
+        "num_steps": num_steps,
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "num_shards": draw(st.integers(world_size, max(12, world_size))),
+        "batch_size": draw(st.integers(1, num_samples)),
+        "accumulation": draw(st.integers(1, 4)),
+        "optimizer": draw(st.sampled_from(CHOICES["optimizer"])),
+        "schedule": draw(st.sampled_from(CHOICES["schedule"])),
+        "warmup_steps": draw(st.integers(0, 2)),
+        "weight_decay": draw(st.sampled_from((0.0, 0.1))),
+        "clip_norm": draw(st.sampled_from((None, 0.05, 10.0))),
+    }
     if base.workload == "linear":
         changes["workload"] = draw(st.sampled_from(("linear", "mlp")))
     if base.stops:
-        changes["stops"] = draw(_stops(changes["num_steps"]))
-    changes = {name: value for name, value in changes.items() if name not in fixed}
-    if base.faults:
-        changes["faults"] = draw(_moved(base, changes))
+        changes["stops"] = draw(_stops(num_steps))
+    for name in fixed:
+        changes.pop(name, None)
+    if len(base.faults) == 1:  # several keep their plot
+        changes["faults"] = draw(_moved(base.faults[0], {**vars(base), **changes}))
     try:
         return base.with_(**changes)
-    except UsageError:  # a fixed field rules the drawn ones out
-        return base
+    except UsageError:  # a fault or a fixed field does not fit the sizes drawn
+        hypothesis.reject()
 
 
 def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -91,15 +115,10 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def _moved(draw: st.DrawFn, base: Scenario, changes: dict[str, Any]) -> tuple[Fault, ...]:
-    """The base's faults; a single one moves to any rank and step, several keep their plot."""
-    world_size = changes.get("world_size", base.world_size)
-    num_steps = changes.get("num_steps", base.num_steps)
-    if len(base.faults) > 1 or world_size < 2:
-        return base.faults
-    fault = base.faults[0].to_dict()
-    if "rank" in fault:
-        fault["rank"] = draw(st.integers(0, world_size - 1))
-    if "step" in fault:
-        fault["step"] = draw(st.integers(0, num_steps - 1))
-    return (Fault.from_dict(fault),)
+def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
+    """`fault` at any step, rank and shard of a scenario of `sizes`, where it names one."""
+    record = fault.to_dict()
+    for name, limit in (("step", "num_steps"), ("rank", "world_size"), ("shard", "num_shards")):
+        if name in record:
+            record[name] = draw(st.integers(0, sizes[limit] - 1))
+    return (Fault.from_dict(record),)

@@ -1,4 +1,4 @@
-"""Runs scenarios for the harness: each once, each under a deadline, each trace kept if asked."""
+"""Runs scenarios, each once, within a deadline, its trace kept if asked; and has traces judged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -14,17 +15,28 @@ from entrenar_py.checks import Check
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import SystemFailure
 from entrenar_py.scenario import Scenario
-from entrenar_py.verdict import Finding, inconclusive
+from entrenar_py.verdict import Finding, Verdict, inconclusive, worst
 
-RUN_DEADLINE_S = 120
+RUN_DEADLINE_S = 120.0
 REMEMBERED = 400  # traces; a baseline is asked for again soon or never
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A finding, and whether it is a sign of trouble: a run failed, or the check crashed."""
+
+    finding: Finding
+    failed: bool
 
 
 class Runner:
     """Runs and remembers. `trace_folder` receives every trace as `<scenario digest>.jsonl`."""
 
-    def __init__(self, trace_folder: Path | None = None) -> None:
+    def __init__(
+        self, trace_folder: Path | None = None, *, run_deadline_s: float = RUN_DEADLINE_S
+    ) -> None:
         self._folder = trace_folder
+        self._run_deadline_s = run_deadline_s
         self._known: dict[Scenario, trace.Trace] = {}
 
     def run(self, scenario: Scenario) -> trace.Trace:
@@ -32,30 +44,56 @@ class Runner:
         if scenario not in self._known:
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
-            with _deadline(RUN_DEADLINE_S):
+            with _deadline(self._run_deadline_s):
                 result = systems.run(scenario)
             if self._folder is not None:
                 trace.save(result, self._folder / f"{scenario.digest}.jsonl")
             self._known[scenario] = result
         return self._known[scenario]
 
+    def attempt(self, invariant: Invariant, check: Check, scenario: Scenario) -> Judgement:
+        """What the check finds on `scenario` and the runs it must be judged beside."""
+        return judge(invariant, check, [self.run(member) for member in check.family(scenario)])
+
     def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
-        """The check's finding on `scenario` and the runs it must be judged beside."""
-        traces = [self.run(member) for member in check.family(scenario)]
-        return judge(invariant, check, traces)
+        """The finding of `attempt` alone."""
+        return self.attempt(invariant, check, scenario).finding
 
 
-def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> Finding:
-    """The check's finding on `traces`; inconclusive, with the reason, if the check crashes."""
+def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> Judgement:
+    """What the check finds on `traces`; inconclusive, with the reason, if it crashes."""
     try:
-        return check.judge(invariant, traces)
+        finding = check.judge(invariant, traces)
     except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
         reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
-        return inconclusive(invariant.id, reason)
+        return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
+    return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in traces))
+
+
+def telling(explored: Sequence[Judgement]) -> list[Finding]:
+    """Their findings, without those of sound runs that had nothing to compare: small ones may."""
+    return [
+        one.finding
+        for one in explored
+        if one.failed or one.finding.verdict is not Verdict.INCONCLUSIVE
+    ]
+
+
+def combine(findings: Sequence[Finding]) -> Finding:
+    """One finding for all: the worst verdict, all comparisons, the first break, every note."""
+    verdict = worst(finding.verdict for finding in findings)
+    first = next(finding for finding in findings if finding.verdict is verdict)
+    reasons = dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason)
+    return replace(
+        first,
+        compared=sum(finding.compared for finding in findings),
+        reason=first.reason if verdict is Verdict.FALSIFIED else "; ".join([*reasons][:3]),
+        notes=tuple(dict.fromkeys(note for finding in findings for note in finding.notes)),
+    )
 
 
 @contextmanager
-def _deadline(seconds: int) -> Iterator[None]:
+def _deadline(seconds: float) -> Iterator[None]:
     """Interrupts a run that hangs; the system's boundary turns that into a failed trace.
 
     By SIGALRM, so only where this is the main thread of a system that has it.
@@ -65,12 +103,12 @@ def _deadline(seconds: int) -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise SystemFailure(f"the run took longer than {seconds} s and was stopped")
+        raise SystemFailure(f"the run took longer than {seconds:g} s and was stopped")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

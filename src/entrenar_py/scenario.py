@@ -91,6 +91,9 @@ class Scenario:
         ):
             raise UsageError(f"clip_norm={self.clip_norm!r}: use a number > 0, or null for none")
         self._check_sizes()
+        for name in _SEQUENCES:
+            if not isinstance(getattr(self, name), tuple):
+                raise UsageError(f"{name}={getattr(self, name)!r}: use a tuple")
         self._check_texts()
         for stop in self.stops:
             _whole("stop", stop, at_least=1)
@@ -137,6 +140,8 @@ class Scenario:
             raise UsageError(f"options={self.options!r}: JSON can't hold them ({error})") from error
 
     def _check_fault(self, fault: Fault) -> None:
+        if not isinstance(fault, Fault):
+            raise UsageError(f"fault {fault!r}: use Fault, or Fault.from_dict for a mapping")
         for name, limit in (
             ("rank", self.world_size),
             ("shard", self.num_shards),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from entrenar_py.errors import UsageError
@@ -27,32 +27,43 @@ _SMALLER = ("num_steps", "world_size", "num_shards", "batch_size", "num_samples"
 
 
 def shrink(
-    scenario: Scenario, finding: Finding, attempt: Callable[[Scenario], Finding]
-) -> tuple[Scenario, Finding]:
-    """The simplest scenario found within MAX_RUNS attempts that is still FALSIFIED.
+    scenario: Scenario,
+    attempt: Callable[[Scenario], Finding],
+    *,
+    fixed: Collection[str] = (),
+) -> Iterator[tuple[Scenario, Finding]]:
+    """Ever simpler scenarios that are still FALSIFIED, each with its finding; the last is the best.
 
-    Greedy and deterministic. Ends with a run that records values, if that breaks too, so that the
+    Greedy and deterministic, within MAX_RUNS attempts; a caller may stop at any of them. Fields
+    named in `fixed` stay. Ends with a run that records values, if that breaks too, so that the
     counterexample names element, expected and got.
     """
-    runs = 0
+    tried = {scenario}
     improved = True
     while improved:
         improved = False
-        for candidate in _candidates(scenario):
-            if runs >= MAX_RUNS:
+        for candidate in _candidates(scenario, fixed):
+            if candidate in tried:
+                continue
+            if len(tried) > MAX_RUNS:
                 break
-            runs += 1
-            result = attempt(candidate)
-            if result.verdict is Verdict.FALSIFIED:
-                scenario, finding, improved = candidate, result, True
+            tried.add(candidate)
+            finding = attempt(candidate)
+            if finding.verdict is Verdict.FALSIFIED:
+                scenario, improved = candidate, True
+                yield scenario, finding
                 break
-    valued = scenario.with_(detail="values")
-    result = attempt(valued)
-    return (valued, result) if result.verdict is Verdict.FALSIFIED else (scenario, finding)
+    if scenario.detail != "values":
+        scenario = scenario.with_(detail="values")
+        finding = attempt(scenario)
+        if finding.verdict is Verdict.FALSIFIED:
+            yield scenario, finding
 
 
-def _candidates(scenario: Scenario) -> Iterator[Scenario]:
+def _candidates(scenario: Scenario, fixed: Collection[str]) -> Iterator[Scenario]:
     for changes in _changes(scenario):
+        if fixed and not changes.keys().isdisjoint(fixed):
+            continue
         try:
             yield scenario.with_(**changes)
         except UsageError:
@@ -60,10 +71,10 @@ def _candidates(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
-    for index in range(len(scenario.faults)):
-        yield {"faults": scenario.faults[:index] + scenario.faults[index + 1 :]}
-    for index in range(len(scenario.stops)):
-        yield {"stops": scenario.stops[:index] + scenario.stops[index + 1 :]}
+    for name in ("faults", "stops"):
+        parts = getattr(scenario, name)
+        for index in range(len(parts)):
+            yield {name: parts[:index] + parts[index + 1 :]}
     for name, values in _SIMPLER.items():
         present = getattr(scenario, name)
         if present in values:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import pytest
-
-from entrenar_py.trace import Saved, Start, Trace, Update
-from entrenar_py.verdict import Counterexample, Finding, Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, scenario, values, without
+from tests.checks.traces import altered, broken, scenario, values, without
+
+from entrenar_py.trace import Saved, Start, Update
+from entrenar_py.verdict import Verdict
 
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))
 BAD = values(1.0, 2.0)
-
-
-def broken(finding: Finding) -> Counterexample:
-    """The counterexample of a falsified finding."""
-    assert finding.verdict is Verdict.FALSIFIED, finding
-    assert finding.counterexample is not None
-    return finding.counterexample
-
-
-def update(trace: Trace, step: int, rank: int) -> Update:
-    """The update of `rank` in `step`."""
-    return next(u for u in trace.of(Update) if (u.step, u.rank) == (step, rank))
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
@@ -31,7 +19,7 @@ def update(trace: Trace, step: int, rank: int) -> Update:
 def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
     """Of three workers the odd one out is named, rank 0 too, with the step and the tensor."""
     trace = traces.run(SUBJECT)
-    tensors = getattr(update(trace, 2, rank), part)
+    tensors = getattr(traces.one(trace, Update, step=2, rank=rank), part)
     name = list(tensors)[-1]
     changed = {part: traces.swapped(tensors, name, BAD)}
     found = broken(
@@ -73,7 +61,8 @@ def test_the_first_of_several_steps_is_named() -> None:
     """A drift that stays is reported where it began."""
     trace = traces.run(SUBJECT)
     for step in (5, 3, 4):
-        bad = traces.swapped(update(trace, step, 2).weights, "output.bias", BAD)
+        right = traces.one(trace, Update, step=step, rank=2).weights
+        bad = traces.swapped(right, "output.bias", BAD)
         trace = altered(trace, Update, {"step": step, "rank": 2}, weights=bad)
     assert broken(traces.judge("replica_identity", [trace])).step == 3
 
@@ -81,7 +70,7 @@ def test_the_first_of_several_steps_is_named() -> None:
 def test_a_tensor_that_only_one_worker_holds_is_named() -> None:
     """A lost tensor differs from a held one."""
     trace = traces.run(SUBJECT)
-    weights = dict(update(trace, 1, 2).weights)
+    weights = dict(traces.one(trace, Update, step=1, rank=2).weights)
     del weights["hidden1.bias"]
     found = broken(
         traces.judge(

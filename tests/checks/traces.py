@@ -11,11 +11,12 @@ import numpy as np
 
 from entrenar_py import systems
 from entrenar_py.checks import CHECKS
-from entrenar_py.contract import Invariant, Position
+from entrenar_py.contract import Invariant
+from entrenar_py.contract.problems import Position
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import End, Event, TensorRecord, Tensors, Trace, record_tensor
-from entrenar_py.verdict import Finding
+from entrenar_py.trace import E, End, Event, TensorRecord, Tensors, Trace, record_tensor
+from entrenar_py.verdict import Counterexample, Finding, Verdict
 
 # The published tolerances; the other clauses are exact.
 TOLERANCES = {"parity": 0.01, "recovery": 50.0}
@@ -66,6 +67,18 @@ def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -
     return CHECKS[check].judge(clause(check, tolerance), traces)
 
 
+def broken(finding: Finding) -> Counterexample:
+    """The counterexample of a falsified finding."""
+    assert finding.verdict is Verdict.FALSIFIED, finding
+    assert finding.counterexample is not None
+    return finding.counterexample
+
+
+def one(trace: Trace, kind: type[E], **at: Any) -> E:
+    """The first event of `kind` whose fields are as in `at`."""
+    return next(event for event in trace.of(kind) if _matches(event, kind, at))
+
+
 def altered(trace: Trace, kind: type[Event], at: dict[str, Any], **changes: Any) -> Trace:
     """`trace` with `changes` in each event of `kind` whose fields are as in `at`."""
     events = [
@@ -91,9 +104,7 @@ def failed(subject: Scenario) -> Trace:
 def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
     """A completed trace of `events`."""
     end = End(status="completed")
-    return Trace(
-        scenario=subject or scenario(), environment={}, promises=(), events=(*events, end)
-    )
+    return Trace(scenario=subject or scenario(), environment={}, promises=(), events=(*events, end))
 
 
 def values(*numbers: float, dtype: str = "float32") -> TensorRecord:

@@ -86,7 +86,7 @@ def test_every_error_comes_out_at_once() -> None:
         (HEAD + "c: [{id: A, scenarios: {seed: 1}}]", "scenarios is a list of mappings"),
         (HEAD + "c: [{id: A, scenarios: [{seed: []}]}]", "a list is empty"),
         (HEAD + "c: [{id: A, scenarios: [{sed: 1}]}]", "scenario key='sed'"),
-        (HEAD + "c: [{id: A, scenarios: [{stops: [a]}]}]", "wrong type"),
+        (HEAD + "c: [{id: A, scenarios: [{stops: [a]}]}]", "stop='a': use a whole number"),
     ],
 )
 def test_a_wrong_shape_is_a_problem(tmp_path: Path, text: str, problem: str) -> None:

@@ -109,7 +109,7 @@ _TABLE = (
         plan=plans.stops,
     ),
     Check(name="resume", id="F-TI-003", judge=resume.judge, plan=plans.stops, family=resume.family),
-    Check(name="liveness", id="F-TI-004", judge=liveness.judge, plan=plans.training),
+    Check(name="liveness", id="F-TI-004", judge=liveness.judge, plan=plans.movement),
     Check(
         name="randomness",
         id="F-TI-005",

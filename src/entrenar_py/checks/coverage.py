@@ -13,7 +13,8 @@ from entrenar_py.verdict import Finding, Tally
 
 def family(scenario: Scenario) -> list[Scenario]:
     """The run, the same with one worker, and the same again."""
-    return [scenario, evidence.plain(scenario, world_size=1), scenario.with_(repeat=1)]
+    alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
+    return [scenario, alone, scenario.with_(repeat=1)]
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:

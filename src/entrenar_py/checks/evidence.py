@@ -110,19 +110,32 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
     return {"element": element, "expected": repr(left[element]), "got": repr(right[element])}
 
 
+def norm_l2(tensors: Tensors) -> float | None:
+    """The L2 norm over all elements of all tensors; None when some values were not recorded."""
+    values = _values(tensors)
+    if values is None:
+        return None
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(sum(np.square(v, dtype=np.float64).sum() for v in values.values())))
+
+
 def compare_close(
-    tally: Tally, expected: Tensors, got: Tensors, bound: float, message: str, **place: Any
+    tally: Tally,
+    expected: Tensors,
+    got: Tensors,
+    bound: float,
+    message: str,
+    floor: float = 0.0,
+    **place: Any,
 ) -> bool:
-    """Counts one comparison a tensor: |got - expected| <= bound |expected|, in the L2 norm.
+    """Counts one comparison a tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
 
     The scale is the norm over all tensors, so that a tensor that is rounding noise is no alarm.
     False, and nothing counted, when the values of a tensor were not recorded.
     """
-    left, right = _values(expected), _values(got)
-    if left is None or right is None:
+    left, right, scale = _values(expected), _values(got), norm_l2(expected)
+    if left is None or right is None or scale is None:
         return False
-    with np.errstate(over="ignore"):
-        scale = float(np.sqrt(sum(np.square(v, dtype=np.float64).sum() for v in left.values())))
     for name, value in left.items():
         if name not in right or right[name].shape != value.shape:
             tally.check(False, f"{message}: {name} is missing or reshaped", tensor=name, **place)
@@ -134,7 +147,7 @@ def compare_close(
             distance = float(np.sqrt(np.square(gap).sum()))
         element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
         tally.check(
-            distance <= bound * scale,
+            distance <= bound * scale + floor,
             f"{message}: {name} is off by {distance / scale if scale else distance:.2g} of the "
             f"norm, allowed {bound:.2g}",
             tensor=name,

@@ -74,6 +74,9 @@ def _judge_attempts(tally: Tally, trace: Trace) -> None:
             tally.check(
                 attempt.backend not in doomed,
                 f"{attempt.backend} served although it was made to fail",
+                tensor="product",
+                expected=f"{attempt.backend} fails",
+                got=f"{attempt.backend} served",
                 scenario=scenario,
             )
         else:

@@ -80,6 +80,15 @@ def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Inje
                 f"{where}",
                 **place,
             )
+        else:
+            tally.check(
+                math.isfinite(update.loss) and _finite_norm(update),
+                f"finite shards gave a non-finite average (loss {update.loss}, gradient norm "
+                f"{update.grad_norm})",
+                step=update.step,
+                rank=update.rank,
+                scenario=scenario,
+            )
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
     halts = trace.of(Halt)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Start, Trace, Update
@@ -13,6 +15,9 @@ from entrenar_py.verdict import Finding, Tally
 # A trainable tensor may rest while its gradient is exactly zero (LoRA's A while B is still zero);
 # after this many steps with a positive learning rate it must have moved.
 STEPS_TO_MOVE = 3
+# A float32 weight w moves if it is to move by more than this times |w|. A step of any optimizer
+# here is at least rate times gradient, unless larger gradients came before it, which moved it.
+HALF_ULP = 2.0**-24
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
@@ -50,7 +55,7 @@ def _moving(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update])
             tally.miss(f"the weights of {name} on rank {start.rank} were not recorded")
             continue
         moved = any(before[name].digest != after[name].digest for before, after in pairwise(seen))
-        if not moved and _may_rest(tally, trace, name, live):
+        if not moved and _may_rest(tally, trace, start, name, live):
             continue
         tally.check(
             moved,
@@ -64,16 +69,26 @@ def _moving(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update])
         )
 
 
-def _may_rest(tally: Tally, trace: Trace, name: str, live: Sequence[Update]) -> bool:
-    """Whether the gradient of `name` was zero in all `live` updates, or may have been.
+def _may_rest(tally: Tally, trace: Trace, start: Start, name: str, live: Sequence[Update]) -> bool:
+    """Whether arithmetic explains that `name` rested: gradients too small to show in its weights.
 
-    Dropout may have made it so, which is counted as missing: only the gradient's values could tell.
+    Gradients of exactly zero are explained by dropout alone; else the tensor was cut off. Where
+    values were not recorded the question stays open, and is counted as missing.
     """
-    records = [update.gradient[name] for update in live if name in update.gradient]
-    values = [value for value in (record.values() for record in records) if value is not None]
-    if len(values) == len(live):
-        return not any(value.any() for value in values)
-    if trace.scenario.dropout:
-        tally.miss(f"{name} may rest because of dropout; record gradients with detail: values")
-        return True
-    return False
+    weight = start.weights[name].values()
+    some_gradient = False
+    for update in live:
+        gradient = update.gradient[name].values() if name in update.gradient else None
+        if weight is None or gradient is None or gradient.size != weight.size:
+            tally.miss(f"{name} rested, its gradient is unknown: record it with detail: values")
+            return True
+        step = update.learning_rate * _shrunk(update) * np.abs(gradient.astype(np.float64))
+        if (step > HALF_ULP * np.abs(weight)).any():
+            return False
+        some_gradient |= bool(gradient.any())
+    return some_gradient or trace.scenario.dropout > 0
+
+
+def _shrunk(update: Update) -> float:
+    """The factor by which clipping shortened the gradient; 1 where that is not known."""
+    return update.applied_norm / update.grad_norm if update.applied_norm and update.grad_norm else 1

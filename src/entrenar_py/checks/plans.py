@@ -37,6 +37,11 @@ def training(invariant: Invariant) -> list[Scenario]:
     ]
 
 
+def movement(invariant: Invariant) -> list[Scenario]:
+    """The same with values: whether a tensor at rest had a gradient."""
+    return [scenario.with_(detail="values") for scenario in training(invariant)]
+
+
 def epochs(invariant: Invariant) -> list[Scenario]:
     """More than two epochs, in sizes that divide nothing."""
     return [

@@ -96,10 +96,10 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
 
 
 def _same_for_any_worker_count(tally: Tally, traces: Sequence[Trace]) -> None:
-    if len(traces) < 2:
-        return
-    model = {(s.step, s.shard): s.draws for s in traces[0].of(Shard)}
-    for trace in traces[1:]:
+    """Each run against the one with the fewest workers."""
+    ordered = sorted(traces, key=lambda trace: trace.scenario.world_size)
+    model = {(s.step, s.shard): s.draws for trace in ordered[:1] for s in trace.of(Shard)}
+    for trace in ordered[1:]:
         for shard in trace.of(Shard):
             place = (shard.step, shard.shard)
             if shard.draws is not None and place in model:

@@ -22,6 +22,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     for trace in evidence.usable(traces, tally):
         for step, starts in _initial(trace).items():
             _compare_ranks(tally, trace, step - 1, starts, PARTS)
+        _compare_joined(tally, trace)
         for step, by_rank in evidence.ranks_by_step(trace):
             _all_updated(tally, trace, step, by_rank)
             _compare_ranks(tally, trace, step, by_rank, PARTS)
@@ -43,6 +44,26 @@ def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
     for start in trace.of(Start):
         found.setdefault(start.step, {})[start.rank] = start
     return found
+
+
+def _compare_joined(tally: Tally, trace: Trace) -> None:
+    """Who joins before a step holds what the others held after the one before it."""
+    updates = evidence.updates(trace)
+    for start in trace.of(Start):
+        others = updates.get(start.step - 1, {})
+        if start.resumed or not others:
+            continue
+        one = evidence.any_rank(others)
+        for part in PARTS:
+            evidence.compare_exact(
+                tally,
+                getattr(one, part),
+                getattr(start, part),
+                f"rank {start.rank} joined with other {part} than rank {one.rank} holds",
+                step=start.step - 1,
+                rank=start.rank,
+                scenario=trace.scenario.to_dict(),
+            )
 
 
 def _all_updated(tally: Tally, trace: Trace, step: int, by_rank: Mapping[int, Update]) -> None:

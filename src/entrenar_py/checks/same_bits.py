@@ -33,8 +33,8 @@ def judge_determinism(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     for group in evidence.groups(evidence.usable(traces, tally), "repeat"):
         for trace in group[1:]:
-            compare_steps(tally, group[0], trace, "two runs of one scenario differ")
             _compare_shards(tally, group[0], trace)
+            compare_steps(tally, group[0], trace, "two runs of one scenario differ")
     return tally.finding(nothing="no scenario was run twice")
 
 
@@ -75,7 +75,12 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 
 
 def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
-    """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit."""
+    """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit.
+
+    Where a trainer reveals the gradients of its logical shards these come first: they name the
+    worker that computed another one from the same samples.
+    """
+    _compare_local(tally, model, trace, message)
     expected = evidence.updates(model)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
@@ -95,3 +100,22 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         step=missing[0] if missing else None,
         scenario=trace.scenario.to_dict(),
     )
+
+
+def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
+    """The gradient of each shard of the same samples, whoever computed it."""
+    expected = {(shard.step, shard.shard): shard for shard in model.of(Shard)}
+    for shard in trace.of(Shard):
+        one = expected.get((shard.step, shard.shard))
+        if one is None or one.ids != shard.ids or not (one.gradient and shard.gradient):
+            continue
+        evidence.compare_exact(
+            tally,
+            one.gradient,
+            shard.gradient,
+            f"{message} (gradient of shard {shard.shard})",
+            step=shard.step,
+            rank=shard.rank,
+            shard=shard.shard,
+            scenario=trace.scenario.to_dict(),
+        )

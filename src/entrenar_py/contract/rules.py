@@ -133,6 +133,4 @@ def _num_scenarios(node: MapNode, *, limit: int, what: str, problems: Problems) 
             problems.error(node.at, f"{what}: a list is empty, so nothing would run; fill it")
     except UsageError as error:
         problems.error(node.at, f"{what}: {error}")
-    except TypeError as error:  # text where a scenario compares numbers
-        problems.error(node.at, f"{what}: a value has the wrong type: {error}")
     return num

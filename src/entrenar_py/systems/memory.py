@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from entrenar_py import backends, trace
+from entrenar_py import backends, mutants, trace
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.recorder import Recorder
@@ -149,4 +149,6 @@ def _peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Scenario.from_dict(json.load(sys.stdin)))))
+    asked = Scenario.from_dict(json.load(sys.stdin))
+    with mutants.planted(asked.mutant):
+        print(json.dumps(measure(asked)))

@@ -27,14 +27,11 @@ class Recorder:
         values = self._values
         return {name: trace.record_tensor(array, values=values) for name, array in arrays.items()}
 
-    def slices(
-        self, vector: NDArray[np.float32], parts: Mapping[str, slice], prefix: str = ""
-    ) -> trace.Tensors:
+    def slices(self, vector: NDArray[np.float32], parts: Mapping[str, slice]) -> trace.Tensors:
         """Records of the named `parts` of a flat vector."""
         values = self._values
         return {
-            prefix + name: trace.record_tensor(vector[part], values=values)
-            for name, part in parts.items()
+            name: trace.record_tensor(vector[part], values=values) for name, part in parts.items()
         }
 
     def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:

@@ -7,13 +7,12 @@ is not finite; every worker clips and steps its own replica.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from entrenar_py import backends, trace
 from entrenar_py.errors import UsageError
@@ -24,6 +23,7 @@ from entrenar_py.training import (
     checkpoint,
     dropout,
     engine,
+    layout,
     optimizer,
     reduction,
     schedule,
@@ -69,6 +69,8 @@ class Trainer:
             width=scenario.width,
             data=scenario.rng("data"),
         )
+        self.layout = layout.Layout(self.workload.specs)
+        self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
         self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
         self.position = sharding.Position()
         self.schedule_step = 0
@@ -142,9 +144,9 @@ class Trainer:
                 ids=tuple(ids),
                 loss_sum=loss,
                 weight=weight,
-                finite=engine.non_finite(vector) is None and np.isfinite(loss).item(),
+                finite=engine.non_finite(vector) is None and math.isfinite(loss),
                 draws=drop.digest() if drop else None,
-                gradient=self.recorder.slices(vector, worker.replica.layout.trainable),
+                gradient=self.recorder.slices(vector, self.layout.trainable),
             )
         )
         return reduction.Node(0, shard, vector, loss, weight)
@@ -154,9 +156,9 @@ class Trainer:
     ) -> trace.Halt | None:
         """The halt that a non-finite leaf demands, naming the culprit; None if it is finite."""
         place = engine.non_finite(leaf.vector)
-        if place is None and np.isfinite(leaf.loss):
+        if place is None and math.isfinite(leaf.loss):
             return None
-        tensor, element = worker.replica.layout.locate(place) if place is not None else (None, None)
+        tensor, element = self.layout.locate(place) if place is not None else (None, None)
         what = f"gradient {tensor}[{element}]" if tensor else f"loss {leaf.loss}"
         return trace.Halt(
             step=step,
@@ -169,7 +171,7 @@ class Trainer:
         )
 
     def _apply(self, step: int, total: reduction.Node) -> None:
-        """Every worker makes the same optimizer step on its own replica."""
+        """Every worker steps its own replica with the one gradient, averaged and clipped once."""
         scenario = self.scenario
         average = optimizer.mean(total.vector, total.weight * self.scale)
         rate = schedule.learning_rate(
@@ -179,14 +181,14 @@ class Trainer:
             warmup_steps=scenario.warmup_steps,
             num_steps=scenario.num_steps,
         )
+        gradient = average[: self.layout.num_trainable]
+        record = self.recorder.slices(gradient, self.layout.trainable)
+        norm = optimizer.norm_l2(gradient)
+        clipped = optimizer.clip(gradient, norm, scenario.clip_norm)
+        applied_norm = norm if clipped is gradient else optimizer.norm_l2(clipped)
         for worker in self.workers.values():
             replica = worker.replica
-            gradient = average[: replica.layout.num_trainable]
-            norm = optimizer.norm_l2(gradient)
-            clipped = optimizer.clip(gradient, norm, scenario.clip_norm)
-            applied_norm = norm if clipped is gradient else optimizer.norm_l2(clipped)
-            rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
-            optimizer.step(rule, replica.parameters, clipped, worker.state, rate)
+            optimizer.step(self.rule, replica.parameters, clipped, worker.state, rate)
             replica.average_buffers(average)
             self.recorder.emit(
                 trace.Update(
@@ -196,7 +198,7 @@ class Trainer:
                     weight=total.weight,
                     learning_rate=rate,
                     finite=engine.non_finite(replica.parameters) is None,
-                    gradient=self.recorder.slices(gradient, replica.layout.trainable),
+                    gradient=record,
                     grad_norm=norm,
                     applied_norm=applied_norm,
                     **self._state(worker),
@@ -252,9 +254,7 @@ class Trainer:
             if fault.kind == "non_finite_loss":
                 loss = value
             else:
-                part = worker.replica.layout.trainable[
-                    fault.tensor or next(iter(worker.replica.layout.trainable))
-                ]
+                part = self.layout.trainable[fault.tensor or next(iter(self.layout.trainable))]
                 times = count * self.scale if fault.kind == "huge_gradient" else 1.0
                 vector[part.start + (fault.element or 0)] = value * times
             self._record_fault(fault, step, worker.rank, shard)
@@ -293,7 +293,7 @@ class Trainer:
     def _worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
         linear = backends.open_backend(self.scenario.backend_of(rank)).linear
         replica = engine.Engine(self.workload, linear, tensors, scale=self.scale)
-        state = optimizer.initial_state(self.scenario.optimizer, replica.layout.num_trainable)
+        state = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
         return Worker(rank, replica, state)
 
     def _order(self) -> sharding.Ids:
@@ -314,14 +314,10 @@ class Trainer:
 
     def _state(self, worker: Worker) -> dict[str, trace.Tensors]:
         """Weights, optimizer state and buffers of a worker, as records."""
-        replica, buffers = worker.replica, worker.replica.layout.buffers
-        arrays = replica.arrays
         return {
-            "weights": self.recorder.tensors(
-                {name: array for name, array in arrays.items() if name not in buffers}
-            ),
+            "weights": self.recorder.tensors(worker.replica.weights),
             "optimizer": self.recorder.tensors(worker.state),
-            "buffers": self.recorder.tensors({name: arrays[name] for name in buffers}),
+            "buffers": self.recorder.tensors(worker.replica.buffers),
         }
 
     def _record_start(self, worker: Worker, step: int, resumed: bool = False) -> None:
@@ -332,6 +328,7 @@ class Trainer:
                 rank=worker.rank,
                 trainable=tuple(spec.name for spec in specs if spec.role == "trainable"),
                 frozen=tuple(spec.name for spec in specs if spec.role == "frozen"),
+                decayed=tuple(spec.name for spec in specs if spec.decayed),
                 progress=self._progress(step),
                 resumed=resumed,
                 **self._state(worker),

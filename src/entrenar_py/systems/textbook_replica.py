@@ -217,6 +217,7 @@ def record_start(
             rank=replica.rank,
             trainable=tuple(spec.name for spec in specs if spec.role == "trainable"),
             frozen=tuple(spec.name for spec in specs if spec.role == "frozen"),
+            decayed=tuple(spec.name for spec in specs if spec.decayed),
             progress=progress_of(replica, position),
             resumed=resumed,
             **state_records(setup, replica),

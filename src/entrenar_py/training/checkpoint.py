@@ -26,7 +26,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
     """Writes `arrays` and `progress` to `path`; a crash at any point leaves the old file whole."""
-    payload = safetensors.save(dict(arrays), {"progress": json.dumps(progress)})
+    # safetensors takes memory as it lies: a transposed array would come back with wrong values.
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    payload = safetensors.save(in_order, {"progress": json.dumps(progress)})
     header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:

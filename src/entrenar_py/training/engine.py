@@ -27,9 +27,10 @@ def scale_of(weight_max: int) -> float:
 class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
-    `parameters` is float32 [num_trainable]; `arrays` are views of everything by name, for reading;
-    `tensors` the same memory as torch tensors. Copies what it is given. `scale` is a power of two
-    (`scale_of`), by which everything summed is multiplied.
+    `parameters` is float32 [num_trainable]; `arrays` are views of everything by name, for reading,
+    `weights` those of them that are no buffers, and `buffers` the rest; `tensors` the same memory
+    as torch tensors. Copies what it is given. `scale` is a power of two (`scale_of`), by which
+    everything summed is multiplied.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Engine:
                 value = view.detach().requires_grad_()
             self.tensors[spec.name] = value
         self.arrays = {name: tensor.detach().numpy() for name, tensor in self.tensors.items()}
+        self.buffers = {name: self.arrays[name] for name in self.layout.buffers}
+        self.weights = {n: array for n, array in self.arrays.items() if n not in self.buffers}
         self._scale = torch.tensor(scale)
         self._leaves = [self.tensors[name] for name in self.layout.trainable]
 
@@ -81,18 +84,15 @@ class Engine:
             return np.zeros(size, np.float32), 0.0, 0.0
         loss = self.workload.loss_sum(self.tensors, ids, linear=self._linear, drop=drop)
         gradients = torch.autograd.grad(loss, self._leaves, grad_outputs=self._scale)
-        parts = [gradient.reshape(-1) for gradient in gradients]
-        parts += [
-            torch.from_numpy(total.reshape(-1)) * self._scale
-            for total in self.workload.statistics(ids).values()
-        ]
+        parts = [gradient.numpy() for gradient in gradients]
+        parts += [total * self._scale.numpy() for total in self.workload.statistics(ids).values()]
         weight = float(self.workload.weight(ids))
-        return torch.cat(parts).numpy(), loss.item(), weight
+        return np.concatenate(parts, axis=None), loss.item(), weight
 
     def average_buffers(self, average: Array) -> None:
         """Moves each running mean towards the batch's mean in `average`, the reduced vector."""
         for name, part in self.layout.buffers.items():
-            running = self.arrays[name]
+            running = self.buffers[name]
             running += np.float32(BUFFER_MOMENTUM) * (
                 average[part].reshape(running.shape) - running
             )

@@ -1,0 +1,250 @@
+"""Bugs between the local gradients and the averaged one: what is reduced, in which order, where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.systems import reference as coordinator
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.training import engine, reduction, sharding
+from entrenar_py.training.tensors import Array
+
+from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
+
+_all_reduce, _apply, _micro_step = trainer.all_reduce, trainer.apply, trainer.micro_step
+_inject = coordinator.Trainer._inject
+
+# What `earlier_stay_local` keeps of this step's earlier micro-batches: rank -> name -> gradient.
+_earlier: dict[int, dict[str, Tensor]] = {}
+
+
+def nothing_reduced(setup: Setup, replicas: list[Replica]) -> None:
+    """No gradient leaves its rank."""
+
+
+def one_layer_left_out(setup: Setup, replicas: list[Replica]) -> None:
+    """Reduces all gradients but those of the second layer."""
+    names = ("hidden2.weight", "hidden2.bias")
+    local = [{name: trainer.gradient_of(r, name).clone() for name in names} for r in replicas]
+    _all_reduce(setup, replicas)
+    for replica, kept in zip(replicas, local, strict=True):
+        for name, gradient in kept.items():
+            replica.tensors[name].grad = gradient
+
+
+def last_micro_batch_alone(
+    setup: Setup,
+    replica: Replica,
+    step: int,
+    epoch: int,
+    micro: int,
+    ids: sharding.Ids,
+    weight: float,
+) -> trace.Shard:
+    """Sets the gradients of the earlier micro-batches aside before the last one."""
+    if micro == setup.scenario.accumulation - 1:
+        _earlier[replica.rank] = {
+            name: trainer.gradient_of(replica, name).clone() for name in setup.trainable
+        }
+        replica.optimizer.zero_grad()
+    return _micro_step(setup, replica, step, epoch, micro, ids, weight)
+
+
+def earlier_stay_local(setup: Setup, replicas: list[Replica]) -> None:
+    """Reduces the last micro-batch's gradient; to it each rank adds its own earlier ones."""
+    _all_reduce(setup, replicas)
+    for replica in replicas:
+        for name, gradient in _earlier[replica.rank].items():
+            trainer.gradient_of(replica, name).add_(gradient)
+
+
+def odd_tail_summed(setup: Setup, replicas: list[Replica]) -> None:
+    """The average of an odd number of elements leaves the last one as the sum over ranks."""
+    _all_reduce(setup, replicas)
+    for replica in replicas:
+        for name in setup.trainable:
+            flat = trainer.gradient_of(replica, name).view(-1)
+            if flat.numel() % 2:
+                flat[-1] *= len(replicas)
+
+
+def without_the_last(gradients: list[Tensor]) -> Tensor:
+    """The sum over ranks, taken before the last rank's gradient has arrived."""
+    return torch.stack(gradients[:-1]).sum(0)
+
+
+def in_bfloat16(gradients: list[Tensor]) -> Tensor:
+    """The sum over ranks in 8 bits of mantissa."""
+    return reduce(torch.add, [gradient.bfloat16() for gradient in gradients]).float()
+
+
+def local_buffers(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> None:
+    """Every rank moves its running means towards the mean of its own samples."""
+    for index, replica in enumerate(replicas):
+        own = trainer.local_batch(ids, index, len(replicas))
+        for name, total in setup.model.statistics(own).items():
+            mean = torch.from_numpy(total) / len(own)
+            replica.tensors[name].lerp_(mean, engine.BUFFER_MOMENTUM)
+
+
+def flipped_before(
+    self: coordinator.Trainer,
+    vector: Array,
+    loss: float,
+    worker: coordinator.Worker,
+    step: int,
+    shard: int,
+    count: int,
+) -> float:
+    """Worker 1's arithmetic flips the top mantissa bit of the first element in step 1."""
+    if (worker.rank, step) == (1, 1) and shard == 2:
+        vector[:1].view(np.uint32)[0] ^= 1 << 22
+    return _inject(self, vector, loss, worker, step, shard, count)
+
+
+def flipped_after(setup: Setup, replica: Replica, step: int, loss: float, weight: float) -> None:
+    """Rank 1's copy of the reduced gradient has one bit flipped in step 1."""
+    if (replica.rank, step) == (1, 1):
+        gradient = trainer.gradient_of(replica, "hidden2.weight").view(-1)
+        gradient[5:6].numpy().view(np.uint32)[0] ^= 1 << 22
+    _apply(setup, replica, step, loss, weight)
+
+
+def folded_in_rank_order(nodes: Iterable[reduction.Node], num_shards: int) -> list[reduction.Node]:
+    """Everything a worker has, added one after the other."""
+    return [reduce(_plus, nodes)]
+
+
+def summed_as_they_come(nodes: Iterable[reduction.Node], num_shards: int) -> reduction.Node:
+    """Everything that came, added one after the other."""
+    return reduce(_plus, nodes)
+
+
+def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
+    return reduction.Node(
+        0, 0, one.vector + other.vector, one.loss + other.loss, one.weight + other.weight
+    )
+
+
+def no_scale(weight_max: int) -> float:
+    """Sums at their natural size."""
+    return 1.0
+
+
+VARIANTS = (
+    Variant(
+        name="ddp-bypass",
+        summary="the loss is computed on the unwrapped module, so nothing is reduced",
+        source="minimind #853, Lightning #17424",
+        plants={f"{TEXTBOOK}.all_reduce": nothing_reduced},
+        scenario=textbook(),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="regather-ckpt",
+        summary="the checkpointed layer's second backward pass leaves its gradients local",
+        source="pytorch #109191",
+        plants={f"{TEXTBOOK}.all_reduce": one_layer_left_out},
+        scenario=textbook(),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden2.weight"},
+    ),
+    Variant(
+        name="hook-preacc",
+        summary="the reduction hook sees the last micro-batch; earlier ones stay local",
+        source="picotron d0efdcc",
+        plants={
+            f"{TEXTBOOK}.micro_step": last_micro_batch_alone,
+            f"{TEXTBOOK}.all_reduce": earlier_stay_local,
+        },
+        scenario=textbook(accumulation=2),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="late-rank-left-out",
+        summary="the sum is read before the last rank's gradient has arrived",
+        source="classic (missing synchronisation)",
+        plants={f"{TEXTBOOK}.sum_ranks": without_the_last},
+        scenario=textbook(world_size=3),
+        invariants=("F-DP-005", "F-TI-001"),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="avg-tail",
+        summary="the vectorised average leaves the odd last element of a tensor as a sum",
+        source="Horovod #2375",
+        plants={f"{TEXTBOOK}.all_reduce": odd_tail_summed},
+        scenario=textbook(world_size=3, width=7),
+        invariants=("F-DP-005",),
+        # 64 x 7 weights are even, 7 biases are odd: the last of them is the first tail.
+        place={"step": 0, "rank": 0, "tensor": "hidden1.bias", "element": 6},
+    ),
+    Variant(
+        name="reduce-bfloat16",
+        summary="gradients are added over ranks in bfloat16",
+        source="classic (communication dtype)",
+        plants={f"{TEXTBOOK}.sum_ranks": in_bfloat16},
+        scenario=textbook(),
+        invariants=("F-DP-005",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="buffer-unsynced",
+        summary="running means follow each rank's own samples",
+        source="classic (batch-norm statistics)",
+        plants={f"{TEXTBOOK}.update_buffers": local_buffers},
+        scenario=textbook(),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "running_mean"},
+    ),
+    Variant(
+        name="sdc-flip-before",
+        summary="one bit of worker 1's gradient flips before the reduction",
+        source="Llama 3 report; Ma et al. arXiv 2502.12340",
+        plants={f"{REFERENCE}.Trainer._inject": flipped_before},
+        scenario=reference(),
+        invariants=("F-TI-006", "F-DP-005"),
+        place={"step": 1, "rank": 1, "shard": 2, "tensor": "hidden1.weight", "element": 0},
+    ),
+    Variant(
+        name="sdc-flip-after",
+        summary="one bit of rank 1's copy flips after the reduction",
+        source="Llama 3 report; Ma et al. arXiv 2502.12340",
+        plants={f"{TEXTBOOK}.apply": flipped_after},
+        scenario=textbook(world_size=3),
+        invariants=("F-DP-001",),
+        place={"step": 1, "rank": 1, "tensor": "hidden2.weight", "element": 5},
+    ),
+    Variant(
+        name="arrival-order",
+        summary="gradients are added worker by worker in place of along the tree",
+        source="classic (parameter server)",
+        plants={
+            f"{TRAINING}.reduction.fold": folded_in_rank_order,
+            f"{TRAINING}.reduction.root": summed_as_they_come,
+        },
+        scenario=reference(num_samples=40, batch_size=40, num_shards=8),
+        invariants=("F-TI-006", "F-DP-005"),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="sum-overflows",
+        summary="gradients near the largest float are summed unscaled and overflow",
+        source="classic (fp16 summation)",
+        plants={f"{TRAINING}.engine.scale_of": no_scale},
+        scenario=reference(faults=(Fault(kind="huge_gradient", step=1, element=0, value="1e38"),)),
+        invariants=("F-DP-003",),
+        place={"step": 1, "rank": 0},
+    ),
+)

@@ -1,0 +1,75 @@
+"""Bugs in what the ranks start from."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from entrenar_py.mutants import Variant
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import textbook_replica
+from entrenar_py.systems.textbook_replica import Replica, Setup
+
+from .subjects import REPLICA, textbook
+
+_build_replica, _broadcast = textbook_replica.build_replica, textbook_replica.broadcast
+
+
+def seeded_by_rank(scenario: Scenario, rank: int) -> np.random.Generator:
+    """A stream of initial weights for every rank."""
+    return scenario.rng("initial", rank)
+
+
+def not_broadcast(replicas: list[Replica]) -> None:
+    """Every rank keeps what it drew."""
+
+
+def own_adapter(setup: Setup, rank: int) -> Replica:
+    """Injects the adapters after the broadcast, drawn from the rank's own stream."""
+    replica = _build_replica(setup, rank)
+    rng = setup.scenario.rng("adapter", rank)
+    for name, tensor in replica.tensors.items():
+        if name.endswith("lora_a"):
+            drawn = rng.uniform(-0.3, 0.3, tuple(tensor.shape)).astype(np.float32)
+            tensor.data.copy_(torch.from_numpy(drawn))
+    return replica
+
+
+def base_broadcast(replicas: list[Replica]) -> None:
+    """Broadcasts what was there before the adapters."""
+    base = [
+        Replica(**{**vars(replica), "tensors": _without_adapters(replica)}) for replica in replicas
+    ]
+    _broadcast(base)
+
+
+def _without_adapters(replica: Replica) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in replica.tensors.items() if "lora" not in name}
+
+
+VARIANTS = (
+    Variant(
+        name="init-rankseed",
+        summary="weights are drawn from a seed per rank and never broadcast",
+        source="detr #544, litgpt #269",
+        plants={
+            f"{REPLICA}.initial_rng": seeded_by_rank,
+            f"{REPLICA}.broadcast": not_broadcast,
+        },
+        scenario=textbook(),
+        invariants=("F-DP-001", "F-TI-005"),
+        place={"step": -1, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="lora-rankinit",
+        summary="adapters are injected after the broadcast, drawn differently on each rank",
+        source="Megatron-Bridge #5396",
+        plants={
+            f"{REPLICA}.build_replica": own_adapter,
+            f"{REPLICA}.broadcast": base_broadcast,
+        },
+        scenario=textbook(workload="decoder", num_steps=2),
+        invariants=("F-DP-001", "F-TI-005"),
+        place={"step": -1, "rank": 1, "tensor": "blocks.0.attention.q.lora_a"},
+    ),
+)

@@ -1,0 +1,207 @@
+"""Bugs that let a NaN or an infinity through, or stop without saying where it came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.systems import reference as coordinator
+from entrenar_py.systems import textbook as trainer
+from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.training import engine, reduction, sharding
+from entrenar_py.training.tensors import Array
+
+from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
+
+_all_reduce, _apply = trainer.all_reduce, trainer.apply
+_inject, _guard = coordinator.Trainer._inject, coordinator.Trainer._guard
+_apply_all = coordinator.Trainer._apply
+
+
+def nobody(shards: Sequence[trace.Shard]) -> trace.Shard | None:
+    """Finds no culprit."""
+    return None
+
+
+def filtered_loss(shards: Sequence[trace.Shard], weight: float) -> float:
+    """Logs the mean of the finite losses."""
+    return sum(shard.loss_sum for shard in shards if math.isfinite(shard.loss_sum)) / weight
+
+
+def reduce_the_finite(setup: Setup, replicas: list[Replica]) -> None:
+    """Ranks that found an infinity keep theirs and leave the reduction to the others."""
+    _all_reduce(setup, [r for r in replicas if trainer.gradients_finite(setup, r)])
+
+
+def skip_if_mine(setup: Setup, replica: Replica, step: int, loss: float, weight: float) -> None:
+    """Every rank decides by its own gradient whether to skip the step."""
+    if trainer.gradients_finite(setup, replica):
+        _apply(setup, replica, step, loss, weight)
+
+
+def nan_to_num(
+    self: coordinator.Trainer,
+    vector: Array,
+    loss: float,
+    worker: coordinator.Worker,
+    step: int,
+    shard: int,
+    count: int,
+) -> float:
+    """Cleans the gradient before anyone looks at it."""
+    loss = _inject(self, vector, loss, worker, step, shard, count)
+    np.nan_to_num(vector, copy=False)
+    return loss
+
+
+def nan_alone(vector: Array) -> int | None:
+    """The position of the first NaN; infinities pass."""
+    places = np.flatnonzero(np.isnan(vector))
+    return int(places[0]) if places.size else None
+
+
+def nameless(
+    self: coordinator.Trainer,
+    leaf: reduction.Node,
+    worker: coordinator.Worker,
+    step: int,
+    shard: int,
+    ids: sharding.Ids,
+) -> trace.Halt | None:
+    """Halts after the reduction, when the culprit is no longer known."""
+    halt = _guard(self, leaf, worker, step, shard, ids)
+    return halt and trace.Halt(step=step, reason="non-finite gradient after the reduction")
+
+
+def unguarded(
+    self: coordinator.Trainer,
+    leaf: reduction.Node,
+    worker: coordinator.Worker,
+    step: int,
+    shard: int,
+    ids: sharding.Ids,
+) -> trace.Halt | None:
+    """Looks at nothing."""
+    return None
+
+
+def skip_in_silence(self: coordinator.Trainer, step: int, total: reduction.Node) -> None:
+    """Leaves out a step that is not finite, and goes on."""
+    if engine.non_finite(total.vector) is None:
+        _apply_all(self, step, total)
+
+
+def clamped(gradient: torch.Tensor, value: float) -> torch.Tensor:
+    """`gradient` with NaN and infinities replaced."""
+    return torch.nan_to_num(gradient, nan=0.0, posinf=value, neginf=-value)
+
+
+def clean_then_reduce(setup: Setup, replicas: list[Replica]) -> None:
+    """Replaces non-finite elements on their way into the reduction."""
+    for replica in replicas:
+        for name in setup.trainable:
+            gradient = trainer.gradient_of(replica, name)
+            replica.tensors[name].grad = clamped(gradient, 1.0)
+    _all_reduce(setup, replicas)
+
+
+_NAN = Fault(kind="non_finite_gradient", step=2, rank=1, shard=2, element=3, value="nan")
+_INF = Fault(kind="non_finite_gradient", step=2, rank=1, shard=2, element=3, value="inf")
+_TEXTBOOK_INF = Fault(kind="non_finite_gradient", step=1, rank=1, value="inf")
+_CULPRIT = {"step": 2, "rank": 1, "shard": 2}
+
+VARIANTS = (
+    Variant(
+        name="nan-logfilter",
+        summary="a NaN loss is filtered out of the log and the step taken",
+        source="transformers #13619, trl #6702",
+        plants={
+            f"{TEXTBOOK}.non_finite_shard": nobody,
+            f"{TEXTBOOK}.reported_loss": filtered_loss,
+        },
+        scenario=textbook(
+            faults=(Fault(kind="non_finite_loss", step=2, rank=1, value="nan"),), num_steps=4
+        ),
+        invariants=("F-DP-003",),
+        place={"step": 2, "rank": 1, "shard": 1},
+    ),
+    Variant(
+        name="inf-one-rank",
+        summary="the rank that overflowed skips the step, the others take it",
+        source="pytorch #115710",
+        plants={
+            f"{TEXTBOOK}.non_finite_shard": nobody,
+            f"{TEXTBOOK}.all_reduce": reduce_the_finite,
+            f"{TEXTBOOK}.apply": skip_if_mine,
+        },
+        scenario=textbook(faults=(_TEXTBOOK_INF,), world_size=3),
+        invariants=("F-DP-003", "F-DP-001"),
+        place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="inf-cleaned",
+        summary="infinities are replaced by large numbers on their way into the sum",
+        source="classic (nan_to_num)",
+        plants={
+            f"{TEXTBOOK}.non_finite_shard": nobody,
+            f"{TEXTBOOK}.all_reduce": clean_then_reduce,
+        },
+        scenario=textbook(faults=(_TEXTBOOK_INF,)),
+        invariants=("F-DP-003",),
+        place={"step": 1, "rank": 1, "shard": 1},
+    ),
+    Variant(
+        name="nan-to-num",
+        summary="nan_to_num in front of the guard, so that every shard looks finite",
+        source="classic (nan_to_num)",
+        plants={f"{REFERENCE}.Trainer._inject": nan_to_num},
+        scenario=reference(faults=(_NAN,)),
+        invariants=("F-DP-003",),
+        place=_CULPRIT,
+    ),
+    Variant(
+        name="isnan-for-isfinite",
+        summary="the guard asks for NaN and lets infinities pass",
+        source="classic",
+        plants={f"{TRAINING}.engine.non_finite": nan_alone},
+        scenario=reference(faults=(_INF,)),
+        invariants=("F-DP-003",),
+        place=_CULPRIT,
+    ),
+    Variant(
+        name="nan-after-reduce",
+        summary="the guard looks after the reduction and can't name the culprit",
+        source="Megatron-LM d66807759c",
+        plants={f"{REFERENCE}.Trainer._guard": nameless},
+        scenario=reference(faults=(_NAN,)),
+        invariants=("F-DP-003",),
+        place=_CULPRIT,
+    ),
+    Variant(
+        name="guard-missing",
+        summary="nobody looks, and the NaN reaches every weight",
+        source="classic",
+        plants={f"{REFERENCE}.Trainer._guard": unguarded},
+        scenario=reference(faults=(_NAN,)),
+        invariants=("F-DP-003",),
+        place=_CULPRIT,
+    ),
+    Variant(
+        name="non-finite-skipped",
+        summary="a step that is not finite is left out in silence and training goes on",
+        source="classic (loss scaler)",
+        plants={
+            f"{REFERENCE}.Trainer._guard": unguarded,
+            f"{REFERENCE}.Trainer._apply": skip_in_silence,
+        },
+        scenario=reference(faults=(_NAN,)),
+        invariants=("F-DP-003",),
+        place=_CULPRIT,
+    ),
+)

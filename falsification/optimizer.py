@@ -1,0 +1,213 @@
+"""Bugs in the optimizer step: what it holds, what it moves, in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from entrenar_py.mutants import Variant
+from entrenar_py.systems import textbook_replica
+from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.training import optimizer, workload
+from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+
+from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
+
+_build_optimizer = textbook_replica.build_optimizer
+_step = optimizer.step
+_loss_sum = workload.DigitClassifier.loss_sum
+
+
+def of_orphans(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
+    """An optimizer that holds the tensors as they were before the model was wrapped."""
+    orphans = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return _build_optimizer(setup, orphans)
+
+
+def returned_early(replica: Replica) -> None:
+    """Takes the way of a step that overflowed, on every step."""
+    replica.optimizer.zero_grad()
+    replica.optimizer.step()
+
+
+def probed(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
+    """Allocates the optimizer's state by a step with zero gradients, which decays the weights."""
+    built = _build_optimizer(setup, tensors)
+    for name in setup.trainable:
+        tensors[name].grad = torch.zeros_like(tensors[name])
+    built.step()
+    return built
+
+
+def groups_swapped(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
+    """Decays the biases and leaves the weights."""
+    built = _build_optimizer(setup, tensors)
+    first, second = built.param_groups
+    first["weight_decay"], second["weight_decay"] = second["weight_decay"], first["weight_decay"]
+    return built
+
+
+def stepped_twice(replica: Replica) -> None:
+    """A second step after the one that a hook has made already."""
+    replica.optimizer.step()
+    replica.optimizer.step()
+
+
+def decay_everything(replica: Replica) -> None:
+    """Decays the frozen tensors too."""
+    replica.optimizer.step()
+    for tensor in replica.tensors.values():
+        if not tensor.requires_grad:
+            tensor.mul_(0.999)
+
+
+def rounded_to_bfloat16(replica: Replica) -> None:
+    """Master weights in half precision: what is less than half an ulp vanishes."""
+    replica.optimizer.step()
+    for tensor in replica.tensors.values():
+        tensor.data.copy_(tensor.bfloat16().float())
+
+
+def into_a_copy(replica: Replica) -> None:
+    """The kernel updates a contiguous copy of the second layer's weight, which is thrown away."""
+    kept = replica.tensors["hidden2.weight"].detach().clone()
+    replica.optimizer.step()
+    replica.tensors["hidden2.weight"].data.copy_(kept)
+
+
+def detached(
+    self: workload.DigitClassifier,
+    tensors: Mapping[str, Tensor],
+    ids: Sequence[int],
+    *,
+    linear: LinearFunction,
+    drop: DropFunction,
+) -> Tensor:
+    """The second layer's bias is read outside the graph."""
+    read = {**tensors, "hidden2.bias": tensors["hidden2.bias"].detach()}
+    return _loss_sum(self, read, ids, linear=linear, drop=drop)
+
+
+def without_bias_correction(
+    rule: optimizer.Rule, weights: Array, gradient: Array, state: optimizer.State, rate: float
+) -> None:
+    """Adam whose count of steps never grows: every step is corrected as if it were the first."""
+    state["count"][:] = 0
+    _step(rule, weights, gradient, state, rate)
+
+
+def decay_in_gradient(
+    rule: optimizer.Rule, weights: Array, gradient: Array, state: optimizer.State, rate: float
+) -> None:
+    """Adam with the L2 term in the gradient where AdamW decays the weights."""
+    assert rule.decayed is not None
+    coupled = gradient + rule.weight_decay * rule.decayed * weights
+    _step(optimizer.Rule(rule.kind, 0.0, None), weights, coupled, state, rate)
+
+
+# Liveness is decided after three steps: step 2 is the first at which a tensor can be called dead.
+_DEAD_STEP = 2
+
+VARIANTS = (
+    Variant(
+        name="opt-stale",
+        summary="the optimizer holds the tensors from before the model was wrapped",
+        source="accelerate #2665",
+        plants={f"{REPLICA}.build_optimizer": of_orphans},
+        scenario=textbook(),
+        invariants=("F-TI-004",),
+        place={"step": _DEAD_STEP, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="step-return",
+        summary="the optimizer step returns early every time",
+        source="DeepSpeed #7645",
+        plants={f"{TEXTBOOK}.optimizer_step": returned_early},
+        scenario=textbook(workload="linear"),
+        invariants=("F-TI-004",),
+        place={"step": _DEAD_STEP, "rank": 0, "tensor": "weight"},
+    ),
+    Variant(
+        name="mm-noncontig",
+        summary="the update of a non-contiguous weight lands in a copy",
+        source="pytorch #118115",
+        plants={f"{TEXTBOOK}.optimizer_step": into_a_copy},
+        scenario=textbook(optimizer="adamw", learning_rate=0.01),
+        invariants=("F-TI-004",),
+        place={"step": _DEAD_STEP, "rank": 0, "tensor": "hidden2.weight"},
+    ),
+    Variant(
+        name="detached",
+        summary="a tensor is read outside the graph and never gets a gradient",
+        source="classic",
+        plants={f"{TRAINING}.workload.DigitClassifier.loss_sum": detached},
+        scenario=textbook(),
+        invariants=("F-TI-004",),
+        place={"step": _DEAD_STEP, "rank": 0, "tensor": "hidden2.bias"},
+    ),
+    Variant(
+        name="master-half",
+        summary="master weights in bfloat16 swallow small updates",
+        source="Lightning #21586",
+        plants={f"{TEXTBOOK}.optimizer_step": rounded_to_bfloat16},
+        scenario=textbook(workload="linear", learning_rate=1e-5),
+        invariants=("F-DP-005",),
+        place={"step": 0, "rank": 0, "tensor": "weight"},
+    ),
+    Variant(
+        name="frozen-decayed",
+        summary="weight decay reaches the frozen base of an adapter",
+        source="classic (decay without gradient)",
+        plants={f"{TEXTBOOK}.optimizer_step": decay_everything},
+        scenario=textbook(workload="decoder", num_steps=2),
+        invariants=("F-TI-004",),
+        place={"step": 0, "rank": 0, "tensor": "embedding"},
+    ),
+    Variant(
+        name="state-probe",
+        summary="a step with zero gradients, made to allocate state, decays the weights",
+        source="Megatron-LM #5976",
+        plants={f"{REPLICA}.build_optimizer": probed},
+        scenario=textbook(optimizer="momentum", weight_decay=0.1),
+        invariants=("F-DP-005",),
+        place={"step": -1, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="decay-wrong-group",
+        summary="weight decay lands on the biases in place of the weights",
+        source="classic (parameter groups)",
+        plants={f"{REPLICA}.build_optimizer": groups_swapped},
+        scenario=textbook(weight_decay=0.1),
+        invariants=("F-DP-005",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="step-twice",
+        summary="the loop steps after a hook has stepped already",
+        source="classic (parameter server)",
+        plants={f"{TEXTBOOK}.optimizer_step": stepped_twice},
+        scenario=textbook(),
+        invariants=("F-TI-008", "F-DP-005"),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="bias-correction-stuck",
+        summary="Adam's count of steps never grows, so every step is corrected like the first",
+        source="nanotron 4cc62ae8",
+        plants={f"{TRAINING}.optimizer.step": without_bias_correction},
+        scenario=reference(optimizer="adamw", learning_rate=0.01),
+        invariants=("F-TI-008",),
+        place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="adam-l2",
+        summary="weight decay goes into Adam's gradient and through its moments",
+        source="Loshchilov and Hutter, arXiv 1711.05101",
+        plants={f"{TRAINING}.optimizer.step": decay_in_gradient},
+        scenario=reference(optimizer="adamw", learning_rate=0.01, weight_decay=0.1),
+        invariants=("F-TI-008",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+)

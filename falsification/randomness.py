@@ -1,0 +1,119 @@
+"""Bugs in random streams: keyed by the wrong thing, or by nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from entrenar_py.mutants import Variant
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import textbook_replica
+from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.training import sharding
+
+from .subjects import REPLICA, reference, textbook
+
+_rng, _build_replica = Scenario.rng, textbook_replica.build_replica
+_RNG = "entrenar_py.scenario.Scenario.rng"
+
+# One generator for the whole process, as a trainer has it that never seeds.
+_process = np.random.default_rng(0)
+
+
+def keyed_by_rank(self: Scenario, *stream: str | int) -> np.random.Generator:
+    """Dropout keyed by the rank and the shard's place in the rank's own run."""
+    if stream[0] != "dropout":
+        return _rng(self, *stream)
+    _, step, shard = stream
+    runs = sharding.runs(range(self.num_shards), range(self.world_size))
+    rank, run = next((rank, run) for rank, run in runs.items() if shard in run)
+    return _rng(self, "dropout", step, rank, run.index(int(shard)))
+
+
+def same_for_all_shards(self: Scenario, *stream: str | int) -> np.random.Generator:
+    """Dropout keyed by the step alone."""
+    return _rng(self, *stream[:2]) if stream[0] == "dropout" else _rng(self, *stream)
+
+
+def same_every_step(self: Scenario, *stream: str | int) -> np.random.Generator:
+    """Dropout keyed by the shard alone."""
+    if stream[0] != "dropout":
+        return _rng(self, *stream)
+    return _rng(self, "dropout", stream[-1])
+
+
+def unseeded_order(self: Scenario, *stream: str | int) -> np.random.Generator:
+    """The order of the data from a generator that goes on from run to run."""
+    return _process if stream[0] == "order" else _rng(self, *stream)
+
+
+def entropy(self: Scenario, *stream: str | int) -> np.random.Generator:
+    """Dropout from the operating system's entropy."""
+    return np.random.default_rng() if stream[0] == "dropout" else _rng(self, *stream)
+
+
+def one_stream(setup: Setup, rank: int) -> Replica:
+    """Every rank draws its masks from the stream of rank 0."""
+    replica = _build_replica(setup, rank)
+    replica.rng = setup.scenario.rng("dropout", 0)
+    return replica
+
+
+_DROPPING = reference(dropout=0.2)
+
+VARIANTS = (
+    Variant(
+        name="dropout-by-rank",
+        summary="masks are keyed by rank, so they depend on the number of workers",
+        source="classic",
+        plants={_RNG: keyed_by_rank},
+        scenario=_DROPPING,
+        invariants=("F-TI-005", "F-TI-006"),
+        # Shards 0 and 1 are the first two of worker 0 on 3 workers as on 1; shard 2 is not.
+        place={"step": 0, "rank": 1, "shard": 2},
+    ),
+    Variant(
+        name="dropout-same-shards",
+        summary="all shards of a step share one mask",
+        source="classic (one seed for all ranks)",
+        plants={_RNG: same_for_all_shards},
+        scenario=_DROPPING,
+        invariants=("F-TI-005",),
+        place={"step": 0, "rank": 0, "shard": 1},
+    ),
+    Variant(
+        name="dropout-same-steps",
+        summary="the generator is seeded anew in every step",
+        source="classic (seed inside the loop)",
+        plants={_RNG: same_every_step},
+        scenario=_DROPPING,
+        invariants=("F-TI-005",),
+        place={"step": 1, "rank": 0, "shard": 0},
+    ),
+    Variant(
+        name="dropout-same-ranks",
+        summary="all ranks draw from one seed and drop the same units",
+        source="classic (one seed for all ranks)",
+        plants={f"{REPLICA}.build_replica": one_stream},
+        scenario=textbook(dropout=0.2),
+        invariants=("F-TI-005",),
+        place={"step": 0, "rank": 1, "shard": 1},
+    ),
+    Variant(
+        name="unseeded-order",
+        summary="the data is shuffled by a process-wide generator that no run seeds",
+        source="classic",
+        plants={_RNG: unseeded_order},
+        scenario=reference(),
+        invariants=("F-TI-007",),
+        place={"step": 0, "rank": 0, "shard": 0},
+    ),
+    Variant(
+        name="dropout-entropy",
+        summary="masks come from the operating system's entropy",
+        source="classic",
+        plants={_RNG: entropy},
+        scenario=_DROPPING,
+        invariants=("F-TI-007",),
+        place={"step": 0, "rank": 0, "shard": 0},
+    ),
+)

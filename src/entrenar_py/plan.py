@@ -1,0 +1,170 @@
+"""What will be tried on each clause: decided, and found possible, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from entrenar_py import checks, counterexamples, mutants, scenario
+from entrenar_py.backends import BACKENDS
+from entrenar_py.checks import Check
+from entrenar_py.contract import Contract, Invariant
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import SYSTEMS
+from entrenar_py.verdict import Finding, inconclusive
+
+# Systems that train; the others probe one thing, whatever trainer is asked for.
+TRAINERS = ("reference", "textbook")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a person asked for on the command line, beside the contract.
+
+    `world_sizes` and `backends` are empty where the contract's own count. `seed` is added to every
+    scenario's. `timeout_s` bounds the whole run; what it leaves out is inconclusive. Raises
+    UsageError for an unknown system or backend.
+    """
+
+    system: str = "reference"
+    world_sizes: tuple[int, ...] = ()
+    backends: tuple[str, ...] = ()
+    seed: int = 0
+    num_examples: int = 20
+    timeout_s: float | None = None
+    trace_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.system not in TRAINERS:
+            raise UsageError(f"system={self.system!r}: allowed are {', '.join(TRAINERS)}")
+        for backend in self.backends:
+            if backend not in BACKENDS:
+                raise UsageError(f"backend={backend!r}: allowed are {', '.join(BACKENDS)}")
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Scenario fields that neither exploring nor shrinking may change."""
+        return ("world_size",) if self.world_sizes else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One clause and what will be tried on it: what broke it before, then what it asks for.
+
+    `check` is None where none covers the clause; nothing is tried then.
+    """
+
+    invariant: Invariant
+    check: Check | None
+    known: tuple[Scenario, ...] = ()
+    planned: tuple[Scenario, ...] = ()
+
+    @property
+    def scenarios(self) -> list[Scenario]:
+        """All of them, each once."""
+        return list(dict.fromkeys((*self.known, *self.planned)))
+
+    def untried(self) -> Finding:
+        """The finding when nothing was compared: INCONCLUSIVE, with the reason."""
+        clause, why = self.invariant, "no run of it was seen"
+        if self.check is None:
+            why = f"check={clause.check!r} is unknown" if clause.check else "no check covers it"
+        return inconclusive(clause.id, f"{clause.position}: {why}: nothing was compared")
+
+
+def select(
+    contract: Contract,
+    *,
+    only: Collection[str] = (),
+    exclude: Collection[str] = (),
+    severities: Collection[str] = (),
+) -> list[Invariant]:
+    """The clauses that `only`, `exclude` and `severities` leave; UsageError for an unknown id."""
+    ids = [invariant.id for invariant in contract.invariants]
+    for wanted in (*only, *exclude):
+        if wanted not in ids:
+            raise UsageError(f"id {wanted!r} is not in {contract.name}: it has {', '.join(ids)}")
+    return [
+        invariant
+        for invariant in contract.invariants
+        if (not only or invariant.id in only)
+        and invariant.id not in exclude
+        and (not severities or invariant.severity in severities)
+    ]
+
+
+def tasks(invariants: Sequence[Invariant], plan: Plan) -> list[Task]:
+    """What `plan` makes of each clause; UsageError, naming the place, if that can't be run."""
+    return [_task(invariant, plan) for invariant in invariants]
+
+
+def is_trainer(system: str) -> bool:
+    """Whether runs of `system` are training runs; a system that is not ours is taken for one."""
+    return system in TRAINERS or system not in SYSTEMS
+
+
+def require_known(one: Scenario, where: str) -> None:
+    """Returns if a scenario's system, backends and mutant exist; UsageError if one does not."""
+    _require("system", one.system, SYSTEMS, where)
+    for backend in one.backends:
+        _require("backend", backend, BACKENDS, where)
+    if one.mutant is not None:
+        _require("mutant", one.mutant, mutants.catalogue(), where)
+
+
+def _require(what: str, name: str, allowed: Collection[str], where: str) -> None:
+    if name not in allowed:
+        raise UsageError(f"{where}: {what}={name!r}: allowed are {', '.join(allowed)}")
+
+
+def _task(invariant: Invariant, plan: Plan) -> Task:
+    check = checks.bind(invariant)
+    if check is None:
+        return Task(invariant=invariant, check=None)
+    where = f"{invariant.position}: clause {invariant.id}"
+    try:
+        wanted = [changed for one in _own(invariant, check) for changed in _adapted(one, plan)]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    for one in wanted:
+        require_known(one, where)
+    known = []
+    for path, saved in counterexamples.known(invariant.id):
+        if _fits(saved.scenario, plan):
+            require_known(saved.scenario, str(path))
+            known.append(saved.scenario)
+    planned = tuple(dict.fromkeys(wanted))
+    return Task(invariant=invariant, check=check, known=tuple(known), planned=planned)
+
+
+def _own(invariant: Invariant, check: Check) -> Iterator[Scenario]:
+    """The scenarios that the clause brings, or else its check's."""
+    if not invariant.scenarios:
+        yield from check.plan(invariant)
+    defaults = {"system": "reference", "workload": "linear", "world_size": 3, "seed": 0}
+    for record in invariant.scenarios:
+        yield from scenario.expand(record, **defaults)
+
+
+def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
+    one = one.with_(seed=one.seed + plan.seed)
+    if one.system not in TRAINERS:
+        yield one
+        return
+    one = one.with_(system=plan.system, backends=plan.backends or one.backends)
+    for world_size in plan.world_sizes or (one.world_size,):
+        # Shards grow with the workers, but not past the samples: then too many workers are refused.
+        shards = max(one.num_shards, min(world_size, one.num_samples))
+        faults = tuple(fault for fault in one.faults if (fault.rank or 0) < world_size)
+        yield one.with_(world_size=world_size, num_shards=shards, faults=faults)
+
+
+def _fits(saved: Scenario, plan: Plan) -> bool:
+    """Whether a saved counterexample is of the trainer, sizes and devices that are asked for."""
+    return saved.system not in TRAINERS or (
+        saved.system == plan.system
+        and (not plan.world_sizes or saved.world_size in plan.world_sizes)
+        and (not plan.backends or saved.backends == plan.backends)
+    )

@@ -1,0 +1,216 @@
+"""One call of `entrenar-check`: everything checked that a person can get wrong, then done.
+
+Decides which of the harness's functions a command line means, and what its report says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from entrenar_py import (
+    backends,
+    checks,
+    console,
+    contract,
+    counterexamples,
+    falsify,
+    kill_matrix,
+    plan,
+    shipped,
+    stored,
+)
+from entrenar_py.contract import Contract, Invariant
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.options import PROG
+from entrenar_py.reports import evidence, json_format, junit, output_file, terminal
+from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What gives the entries of a report, and what the report says about where they come from.
+
+    `environment` is asked for after the entries: only then is it known which devices were opened.
+    """
+
+    entries: Callable[[falsify.Progress], Iterable[Entry]]
+    environment: Callable[[], Mapping[str, Any]]
+    system: str
+    seed: int
+
+
+def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
+    """What is left to do, and then gives the exit code, once everything was looked at.
+
+    Raises ContractError and UsageError; what goes wrong later is the harness's own failure.
+    """
+    output = console.standard_output(color=not options.no_color)
+    if options.mode == "mutants":
+        return partial(kill_matrix.show, output)
+    loaded = _load(options)
+    if options.mode == "validate":
+        return partial(_validated, loaded, output)
+    selected = plan.select(
+        loaded, only=options.only, exclude=options.exclude, severities=options.severity
+    )
+    if options.mode == "list":
+        return partial(_list, selected, output)
+    for path, option in ((options.json, "--json"), (options.junit, "--junit")):
+        if path is not None:
+            output_file.require_writable(path, option)
+    if options.mode == "replay":
+        work = _replaying(options, loaded)
+    elif options.mode == "judge":
+        work = _judging(options, selected)
+    else:
+        work = _falsifying(options, selected)
+    _make_trace_folder(options.trace_dir)
+    return partial(_report, options, shlex.join((PROG, *arguments)), loaded, work, output)
+
+
+def _load(options: argparse.Namespace) -> Contract:
+    if options.contract is None:
+        names = ", ".join(path.name for path in shipped.shipped_contracts())
+        raise UsageError(f"--contract FILE is missing; shipped are {names}")
+    loaded = contract.load(
+        shipped.contract_path(options.contract),
+        covers=lambda invariant: checks.bind(invariant) is not None,
+        strict=options.strict,
+    )
+    for warning in loaded.warnings:
+        print(warning, file=sys.stderr)
+    return loaded
+
+
+def _validated(loaded: Contract, output: Console) -> int:
+    output.print(f"{loaded.name}: valid, {len(loaded.invariants)} invariants", soft_wrap=True)
+    return 0
+
+
+def _list(selected: Sequence[Invariant], output: Console) -> int:
+    """Prints one line per invariant, in columns; no line is wrapped."""
+    rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
+    for clause in selected:
+        check = checks.bind(clause)
+        place = f"{clause.position.file}:{clause.position.line}"
+        cells = (clause.id, clause.name, clause.severity, check.name if check else "none", place)
+        rows.append(tuple(map(evidence.one_line, cells)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        output.print("  ".join(padded).rstrip(), soft_wrap=True)
+    return 0 if selected else EXIT_NOTHING_SELECTED
+
+
+def _make_trace_folder(folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--trace-dir {folder}: {error.strerror}; give a folder") from error
+    output_file.require_writable(folder / "trace.jsonl", "--trace-dir")
+
+
+def _plan(options: argparse.Namespace) -> plan.Plan:
+    return plan.Plan(
+        system=options.system,
+        world_sizes=options.world_size,
+        backends=options.backend,
+        seed=options.seed,
+        num_examples=options.examples,
+        timeout_s=options.timeout,
+        trace_folder=options.trace_dir,
+    )
+
+
+def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
+    wish = _plan(options)
+    tasks = plan.tasks(selected, wish)
+    return _Work(
+        entries=lambda show: falsify.falsify(
+            tasks, wish, on_progress=show, stop_early=options.stop_early
+        ),
+        environment=_environment,
+        system=wish.system,
+        seed=wish.seed,
+    )
+
+
+def _replaying(options: argparse.Namespace, loaded: Contract) -> _Work:
+    saved = counterexamples.load(options.replay)
+    plan.require_known(saved.scenario, f"replay file {options.replay}")
+    invariant = plan.select(loaded, only=(saved.invariant,))[0]
+    task = plan.Task(invariant=invariant, check=checks.bind(invariant), known=(saved.scenario,))
+    return _Work(
+        entries=lambda show: [falsify.replay(task, options.replay, trace_folder=options.trace_dir)],
+        environment=_environment,
+        system=saved.scenario.system,
+        seed=saved.scenario.seed,
+    )
+
+
+def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
+    traces = stored.load(options.judge)
+    tasks = plan.tasks(selected, _plan(options))
+    return _Work(
+        entries=lambda show: stored.judge_stored(tasks, traces),
+        environment=partial(stored.environment, traces),
+        system=", ".join(dict.fromkeys(trace.scenario.system for trace in traces)),
+        seed=options.seed,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Versions, and the devices of this machine that can be used."""
+    from entrenar_py.systems import environment  # brings torch
+
+    described = environment.describe()
+    for name in ("cpu", "cuda"):  # wgpu is described if it was opened, which takes its time
+        try:
+            described[name] = backends.open_backend(name).device
+        except BackendUnavailable:
+            described[name] = "none"
+    return described
+
+
+def _report(
+    options: argparse.Namespace, command: str, loaded: Contract, work: _Work, output: Console
+) -> int:
+    """Has the work done, renders what is known of it in every format, and gives the exit code."""
+    started = time.monotonic()
+    entries: list[Entry] = []
+    interrupted = False
+    with terminal.Progress(output) as progress:
+        try:
+            for entry in work.entries(progress.show):
+                entries.append(entry)  # one by one: an interrupt keeps what is known so far
+        except KeyboardInterrupt:
+            interrupted = True
+    report = Report(
+        contract=loaded,
+        contract_given=options.contract,
+        system=work.system,
+        seed=work.seed,
+        entries=tuple(entries),
+        environment=work.environment(),
+        elapsed_s=time.monotonic() - started,
+        interrupted=interrupted,
+        command=command,
+    )
+    terminal.render(report, output, quiet=options.quiet)
+    if options.json is not None:
+        json_format.write(report, options.json)
+    if options.junit is not None:
+        junit.write(report, options.junit, allow_inconclusive=options.allow_inconclusive)
+    return report.exit_code(allow_inconclusive=options.allow_inconclusive)

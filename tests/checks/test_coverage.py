@@ -1,0 +1,137 @@
+"""F-DP-002 on hand-broken traces, and on the ways to share samples that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(workload="linear")
+
+
+def sampled(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:
+    """A run in which `steps[step][rank]` are the ids of a rank, in epochs of all samples."""
+    events: list[Shard | Update] = []
+    drawn = 0
+    for step, by_rank in enumerate(steps):
+        epoch = drawn // subject.num_samples
+        for rank, ids in enumerate(by_rank):
+            drawn += len(ids)
+            events += [
+                Shard(
+                    step=step,
+                    epoch=epoch,
+                    rank=rank,
+                    shard=0,
+                    ids=tuple(ids),
+                    loss_sum=1.0,
+                    weight=float(len(ids)),
+                    finite=True,
+                ),
+                Update(
+                    step=step,
+                    rank=rank,
+                    loss=1.0,
+                    weight=1.0,
+                    learning_rate=0.1,
+                    finite=True,
+                    weights={},
+                ),
+            ]
+    return traces.hand_written(*events, subject=subject)
+
+
+def test_a_sample_drawn_twice_in_a_step() -> None:
+    """Two workers that draw one sample are told apart: the second is named, with the sample."""
+    trace = traces.run(SUBJECT)
+    first = traces.one(trace, Shard, step=1, shard=0)
+    second = traces.one(trace, Shard, step=1, shard=4)
+    at = {"step": 1, "shard": 4}
+    found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=first.ids[:1])]))
+    assert (found.step, found.rank, found.shard) == (1, second.rank, 4)
+    assert found.sample_ids == first.ids[:1]
+
+
+def test_a_sample_drawn_again_later_in_the_epoch() -> None:
+    """The message says where it was drawn first."""
+    trace = traces.run(SUBJECT)
+    early = traces.one(trace, Shard, step=0, shard=0).ids
+    at = {"step": 2, "shard": 0}
+    found = broken(traces.judge("coverage", [altered(trace, Shard, at, ids=early[:1])]))
+    assert (found.step, found.shard, found.sample_ids) == (2, 0, early[:1])
+    assert "first drawn in step 0" in found.message
+
+
+def test_padding_with_duplicates() -> None:
+    """Padding an odd batch with a sample of its own is found."""
+    subject = scenario(workload="linear", num_samples=3, batch_size=3, world_size=2, num_steps=1)
+    found = broken(traces.judge("coverage", [sampled([[[0, 1], [2, 0]]], subject)]))
+    assert (found.step, found.rank, found.sample_ids) == (0, 1, (0,))
+
+
+def test_a_dropped_tail() -> None:
+    """An epoch that ends without its last samples is found in the step that lacks them."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=())
+    found = broken(traces.judge("coverage", [trace]))
+    assert found.step == 2
+    assert (found.expected, found.got) == ("2", "0")
+
+
+def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
+    """A whole step skipped shows when the next epoch begins, with the samples it left out."""
+    trace = traces.run(SUBJECT)
+    missed = {i for s in trace.of(Shard) if s.step == 2 for i in s.ids}
+    found = broken(traces.judge("coverage", [without(trace, Shard, step=2)]))
+    assert found.step == 2
+    assert set(found.sample_ids) == missed
+
+
+def test_an_id_outside_the_data_set() -> None:
+    """An id that no data set holds is found."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 0, "shard": 1}, ids=(12,))
+    found = broken(traces.judge("coverage", [trace]))
+    assert (found.step, found.shard, found.sample_ids) == (0, 1, (12,))
+
+
+def test_other_batches_with_other_workers() -> None:
+    """The same data must fall into the same steps whatever the number of workers."""
+    subject = scenario(workload="linear", num_samples=4, batch_size=2, num_steps=2, world_size=2)
+    one = sampled([[[0, 1]], [[2, 3]]], subject.with_(world_size=1))
+    other = sampled([[[0], [2]], [[1], [3]]], subject)
+    found = broken(traces.judge("coverage", [other, one]))
+    assert (found.step, found.sample_ids) == (0, (1, 2))
+    assert "1 workers than with 2" in found.message
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([[[0, 2], [1, 3]], [[4], [5]], [[0, 2], [1, 3]]], id="strided"),
+        pytest.param([[[0, 1, 2], [3]], [[4, 5], []], [[0], [1, 2, 3]]], id="uneven"),
+        pytest.param([[[0, 1], [2, 3]], [[4], [5]]], id="one epoch"),
+        pytest.param([[[3, 1], [5, 0]], [[2], [4]], [[5, 4], [3, 0]]], id="shuffled"),
+        pytest.param([[[0, 1], [2, 3]]], id="a short run"),
+    ],
+)
+def test_right_ways_to_share(steps: list[list[list[int]]]) -> None:
+    """Strided, uneven, unshuffled and short: complete and disjoint is enough."""
+    subject = scenario(workload="linear", num_samples=6, batch_size=4, world_size=2)
+    assert traces.judge("coverage", [sampled(steps, subject)]).verdict is Verdict.HELD
+
+
+def test_empty_shards_are_no_alarm() -> None:
+    """More shards than samples leave some empty."""
+    subject = scenario(workload="linear", num_shards=9, num_samples=4, batch_size=3)
+    assert traces.judge("coverage", traces.family("coverage", subject)).verdict is Verdict.HELD
+
+
+def test_steps_that_were_not_committed_do_not_count() -> None:
+    """Shards of a step without an update, as before a halt, are no evidence."""
+    trace = without(traces.run(SUBJECT), Update)
+    assert traces.judge("coverage", [trace]).verdict is Verdict.INCONCLUSIVE

@@ -1,0 +1,218 @@
+"""What several judges read from traces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.checks import traces
+from tests.checks.traces import hand_written, scenario, values
+
+from entrenar_py.checks import evidence
+from entrenar_py.faults import Fault
+from entrenar_py.trace import Shard, TensorRecord, Update, record_tensor
+from entrenar_py.verdict import Counterexample, Tally
+
+FINITE = st.floats(-1e3, 1e3, width=32)
+
+
+def close(expected: dict[str, TensorRecord], got: dict[str, TensorRecord], **bound: Any) -> Tally:
+    """The tally after one `compare_close`, which must have compared."""
+    tally = Tally("F-XX-001")
+    assert evidence.compare_close(tally, expected, got, message="off", **bound)
+    return tally
+
+
+def found(tally: Tally) -> Counterexample:
+    """The counterexample that was kept."""
+    assert tally.broken is not None
+    return tally.broken
+
+
+def update(step: int, rank: int, loss: float = 1.0) -> Update:
+    """An update of which nothing else matters."""
+    return Update(
+        step=step,
+        rank=rank,
+        loss=loss,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights={},
+    )
+
+
+def shard(step: int, number: int, rank: int = 0) -> Shard:
+    """A shard of one sample."""
+    return Shard(
+        step=step,
+        epoch=0,
+        rank=rank,
+        shard=number,
+        ids=(number,),
+        loss_sum=1.0,
+        weight=1.0,
+        finite=True,
+    )
+
+
+def test_failed_runs_are_left_out_with_their_reason() -> None:
+    """What crashed is missing evidence, said once however often it happens."""
+    tally = Tally("F-XX-001")
+    good, bad = traces.run(scenario()), traces.failed(scenario())
+    assert evidence.usable([good, bad, bad], tally) == [good]
+    assert tally.missing == [
+        "reference with 3 workers did not run to an end: RuntimeError: out of luck"
+    ]
+
+
+def test_groups_ignore_what_they_are_told_to() -> None:
+    """Runs that differ in an ignored field, or in detail, share a group; others don't."""
+    subjects = [
+        scenario(),
+        scenario(world_size=2),
+        scenario(detail="values"),
+        scenario(seed=5),
+        scenario(world_size=1, seed=5),
+    ]
+    runs = [hand_written(subject=subject) for subject in subjects]
+    sizes = [len(group) for group in evidence.groups(runs, "world_size")]
+    assert sizes == [3, 2]
+    assert [len(group) for group in evidence.groups(runs)] == [2, 1, 1, 1]
+
+
+def test_a_planted_value_is_no_change_of_membership() -> None:
+    """Where faults are ignored, only who takes part is."""
+    nan = Fault(kind="non_finite_loss", step=1, value="nan")
+    subjects = [
+        scenario(),
+        scenario(faults=(traces.leave(1, 2), traces.join(1, 3))),
+        scenario(faults=(traces.leave(1, 2), nan)),
+    ]
+    runs = [hand_written(subject=subject) for subject in subjects]
+    assert evidence.groups(runs, "faults") == [runs[:2]]
+    assert evidence.groups(runs) == [[run] for run in runs]
+
+
+def test_plain_takes_away_what_disturbs() -> None:
+    """No faults, stops or mutant are left, and the changes are made."""
+    subject = scenario(faults=(traces.leave(1, 2),), stops=(3,), mutant="some")
+    assert evidence.plain(subject, world_size=1) == scenario(world_size=1)
+
+
+def test_of_two_updates_the_last_counts() -> None:
+    """Events that come twice don't confuse: step -> rank -> the last."""
+    trace = hand_written(update(1, 0), update(0, 1), update(0, 0, loss=5.0), update(0, 0, loss=2.0))
+    by_step = list(evidence.ranks_by_step(trace))
+    assert [(step, sorted(by_rank)) for step, by_rank in by_step] == [(0, [0, 1]), (1, [0])]
+    assert evidence.any_rank(by_step[0][1]).loss == 2.0
+
+
+def test_shards_of_committed_steps_in_order() -> None:
+    """Shards come by number; those of a step nobody updated in don't count."""
+    trace = hand_written(shard(0, 2), shard(0, 0, rank=1), shard(0, 1), shard(1, 0), update(0, 0))
+    assert {step: [s.shard for s in part] for step, part in evidence.shards(trace).items()} == {
+        0: [0, 1, 2]
+    }
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "place"),
+    [
+        (values(1, 2, 3), values(1, 2, 4), {"element": 2}),
+        (values(1, 2), values(1, 2, 3), {"expected": "2 elements of float32"}),
+        (values(1, 2), values(1, 2, dtype="float64"), {"got": "2 elements of float64"}),
+        (values(), values(1), {"expected": "0 elements of float32"}),
+        (values(0.0), values(-0.0), {"element": 0, "got": "np.float32(-0.0)"}),
+        (values(1), TensorRecord("other"), {"got": "other"}),
+        (values(1), TensorRecord("edited", values(1).data), {"got": "edited"}),
+        (TensorRecord("empty", ""), TensorRecord("edited", ""), {"got": "edited"}),
+    ],
+)
+def test_the_first_difference(
+    expected: TensorRecord, got: TensorRecord, place: dict[str, object]
+) -> None:
+    """The element where values are known, else sizes, else digests."""
+    tally = Tally("F-XX-001")
+    evidence.compare_exact(tally, {"w": expected}, {"w": got}, "differ", step=1)
+    shown = found(tally)
+    assert shown.tensor == "w"
+    assert {name: getattr(shown, name) for name in place} == place
+
+
+@given(st.lists(FINITE, min_size=1, max_size=6), st.integers(0, 5), st.integers(0, 31))
+def test_any_flipped_bit_is_found(numbers: list[float], at: int, bit: int) -> None:
+    """One flipped bit in one element is found, and names that element."""
+    at %= len(numbers)
+    array = np.array(numbers, np.float32)
+    flipped = array.copy()
+    flipped.view(np.uint32)[at] ^= np.uint32(1 << bit)
+    tally = Tally("F-XX-001")
+    right, wrong = {"w": values(*numbers)}, {"w": record_tensor(flipped, values=True)}
+    evidence.compare_exact(tally, right, wrong, "differ")
+    assert found(tally).element == at
+
+
+def test_equal_tensors_count_and_missing_ones_are_named() -> None:
+    """Each tensor is one comparison; one that only one side holds is a difference."""
+    tally = Tally("F-XX-001")
+    evidence.compare_exact(tally, {"a": values(1), "b": values(2)}, {"a": values(1)}, "differ")
+    assert tally.compared == 2
+    assert found(tally).tensor == "b"
+    evidence.compare_exact(other := Tally("F-XX-001"), {}, {"c": values(1)}, "differ")
+    assert found(other).message == "differ: only got holds c"
+
+
+@given(st.lists(FINITE, min_size=1, max_size=6), st.floats(1e-6, 1e-2), st.booleans())
+def test_the_bound_is_relative_to_the_norm(
+    numbers: list[float], bound: float, within: bool
+) -> None:
+    """A vector scaled by 1 +- bound/2 is close; by 1 +- 2 bound it isn't, unless it is zero."""
+    expected = {"w": values(*numbers, dtype="float64")}
+    factor = 1 + bound * (0.5 if within else 2.0)
+    got = {"w": values(*(number * factor for number in numbers), dtype="float64")}
+    assert (close(expected, got, bound=bound).broken is None) == (within or not any(numbers))
+
+
+def test_the_scale_is_that_of_all_tensors() -> None:
+    """Rounding noise beside a larger tensor is no alarm; the floor adds to the bound."""
+    expected, got = ({"big": values(1.0), "small": values(small)} for small in (1e-9, -1e-9))
+    assert close(expected, got, bound=1e-6).broken is None
+    assert close({"w": values(0.0)}, {"w": values(1e-9)}, bound=1e-3).broken is not None
+    assert close({"w": values(0.0)}, {"w": values(1e-9)}, bound=1e-3, floor=1e-8).broken is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_close(bad: float) -> None:
+    """NaN or inf is a difference, at that element."""
+    tally = close({"w": values(1, 1, 1)}, {"w": values(1, bad, 1)}, bound=1e-3)
+    assert found(tally).element == 1
+
+
+def test_empty_tensors_are_compared_by_shape_alone() -> None:
+    """A tensor without elements hides no other and is no alarm; one that is missing is."""
+    expected = {"none": values(), "w": values(1.0)}
+    assert close(expected, expected, bound=0.0).compared == 1
+    assert found(close(expected, {"none": values()}, bound=1.0)).tensor == "w"
+
+
+def test_unknown_values_are_not_close_and_not_far() -> None:
+    """Digests alone allow no comparison, and none is counted."""
+    tally = Tally("F-XX-001")
+    for pair in (({}, {}), ({"w": values(1)}, {"w": TensorRecord("x")})):
+        assert not evidence.compare_close(tally, *pair, bound=1.0, message="off")
+    assert tally.compared == 0
+    assert evidence.norm_l2({"w": TensorRecord("x")}) is None
+    assert evidence.norm_l2({"v": values(3), "w": values(4)}) == 5.0
+
+
+def test_distinct_keeps_the_first() -> None:
+    """Repeated scenarios run once."""
+    assert evidence.distinct([scenario(), scenario(seed=1), scenario()]) == [
+        scenario(),
+        scenario(seed=1),
+    ]

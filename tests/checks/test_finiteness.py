@@ -1,0 +1,112 @@
+"""F-DP-003 on hand-broken traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
+
+from entrenar_py.faults import Fault
+from entrenar_py.trace import End, Halt, Injected, Saved, Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+
+NAN = Fault(kind="non_finite_gradient", step=2, rank=1, value="nan")
+CALM = scenario()
+POISONED = scenario(faults=(NAN,))
+
+
+def swallowed() -> Trace:
+    """A run that goes on after its NaN: the events of a calm run, and the fault."""
+    calm, fault = traces.run(CALM), traces.run(POISONED).of(Injected)[0]
+    return replace(calm, scenario=POISONED, events=(*calm.events[:-1], fault, End(status="halted")))
+
+
+def test_training_that_goes_on_is_falsified() -> None:
+    """An update in the step of a NaN is found, with the place of the NaN."""
+    found = broken(traces.judge("finiteness", [swallowed()]))
+    assert (found.step, found.rank) == (2, 1)
+    assert "updated in step 2" in found.message
+
+
+def test_a_nan_without_a_halt() -> None:
+    """A run that just stops has not named its culprit."""
+    found = broken(traces.judge("finiteness", [without(traces.run(POISONED), Halt)]))
+    assert (found.step, found.rank) == (2, 1)
+    assert "training went on" in found.message
+
+
+@pytest.mark.parametrize("wrong", [{"step": 1}, {"rank": 0}, {"shard": 4}, {"rank": None}])
+def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
+    """A halt that blames another step, worker or shard is found."""
+    found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, **wrong)]))
+    assert "another place" in found.message
+    assert (found.step, found.rank) == (2, 1)
+
+
+def test_the_halt_names_the_samples() -> None:
+    """The samples of the bad shard are part of the halt."""
+    found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, ids=(99,))]))
+    assert "other samples" in found.message
+    assert found.got == "(99,)"
+
+
+def test_of_several_bad_shards_any_may_be_named() -> None:
+    """A model that overflows everywhere at once halts at whichever shard was seen first."""
+    trace = altered(traces.run(POISONED), Shard, {"step": 2}, finite=False)
+    assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+
+
+def test_no_checkpoint_after_the_value() -> None:
+    """A checkpoint written after a NaN carries it on."""
+    trace = traces.run(POISONED)
+    late = Saved(step=3, rank=0, weights={})
+    found = broken(traces.judge("finiteness", [replace(trace, events=(*trace.events, late))]))
+    assert "checkpoint" in found.message
+
+
+def test_a_halt_without_cause() -> None:
+    """A run with finite shards has no reason to halt; the place it blames is repeated."""
+    calm = traces.run(CALM)
+    halt = Halt(step=3, reason="nerves", rank=2, shard=4, tensor="output.bias")
+    found = broken(traces.judge("finiteness", [replace(calm, events=(halt, *calm.events))]))
+    assert (found.step, found.rank, found.shard, found.tensor) == (3, 2, 4, "output.bias")
+    assert "nerves" in found.message
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"finite": False}, {"loss": math.nan}, {"grad_norm": math.inf}, {"loss": -math.inf}]
+)
+def test_finite_shards_give_finite_updates(wrong: dict[str, float]) -> None:
+    """Finite shards whose sum or step overflows are found, with step and rank."""
+    trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **wrong)
+    found = broken(traces.judge("finiteness", [trace]))
+    assert (found.step, found.rank) == (4, 2)
+
+
+def test_unknown_norms_are_no_alarm() -> None:
+    """A trainer need not reveal its gradient norm."""
+    trace = altered(traces.run(CALM), Update, {}, grad_norm=None)
+    assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
+@pytest.mark.parametrize("system", ["reference", "textbook"])
+def test_halts_at_the_fault_hold(kind: str, system: str) -> None:
+    """Both trainers halt at the fault, also on a worker that has no samples in that step."""
+    fault = Fault(kind=kind, step=2, rank=2, value="inf")
+    trace = traces.run(scenario(system=system, faults=(fault,)))
+    assert trace.of(Injected)
+    assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+
+
+def test_an_unknown_fault_is_no_culprit() -> None:
+    """A fault record without a kind, from a foreign trainer, is left alone."""
+    trace = traces.run(CALM)
+    odd = Injected(fault={"what": "a meteorite"})
+    assert (
+        traces.judge("finiteness", [replace(trace, events=(odd, *trace.events))]).verdict
+        is Verdict.HELD
+    )

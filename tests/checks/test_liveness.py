@@ -1,0 +1,122 @@
+"""F-TI-004 on hand-written traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import broken, scenario, values
+
+from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.verdict import Verdict
+
+
+def moving(
+    weights: Sequence[float],
+    gradients: Sequence[float] | None = None,
+    frozen: Sequence[float] | None = None,
+    learning_rate: float = 0.1,
+) -> Trace:
+    """One worker whose only weight takes the values `weights`, the first before step 0."""
+    frozen = frozen or [5.0] * len(weights)
+    start = Start(
+        step=0,
+        rank=0,
+        weights={"w": values(weights[0]), "e": values(frozen[0])},
+        trainable=("w",),
+        frozen=("e",),
+    )
+    updates = [
+        Update(
+            step=step,
+            rank=0,
+            loss=1.0,
+            weight=1.0,
+            learning_rate=learning_rate,
+            finite=True,
+            weights={"w": values(weight), "e": values(frozen[step + 1])},
+            gradient={} if gradients is None else {"w": values(gradients[step])},
+        )
+        for step, weight in enumerate(weights[1:])
+    ]
+    return traces.hand_written(start, *updates)
+
+
+def test_a_weight_that_never_moves() -> None:
+    """An optimizer that holds other tensors leaves these where they are."""
+    trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    found = broken(traces.judge("liveness", [trace]))
+    assert (found.step, found.rank, found.tensor) == (2, 0, "w")
+    assert found.got == values(1).digest
+
+
+def test_a_gradient_that_has_no_effect() -> None:
+    """A weight kept in bfloat16 rests under updates that float32 would show."""
+    trace = moving([1, 1, 1, 1], gradients=[0.0, 1e-3, 0.0])
+    assert broken(traces.judge("liveness", [trace])).tensor == "w"
+
+
+def test_a_frozen_tensor_that_moves() -> None:
+    """Weight decay on a frozen tensor is found in the step in which it moves."""
+    found = broken(traces.judge("liveness", [moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])]))
+    assert (found.step, found.rank, found.tensor, found.element) == (1, 0, "e", 0)
+    assert "frozen" in found.message
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param(moving([1, 1, 1, 2]), id="rests for two steps, like LoRA's A"),
+        pytest.param(moving([1, 1, 1, 1], gradients=[0, 1e-7, 0]), id="below half an ulp"),
+        pytest.param(moving([1, 1, 1]), id="too short a run"),
+        pytest.param(moving([1, 1, 1, 1, 1], learning_rate=0.0), id="learning rate zero"),
+    ],
+)
+def test_a_tensor_may_rest(trace: Trace) -> None:
+    """What has no reason to move is no alarm."""
+    assert traces.judge("liveness", [trace]).verdict is not Verdict.FALSIFIED
+
+
+def test_a_tensor_without_gradient() -> None:
+    """A tensor read outside the graph has no gradient at all; only dropout explains that."""
+    trace = moving([1, 1, 1, 1], gradients=[0, 0, 0])
+    assert broken(traces.judge("liveness", [trace])).tensor == "w"
+    dropped = replace(trace, scenario=scenario(dropout=0.5))
+    assert traces.judge("liveness", [dropped]).verdict is not Verdict.FALSIFIED
+
+
+def test_clipping_shortens_what_must_move() -> None:
+    """A gradient clipped to below half an ulp may leave its weight at rest."""
+    trace = moving([1, 1, 1, 1], gradients=[1e-3] * 3)
+    clipped = traces.altered(trace, Update, {}, grad_norm=1e3, applied_norm=1e-2)
+    assert traces.judge("liveness", [clipped]).verdict is not Verdict.FALSIFIED
+
+
+def test_a_gradient_that_was_not_recorded() -> None:
+    """Without the gradient of a tensor at rest nothing is known, and the reason says what to do."""
+    finding = traces.judge("liveness", [moving([1, 1, 1, 1])])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "detail: values" in finding.reason
+
+
+def test_weights_that_were_not_recorded() -> None:
+    """A declared tensor of which nothing is known is missed, not blamed."""
+    trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
+    finding = traces.judge("liveness", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason == "the weights of w on rank 0 were not recorded"
+
+
+def test_updates_without_a_start() -> None:
+    """Without a start nothing was declared trainable or frozen."""
+    finding = traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+def test_adapters_of_the_decoder_hold() -> None:
+    """LoRA's A rests in step 0, while B is still zero, and its frozen weights always."""
+    subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
+    finding = traces.judge("liveness", [traces.run(subject)])
+    assert finding.verdict is Verdict.HELD

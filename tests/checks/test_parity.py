@@ -1,0 +1,209 @@
+"""F-DP-005 on hand-broken traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
+
+from entrenar_py.checks import parity
+from entrenar_py.faults import Fault
+from entrenar_py.trace import Tensors, Trace, Update, record_tensor
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(detail="values")
+LONG = scenario(workload="linear", num_steps=102, learning_rate=0.001)
+
+
+def family(subject: Trace | None = None) -> list[Trace]:
+    """The traces of SUBJECT's family, its own replaced by `subject`."""
+    own, *others = traces.family("parity", SUBJECT)
+    return [subject or own, *others]
+
+
+def scaled(tensors: Tensors, factor: float) -> Tensors:
+    """All tensors times `factor`."""
+    return {
+        name: record_tensor((value * np.float32(factor)).astype(np.float32), values=True)
+        for name, record in tensors.items()
+        if (value := record.values()) is not None
+    }
+
+
+def with_gradient(step: int, factor: float) -> Trace:
+    """SUBJECT's run, without the promise of bits, one step's gradient times `factor`."""
+    trace = replace(traces.run(SUBJECT), promises=())
+    gradient = scaled(traces.one(trace, Update, step=step).gradient, factor)
+    return altered(trace, Update, {"step": step}, gradient=gradient)
+
+
+@pytest.mark.parametrize("factor", [2.0, 1 / 3, 0.0, 1.002, -1.0])
+def test_a_wrong_factor_on_the_gradient(factor: float) -> None:
+    """A gradient averaged twice, summed, lost or a little off is found where it begins."""
+    found = broken(traces.judge("parity", family(with_gradient(1, factor))))
+    assert (found.step, found.rank) == (1, 0)
+    assert found.tensor is not None
+    assert found.element is not None
+    assert "averaged gradient" in found.message
+
+
+def test_rounding_is_no_alarm() -> None:
+    """A gradient some float32 roundings away is the same gradient."""
+    trace = with_gradient(1, 1 + 2.0**-20)
+    assert traces.judge("parity", family(trace)).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite(bad: float) -> None:
+    """NaN and inf are off by more than any bound, and their element is named."""
+    trace = replace(traces.run(SUBJECT), promises=())
+    gradient = dict(traces.one(trace, Update, step=1).gradient)
+    gradient["hidden1.bias"] = traces.values(0.0, bad, 0.0)
+    changed = altered(trace, Update, {"step": 1}, gradient=gradient)
+    found = broken(traces.judge("parity", family(changed)))
+    assert (found.step, found.tensor, found.element) == (1, "hidden1.bias", 1)
+
+
+def test_a_gradient_with_a_tensor_missing() -> None:
+    """A tensor that never came is named."""
+    trace = replace(traces.run(SUBJECT), promises=())
+    gradient = dict(traces.one(trace, Update, step=0).gradient)
+    del gradient["output.bias"]
+    found = broken(
+        traces.judge("parity", family(altered(trace, Update, {"step": 0}, gradient=gradient)))
+    )
+    assert (found.step, found.tensor) == (0, "output.bias")
+
+
+def test_weights_that_moved_elsewhere() -> None:
+    """A right gradient, wrongly applied, shows in the weights."""
+    trace = replace(traces.run(SUBJECT), promises=())
+    weights = scaled(traces.one(trace, Update, step=0).weights, 1.01)
+    found = broken(
+        traces.judge("parity", family(altered(trace, Update, {"step": 0}, weights=weights)))
+    )
+    assert found.step == 0
+    assert "weights after the step" in found.message
+
+
+def test_a_loss_that_is_off() -> None:
+    """The first losses agree within rounding."""
+    trace = replace(traces.run(SUBJECT), promises=())
+    loss = traces.one(trace, Update, step=2).loss * 1.001
+    found = broken(
+        traces.judge("parity", family(altered(trace, Update, {"step": 2, "rank": 1}, loss=loss)))
+    )
+    assert (found.step, found.rank) == (2, 1)
+    assert found.got == repr(loss)
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(1.02, "falsified"), (1.005, "held")])
+def test_the_published_bound_from_step_100(off: float, verdict: str) -> None:
+    """From step 100 on the loss may differ by 1 %, and no more."""
+    own, *others = traces.family("parity", LONG)
+    own = replace(own, promises=())
+    changed = altered(own, Update, {"step": 101}, loss=traces.one(own, Update, step=101).loss * off)
+    finding = traces.judge("parity", [changed, *others])
+    assert finding.verdict == verdict
+    if finding.counterexample is not None:
+        assert finding.counterexample.step == 101
+
+
+def test_a_promise_of_bits_is_held_to() -> None:
+    """A trainer that promises bits is falsified by rounding alone."""
+    trace = with_gradient(5, 1 + 2.0**-20)
+    promised = replace(trace, promises=("bitwise",))
+    found = broken(traces.judge("parity", family(promised)))
+    assert found.step == 5
+    assert traces.judge("parity", family(trace)).verdict is Verdict.HELD
+
+
+def test_steps_that_were_never_made() -> None:
+    """A run that ends early is not the same training."""
+    trace = without(replace(traces.run(SUBJECT), promises=()), Update, step=5)
+    assert broken(traces.judge("parity", family(trace))).step == 5
+
+
+def test_a_step_that_the_single_device_lacks() -> None:
+    """An oracle that stopped early leaves the rest undecided."""
+    *others, model = family()
+    short = without(model, Update, step=5)
+    finding = traces.judge("parity", [*others, short])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "no step 5" in finding.reason
+
+
+def test_a_single_device_that_halts_decides_nothing() -> None:
+    """Where the single device itself diverged, there is nothing to be equal to."""
+    own, *_, model = family()
+    end = replace(model.end, status="halted", reason="diverged")
+    events = tuple(e for e in model.events if e is not model.end and getattr(e, "step", 0) < 4)
+    halted = replace(model, events=(*events, end))
+    shorter = without(without(own, Update, step=5), Update, step=4)
+    shorter = replace(without(shorter, Update, step=3), promises=())
+    finding = traces.judge("parity", [shorter, halted])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "diverged" in finding.reason
+
+
+def test_a_loss_of_the_single_device_that_is_nan() -> None:
+    """Two NaN are neither equal nor an alarm here."""
+    *others, model = family()
+    finding = traces.judge("parity", [*others, altered(model, Update, {"step": 3}, loss=math.nan)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "loss of step 3 is not finite" in finding.reason
+
+
+def test_without_the_single_device_nothing_is_known() -> None:
+    """A run alone is inconclusive."""
+    finding = traces.judge("parity", [replace(traces.run(SUBJECT), promises=())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "one worker" in finding.reason
+
+
+def test_dropout_is_compared_only_where_masks_agree() -> None:
+    """With dropout the oracle's masks differ: only the promised bits count, and a note says so."""
+    subject = scenario(dropout=0.3)
+    finding = traces.judge("parity", traces.family("parity", subject))
+    assert finding.verdict is Verdict.HELD
+    assert any("masks" in note for note in finding.notes)
+
+
+def test_a_planted_value_is_another_training() -> None:
+    """A run halted by a planted NaN is not compared with one that went on."""
+    fault = Fault(kind="non_finite_loss", step=1, rank=0, value="nan")
+    finding = traces.judge("parity", traces.family("parity", scenario(faults=(fault,))))
+    assert finding.verdict is not Verdict.FALSIFIED
+
+
+def test_the_oracle_is_its_own() -> None:
+    """A plain single-device run of the textbook trainer is its own oracle."""
+    assert parity.oracle(parity.oracle(SUBJECT)) == parity.oracle(SUBJECT)
+    assert len(parity.family(parity.oracle(SUBJECT))) == 1
+
+
+def test_what_is_learned_away_is_no_alarm() -> None:
+    """One sample fitted in one step leaves a gradient of pure rounding, which may differ."""
+    subject = scenario(
+        workload="linear", num_samples=1, batch_size=1, world_size=1, num_steps=3, detail="values"
+    )
+    own, *_, model = traces.family("parity", subject)
+    noise = {"weight": traces.values(1e-8), "bias": traces.values(-2e-8)}
+    quiet = altered(model, Update, {"step": 2}, gradient=noise)
+    finding = traces.judge(
+        "parity", [altered(own, Update, {"step": 2}, gradient=scaled(noise, -1.0)), quiet]
+    )
+    assert finding.verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(0, "falsified"), (1, "held")])
+def test_adam_is_compared_before_its_first_step(step: int, verdict: str) -> None:
+    """Adam makes full steps of rounding noise, so that later gradients have no bound."""
+    own, *others = traces.family("parity", scenario(optimizer="adamw", detail="values"))
+    gradient = scaled(traces.one(own, Update, step=step).gradient, 1.01)
+    trace = altered(replace(own, promises=()), Update, {"step": step}, gradient=gradient)
+    assert traces.judge("parity", [trace, *others]).verdict == verdict

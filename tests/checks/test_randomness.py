@@ -1,0 +1,155 @@
+"""F-TI-005 on hand-broken traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, Start, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(dropout=0.3)
+NUM_RANKS = 2
+
+
+def shared(ids: Sequence[int]) -> list[list[int]]:
+    """Each rank a contiguous half."""
+    half = len(ids) // 2
+    return [list(ids[:half]), list(ids[half:])]
+
+
+def strided(ids: Sequence[int]) -> list[list[int]]:
+    """Each rank every second id."""
+    return [list(ids[0::2]), list(ids[1::2])]
+
+
+def two_epochs(
+    first: Sequence[int], second: Sequence[int], share: Callable[[Sequence[int]], list[list[int]]]
+) -> Trace:
+    """Two workers that visit 12 samples in this order, three a step, twice."""
+    events: list[Shard | Update] = []
+    halves = share(first), share(second)
+    for epoch, by_rank in enumerate(halves):
+        for rank, ids in enumerate(by_rank):
+            for part in range(2):
+                step = epoch * 2 + part
+                shard = Shard(
+                    step=step,
+                    epoch=epoch,
+                    rank=rank,
+                    shard=0,
+                    ids=tuple(ids[part * 3 : part * 3 + 3]),
+                    loss_sum=1.0,
+                    weight=3.0,
+                    finite=True,
+                )
+                update = Update(
+                    step=step,
+                    rank=rank,
+                    loss=1.0,
+                    weight=6.0,
+                    learning_rate=0.1,
+                    finite=True,
+                    weights={},
+                )
+                events += [shard, update]
+    subject = Scenario(
+        system="textbook",
+        workload="linear",
+        world_size=NUM_RANKS,
+        seed=0,
+        num_samples=12,
+        batch_size=6,
+    )
+    return traces.hand_written(*events, subject=subject)
+
+
+ASCENDING = tuple(range(12))
+SHUFFLED = (7, 1, 10, 4, 0, 11, 3, 8, 5, 2, 9, 6)
+OTHER = (2, 9, 6, 0, 11, 5, 1, 10, 4, 7, 3, 8)
+
+
+@pytest.mark.parametrize("share", [shared, strided])
+def test_the_same_order_in_every_epoch(share: Callable[[Sequence[int]], list[list[int]]]) -> None:
+    """A sampler that is not told the epoch repeats its first order."""
+    found = broken(traces.judge("randomness", [two_epochs(SHUFFLED, SHUFFLED, share)]))
+    assert found.step == 2
+    assert len(found.sample_ids) == 12
+
+
+@pytest.mark.parametrize("share", [shared, strided])
+def test_other_orders_and_no_shuffling(
+    share: Callable[[Sequence[int]], list[list[int]]],
+) -> None:
+    """A new order is right; no shuffling at all is a choice, whichever way ranks share."""
+    for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
+        finding = traces.judge("randomness", [two_epochs(first, second, share)])
+        assert finding.verdict is not Verdict.FALSIFIED
+
+
+def test_short_orders_agree_by_chance() -> None:
+    """Epochs of a few samples are not judged: equal orders prove nothing."""
+    subject = scenario(num_samples=4, batch_size=4, world_size=1, workload="linear")
+    trace = traces.run(subject)
+    ids = traces.one(trace, Shard, step=0, shard=0).ids
+    same = altered(trace, Shard, {"shard": 0}, ids=ids)
+    assert traces.judge("randomness", [same]).verdict is not Verdict.FALSIFIED
+
+
+def test_two_shards_with_one_mask() -> None:
+    """A stream seeded alike on two ranks is found, and both places are named."""
+    trace = traces.run(SUBJECT)
+    first = traces.one(trace, Shard, step=1, shard=0)
+    changed = altered(trace, Shard, {"step": 1, "shard": 4}, draws=first.draws)
+    found = broken(traces.judge("randomness", [changed]))
+    assert (found.step, found.rank, found.shard) == (1, 2, 4)
+    assert "shard 0 of step 1 (rank 0)" in found.message
+
+
+def test_a_mask_again_in_a_later_step() -> None:
+    """A stream that starts over every step is found."""
+    trace = traces.run(SUBJECT)
+    first = traces.one(trace, Shard, step=0, shard=2)
+    changed = altered(trace, Shard, {"step": 3, "shard": 2}, draws=first.draws)
+    found = broken(traces.judge("randomness", [changed]))
+    assert (found.step, found.shard) == (3, 2)
+
+
+def test_ranks_that_start_apart() -> None:
+    """Initial weights drawn per rank are found at step -1."""
+    trace = traces.run(SUBJECT)
+    weights = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
+    found = broken(
+        traces.judge("randomness", [altered(trace, Start, {"rank": 1}, weights=weights)])
+    )
+    assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
+
+
+def test_masks_that_depend_on_the_workers() -> None:
+    """Under the promise of bits a shard's masks are the same for any number of workers."""
+    many, one = traces.family("randomness", SUBJECT)
+    changed = altered(many, Shard, {"step": 2, "shard": 1}, draws="other")
+    found = broken(traces.judge("randomness", [one, changed]))
+    assert (found.step, found.shard, found.got) == (2, 1, "other")
+    free = [replace(trace, promises=()) for trace in (one, changed)]
+    assert traces.judge("randomness", free).verdict is Verdict.HELD
+
+
+def test_nothing_random() -> None:
+    """One worker, one epoch and no dropout show nothing."""
+    subject = scenario(world_size=1, num_steps=2)
+    assert traces.judge("randomness", [traces.run(subject)]).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("system", ["reference", "textbook"])
+def test_small_masks_do_not_collide(system: str, width: int) -> None:
+    """Masks of two elements are often alike; the numbers behind them are not."""
+    subject = scenario(system=system, dropout=0.3, width=width, num_shards=12, batch_size=6)
+    finding = traces.judge("randomness", traces.family("randomness", subject))
+    assert finding.verdict is Verdict.HELD

@@ -1,0 +1,136 @@
+"""F-DP-006 on hand-broken traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
+
+from entrenar_py.faults import Fault
+from entrenar_py.trace import Membership, Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(faults=(traces.leave(1, 2),))
+
+
+def pair() -> tuple[Trace, Trace]:
+    """The disturbed run, without its promise of bits, and the undisturbed one."""
+    disturbed, calm = traces.family("recovery", SUBJECT)
+    return replace(disturbed, promises=()), calm
+
+
+def test_lost_samples_are_named() -> None:
+    """The shards of the dead worker must be computed by others, in that very step."""
+    disturbed, calm = pair()
+    shard = traces.one(disturbed, Shard, step=2, shard=0)
+    lost = altered(disturbed, Shard, {"step": 2, "shard": 0}, ids=())
+    found = broken(traces.judge("recovery", [lost, calm]))
+    assert (found.step, found.rank, found.sample_ids) == (2, 1, shard.ids)
+
+
+def test_a_lost_step_is_named() -> None:
+    """A step given up after the loss is found."""
+    disturbed, calm = pair()
+    found = broken(traces.judge("recovery", [without(disturbed, Update, step=4), calm]))
+    assert (found.step, found.rank) == (4, 1)
+
+
+def test_a_run_that_ends_with_its_worker() -> None:
+    """No step at all after the loss is found in the step of the loss."""
+    disturbed, calm = pair()
+    ended = disturbed
+    for step in (2, 3, 4, 5):
+        ended = without(ended, Update, step=step)
+    found = broken(traces.judge("recovery", [ended, calm], tolerance=0))
+    assert found.step == 2
+
+
+def test_the_dead_do_not_update() -> None:
+    """A worker that left and yet updated did not leave."""
+    disturbed, calm = pair()
+    ghost = replace(disturbed.of(Update)[-1], step=2, rank=1)
+    events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
+    found = broken(traces.judge("recovery", [replace(disturbed, events=events), calm]))
+    assert (found.step, found.rank) == (2, 1)
+    assert "yet updated" in found.message
+
+
+@pytest.mark.parametrize(("within", "verdict"), [(1, "falsified"), (2, "held"), (50, "held")])
+def test_the_loss_comes_back_in_time(within: int, verdict: str) -> None:
+    """Off the trajectory in step 3, back in step 4: two steps after the loss of step 2."""
+    disturbed, calm = pair()
+    off = altered(disturbed, Update, {"step": 3}, loss=9.0)
+    finding = traces.judge("recovery", [off, calm], tolerance=within)
+    assert finding.verdict == verdict
+    if finding.counterexample is not None:
+        assert (finding.counterexample.step, finding.counterexample.rank) == (3, 1)
+
+
+def test_a_short_run_is_judged_at_its_end() -> None:
+    """With fewer steps left than tolerated the last loss decides."""
+    disturbed, calm = pair()
+    found = broken(
+        traces.judge("recovery", [altered(disturbed, Update, {"step": 5}, loss=9.0), calm])
+    )
+    assert (found.step, found.got) == (5, "9.0")
+
+
+def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
+    """A trainer that promises bits loses none with its worker."""
+    disturbed, calm = traces.family("recovery", SUBJECT)
+    right = traces.one(disturbed, Update, step=3).gradient
+    bad = traces.swapped(right, "output.bias", traces.values(0.0))
+    changed = altered(disturbed, Update, {"step": 3, "rank": 2}, gradient=bad)
+    found = broken(traces.judge("recovery", [changed, calm]))
+    assert (found.step, found.rank, found.tensor) == (3, 2, "output.bias")
+
+
+def test_the_undisturbed_run_is_needed() -> None:
+    """Without it nothing can be compared."""
+    finding = traces.judge("recovery", [traces.run(SUBJECT)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "undisturbed" in finding.reason
+
+
+def test_no_loss_shows_no_recovery() -> None:
+    """A joined worker is no loss, and a planned one that never happened neither."""
+    disturbed, calm = pair()
+    joined = scenario(faults=(traces.join(2, 3),))
+    calm_too = without(disturbed, Membership)
+    for family in ([calm_too, calm], traces.family("recovery", joined)):
+        finding = traces.judge("recovery", family)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert "no worker left" in finding.reason
+
+
+def test_a_planted_value_is_another_training() -> None:
+    """A run that also halts at a NaN is not held against the calm one."""
+    fault = Fault(kind="non_finite_loss", step=4, rank=0, value="nan")
+    family = traces.family("recovery", scenario(faults=(traces.leave(1, 2), fault)))
+    assert traces.judge("recovery", family).verdict is Verdict.INCONCLUSIVE
+
+
+def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
+    """A trainer whose masks depend on who is there can't be compared under dropout."""
+    subject = scenario(system="textbook", dropout=0.3, faults=(traces.leave(1, 2),))
+    finding = traces.judge("recovery", traces.family("recovery", subject))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "dropout" in finding.reason
+
+
+def test_the_textbook_trainer_recovers() -> None:
+    """A trainer that promises no bits holds within the published bound."""
+    subject = scenario(system="textbook", faults=(traces.leave(1, 2),))
+    finding = traces.judge("recovery", traces.family("recovery", subject))
+    assert finding.verdict is Verdict.HELD
+
+
+def test_a_calm_run_that_diverged_decides_nothing() -> None:
+    """A NaN in the undisturbed run is no trajectory."""
+    disturbed, calm = pair()
+    finding = traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "not finite" in finding.reason

@@ -1,0 +1,97 @@
+"""F-TI-003 on hand-broken traces."""
+
+from __future__ import annotations
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
+
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
+
+
+def pair() -> tuple[Trace, Trace]:
+    """The stopped run and the straight one."""
+    stopped, straight = traces.family("resume", SUBJECT)
+    return stopped, straight
+
+
+def test_other_samples_after_the_resume() -> None:
+    """A sampler that begins again is found, with the samples that moved."""
+    stopped, straight = pair()
+    shard = traces.one(stopped, Shard, step=3, shard=1)
+    at = {"step": 3, "shard": 1}
+    found = broken(traces.judge("resume", [altered(stopped, Shard, at, ids=(11,)), straight]))
+    assert (found.step, found.rank, found.shard) == (3, shard.rank, 1)
+    assert set(found.sample_ids) == {11} ^ set(shard.ids)
+
+
+def test_another_order_of_the_same_samples() -> None:
+    """Order within a shard counts."""
+    subject = scenario(stops=(2,), num_shards=3, world_size=1)
+    stopped, straight = traces.family("resume", subject)
+    shard = traces.one(stopped, Shard, step=3, shard=0)
+    assert len(shard.ids) > 1
+    at = {"step": 3, "shard": 0}
+    turned = altered(stopped, Shard, at, ids=shard.ids[::-1])
+    assert broken(traces.judge("resume", [turned, straight])).sample_ids == shard.ids[::-1]
+
+
+def test_other_random_numbers() -> None:
+    """A random stream that was not restored is found."""
+    stopped, straight = pair()
+    changed = altered(stopped, Shard, {"step": 4, "shard": 0}, draws="other")
+    found = broken(traces.judge("resume", [changed, straight]))
+    assert (found.step, found.shard, found.got) == (4, 0, "other")
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
+def test_another_state(part: str) -> None:
+    """State that was not restored shows in the first step after the resume."""
+    stopped, straight = pair()
+    tensors = getattr(stopped.of(Update)[0], part)
+    name = next(iter(tensors))
+    bad = {part: traces.swapped(tensors, name, traces.values(0.0))}
+    found = broken(
+        traces.judge("resume", [altered(stopped, Update, {"step": 2, "rank": 1}, **bad), straight])
+    )
+    assert (found.step, found.rank, found.tensor) == (2, 1, name)
+
+
+def test_another_learning_rate() -> None:
+    """A schedule that starts over is found, even if nothing else were."""
+    stopped, straight = pair()
+    changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
+    found = broken(traces.judge("resume", [changed, straight]))
+    assert (found.step, found.rank, found.got) == (5, 2, "0.05")
+
+
+def test_the_straight_run_is_needed() -> None:
+    """A stopped run alone shows nothing."""
+    finding = traces.judge("resume", [traces.run(SUBJECT)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "straight" in finding.reason
+
+
+def test_a_run_without_stops_shows_nothing() -> None:
+    """Two straight runs are no resume."""
+    finding = traces.judge("resume", [traces.run(scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "stopped and resumed" in finding.reason
+
+
+@pytest.mark.parametrize("system", ["reference", "textbook"])
+def test_a_resume_after_a_loss_holds(system: str) -> None:
+    """Resuming fewer workers than the run began with is no alarm; one moved shard is none."""
+    subject = scenario(system=system, stops=(4,), faults=(traces.leave(0, 2),), dropout=0.2)
+    finding = traces.judge("resume", traces.family("resume", subject))
+    assert finding.verdict is Verdict.HELD, finding
+
+
+def test_a_shard_that_moved_is_left_to_its_step() -> None:
+    """A shard that another worker computes after the resume is judged by the step's sum."""
+    stopped, straight = pair()
+    moved = altered(stopped, Shard, {"step": 5, "shard": 0}, rank=2)
+    assert traces.judge("resume", [moved, straight]).verdict is Verdict.HELD

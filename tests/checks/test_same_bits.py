@@ -1,0 +1,122 @@
+"""F-TI-006 and F-TI-007 on hand-broken traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
+
+from entrenar_py.checks import same_bits
+from entrenar_py.faults import Fault
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario()
+BAD = traces.values(1.0)
+
+
+def pair() -> tuple[Trace, Trace]:
+    """Two runs of SUBJECT."""
+    first, second = traces.family("determinism", SUBJECT)
+    return first, second
+
+
+@pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
+def test_other_bits_with_more_workers(part: str) -> None:
+    """One tensor that differs on one rank of the larger run is named."""
+    many = traces.run(SUBJECT)
+    tensors = getattr(many.of(Update)[0], part)
+    name = next(iter(tensors))
+    at = {"step": 3, "rank": 2}
+    many = altered(many, Update, at, **{part: traces.swapped(tensors, name, BAD)})
+    one = traces.run(SUBJECT.with_(world_size=1))
+    found = broken(traces.judge("worker_count", [many, one]))
+    assert (found.step, found.rank) == (3, 2)
+    assert found.message.startswith(f"3 workers give other bits than 1 ({part})")
+
+
+def test_another_loss_with_more_workers() -> None:
+    """The last bit of a loss counts."""
+    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
+    loss = many.of(Update)[0].loss
+    at = {"step": 0, "rank": 1}
+    many = altered(many, Update, at, loss=math.nextafter(loss, 9.0))
+    found = broken(traces.judge("worker_count", [one, many]))
+    assert (found.step, found.rank, found.expected) == (0, 1, str(loss))
+
+
+def test_steps_of_one_run_only() -> None:
+    """A run that makes fewer steps is another run, named by the first step it lacks."""
+    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
+    found = broken(traces.judge("worker_count", [one, without(many, Update, step=4)]))
+    assert found.step == 4
+
+
+def test_one_world_size_compares_nothing() -> None:
+    """Runs of the same number of workers say nothing about that number."""
+    finding = traces.judge("worker_count", list(pair()))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_planted_value_is_another_training() -> None:
+    """A run halted by a NaN is not held against those without."""
+    fault = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
+    family = traces.family("worker_count", scenario(faults=(fault,)))
+    assert traces.judge("worker_count", family).verdict is Verdict.HELD
+
+
+def test_world_sizes_fit_shards_and_samples() -> None:
+    """No member of the family asks for more workers than there are shards or samples."""
+    few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
+    assert [s.world_size for s in same_bits.worker_counts(few)] == [2, 1, 3]
+
+
+def test_two_runs_differ_in_an_update() -> None:
+    """A repetition with another gradient is found."""
+    first, second = pair()
+    gradient = traces.swapped(traces.one(second, Update, step=2).gradient, "output.bias", BAD)
+    changed = altered(second, Update, {"step": 2, "rank": 1}, gradient=gradient)
+    found = broken(traces.judge("determinism", [first, changed]))
+    assert (found.step, found.rank, found.tensor) == (2, 1, "output.bias")
+
+
+@pytest.mark.parametrize(
+    "change", [{"ids": (0,)}, {"loss_sum": 0.5}, {"draws": "other"}, {"gradient": {"w": BAD}}]
+)
+def test_two_runs_differ_in_a_shard(change: dict[str, object]) -> None:
+    """Samples, loss, random draws and local gradient of every shard repeat."""
+    first, second = pair()
+    changed = altered(second, Shard, {"step": 4, "shard": 3}, **change)
+    found = broken(traces.judge("determinism", [first, changed]))
+    assert (found.step, found.shard) == (4, 3)
+
+
+def test_the_order_of_recording_is_free() -> None:
+    """Traces of several processes may interleave differently in every run."""
+    first, second = pair()
+    shuffled = replace(second, events=(*reversed(second.events[:-1]), second.events[-1]))
+    assert traces.judge("determinism", [first, shuffled]).verdict is Verdict.HELD
+
+
+def test_a_shard_may_move_to_another_worker() -> None:
+    """Who computes a shard may depend on who was free."""
+    first, second = pair()
+    moved = altered(second, Shard, {"step": 1, "shard": 4}, rank=0)
+    assert traces.judge("determinism", [first, moved]).verdict is Verdict.HELD
+
+
+def test_a_nan_repeats() -> None:
+    """Two runs that halt at the same NaN are the same run."""
+    fault = Fault(kind="non_finite_loss", step=1, rank=1, value="nan")
+    finding = traces.judge("determinism", traces.family("determinism", scenario(faults=(fault,))))
+    assert finding.verdict is Verdict.HELD
+
+
+def test_one_run_repeats_nothing() -> None:
+    """A single run is inconclusive."""
+    finding = traces.judge("determinism", [traces.run(SUBJECT)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "run twice" in finding.reason

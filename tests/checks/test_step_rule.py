@@ -1,0 +1,124 @@
+"""F-TI-008 on hand-broken traces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
+
+from entrenar_py.checks import step_rule
+from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.training import schedule
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
+
+
+def changed(**changes: Any) -> Trace:
+    """SUBJECT's run with `changes` in rank 1's update of step 3."""
+    return altered(traces.run(SUBJECT), Update, {"step": 3, "rank": 1}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.05}, "not the cosine schedule's"),
+        ({"grad_norm": 0.06}, "not that of the averaged gradient"),
+        ({"applied_norm": 0.06}, "not min(norm, 0.05)"),
+        ({"applied_norm": 0.01}, "not min(norm, 0.05)"),
+    ],
+)
+def test_a_number_that_is_off(changes: dict[str, float], message: str) -> None:
+    """Rate, norm and clipped norm are each recomputed, and the step and rank named."""
+    found = broken(traces.judge("step_rule", [changed(**changes)]))
+    assert (found.step, found.rank) == (3, 1)
+    assert message in found.message
+    assert found.got == repr(next(iter(changes.values())))
+
+
+@pytest.mark.parametrize("name", ["hidden1.bias", "hidden2.bias"])
+@pytest.mark.parametrize("off", [1.0, -1e-3, math.nan, math.inf])
+def test_an_update_that_is_not_sgds(name: str, off: float) -> None:
+    """One element that went elsewhere is named."""
+    weights = traces.one(traces.run(SUBJECT), Update, step=3).weights
+    value = weights[name].values()
+    assert value is not None
+    wrong = traces.values(value[0], value[1] + off, value[2])
+    found = broken(
+        traces.judge("step_rule", [changed(weights=traces.swapped(weights, name, wrong))])
+    )
+    assert (found.step, found.rank, found.tensor, found.element) == (3, 1, name, 1)
+
+
+def test_clipping_by_half() -> None:
+    """An update half as long as the clipped gradient asks for is found."""
+    trace = traces.run(SUBJECT)
+    start = traces.one(trace, Start, rank=0)
+    after = traces.one(trace, Update, step=0, rank=0)
+    halves = {}
+    for name, record in after.weights.items():
+        before, now = start.weights[name].values(), record.values()
+        assert before is not None
+        assert now is not None
+        halves[name] = traces.values(*(before + (now - before) / 2))
+    slower = altered(trace, Update, {"step": 0, "rank": 0}, weights=halves)
+    found = broken(traces.judge("step_rule", [slower]))
+    assert (found.step, found.rank) == (0, 0)
+    assert "did not move by learning rate times clipped gradient" in found.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grad_norm": None},
+        {"applied_norm": None},
+        {"grad_norm": math.nan, "finite": False},
+        {"gradient": {}},
+        {"weights": {}},
+        {"weights": {"hidden1.bias": traces.values(1.0)}},
+    ],
+)
+def test_what_is_unknown_is_left_out(changes: dict[str, Any]) -> None:
+    """Values that were not revealed, or not finite, are no alarm here."""
+    trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **changes)
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "momentum"},
+        {"optimizer": "adamw"},
+        {"weight_decay": 0.1},
+        {"stops": (2, 4)},
+        {"faults": (traces.leave(1, 1), traces.join(1, 3))},
+        {"system": "textbook"},
+        {"warmup_steps": 9, "schedule": "linear"},
+        {"clip_norm": 1e6},
+    ],
+)
+def test_other_right_rules_hold(changes: dict[str, Any]) -> None:
+    """Other optimizers, resumed, joined and independent trainers hold."""
+    assert traces.judge("step_rule", [traces.run(SUBJECT.with_(**changes))]).verdict is Verdict.HELD
+
+
+@given(
+    kind=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup_steps=st.integers(0, 12),
+    num_steps=st.integers(1, 12),
+    step=st.integers(0, 11),
+)
+def test_two_closed_forms_agree(kind: str, warmup_steps: int, num_steps: int, step: int) -> None:
+    """The check's schedule and the trainer's, written apart, are the same function."""
+    subject = scenario(
+        schedule=kind, warmup_steps=warmup_steps, num_steps=num_steps, learning_rate=0.5
+    )
+    rate = schedule.learning_rate(
+        step, peak=0.5, kind=kind, warmup_steps=warmup_steps, num_steps=num_steps
+    )
+    assert math.isclose(step_rule.expected_rate(subject, step), rate, abs_tol=1e-12)

@@ -1,0 +1,74 @@
+"""F-TI-001 on hand-broken traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
+
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SUBJECT = scenario(detail="values")
+
+
+def mean_of_means(trace: Trace, step: int) -> float:
+    """The mean over shards of their mean losses, as a careless loop would report."""
+    means = [s.loss_sum / s.weight for s in trace.of(Shard) if s.step == step and s.weight]
+    return sum(means) / len(means)
+
+
+def test_a_mean_of_means_is_found() -> None:
+    """Over unequal shards the mean of means is another number."""
+    trace = traces.run(scenario(num_shards=3))
+    wrong = mean_of_means(trace, 1)
+    changed = altered(trace, Update, {"step": 1, "rank": 2}, loss=wrong)
+    found = broken(traces.judge("weighting", [changed]))
+    assert (found.step, found.rank, found.got) == (1, 2, repr(wrong))
+    assert "weighted mean" in found.message
+
+
+def test_a_weight_that_is_not_the_shards() -> None:
+    """A rank that counts its own samples only is found."""
+    changed = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weight=1.0)
+    found = broken(traces.judge("weighting", [changed]))
+    assert (found.step, found.rank, found.expected, found.got) == (2, 1, "2.0", "1.0")
+
+
+def test_the_first_gradient_is_the_single_devices() -> None:
+    """A gradient weighted otherwise than the loss is found in step 0."""
+    own, *others = traces.family("weighting", SUBJECT)
+    gradient = traces.swapped(own.of(Update)[0].gradient, "hidden1.bias", traces.values(1, 2, 3))
+    changed = altered(own, Update, {"step": 0, "rank": 1}, gradient=gradient)
+    found = broken(traces.judge("weighting", [changed, *others]))
+    assert (found.step, found.rank, found.tensor) == (0, 1, "hidden1.bias")
+
+
+def test_later_gradients_are_left_to_parity() -> None:
+    """Past step 0 a gradient is not this clause's business."""
+    own, *others = traces.family("weighting", SUBJECT)
+    gradient = traces.swapped(own.of(Update)[0].gradient, "hidden1.bias", traces.values(1, 2, 3))
+    changed = altered(own, Update, {"step": 1}, gradient=gradient)
+    assert traces.judge("weighting", [changed, *others]).verdict is Verdict.HELD
+
+
+def test_tokens_are_weighted() -> None:
+    """A language model's lines differ in length; its mean is over tokens."""
+    subject = scenario(workload="decoder", num_samples=5, num_steps=1, detail="values")
+    finding = traces.judge("weighting", traces.family("weighting", subject))
+    assert finding.verdict is Verdict.HELD
+
+
+def test_a_loss_that_overflowed_is_left_to_finiteness() -> None:
+    """The mean of a NaN is no mean."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 0}, loss_sum=math.nan)
+    assert traces.judge("weighting", [trace]).verdict is Verdict.HELD
+
+
+def test_without_shards_nothing_is_known() -> None:
+    """A trainer that reveals no shard losses is inconclusive."""
+    trace = traces.run(SUBJECT)
+    bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Shard)))
+    assert traces.judge("weighting", [bare]).verdict is Verdict.INCONCLUSIVE

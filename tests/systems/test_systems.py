@@ -1,0 +1,96 @@
+"""`systems.run`: one door, one thread, and crashes as records."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from inspect import signature
+from typing import NoReturn
+
+import pytest
+import torch
+
+from entrenar_py import systems, trace
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import reference
+
+USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, num_steps=1)
+
+
+@pytest.mark.parametrize("name", systems.SYSTEMS)
+def test_every_system_is_there(name: str) -> None:
+    """A module of its name, whose `run` takes a scenario."""
+    module = import_module(f"entrenar_py.systems.{name}")
+    assert list(signature(module.run).parameters) == ["scenario"]
+
+
+def test_an_unknown_system_is_refused() -> None:
+    """With the list of those that are known; nothing that merely lies in the folder is run."""
+    for name in ("ring", "recorder", "", "..cli"):
+        with pytest.raises(UsageError, match=f"system='{name}': allowed are reference, textbook"):
+            systems.run(USUAL.with_(system=name))
+
+
+def test_an_unknown_mutant_is_refused() -> None:
+    """By its name."""
+    with pytest.raises(UsageError, match="mutant='no such mutant'"):
+        systems.run(USUAL.with_(mutant="no such mutant"))
+
+
+@pytest.mark.parametrize("error", [SystemFailure("lost"), ValueError("lost"), MemoryError("lost")])
+def test_a_crash_is_a_failed_trace(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its type and message; the scenario stays with it."""
+
+    def crash(scenario: Scenario) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(reference, "run", crash)
+    found = systems.run(USUAL)
+    assert found.scenario == USUAL
+    assert found.events == (trace.End(status="failed", reason=f"{type(error).__name__}: lost"),)
+
+
+def test_an_interrupt_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C must reach the command line."""
+
+    def interrupt(scenario: Scenario) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reference, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        systems.run(USUAL)
+
+
+def test_runs_are_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the number of threads is what it was afterwards, also after a crash."""
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def count(scenario: Scenario) -> NoReturn:
+        seen.append(torch.get_num_threads())
+        raise ValueError
+
+    monkeypatch.setattr(reference, "run", count)
+    torch.set_num_threads(2)
+    try:
+        systems.run(USUAL)
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_samples": 5000, "batch_size": 4, "workload": "mlp"}, "UsageError: .*num_samples"),
+        ({"backends": ("tpu",)}, "UsageError: .*backend.*tpu"),
+    ],
+)
+def test_what_a_system_can_not_do_is_a_failed_trace(
+    change: dict[str, object], message: str
+) -> None:
+    """One trace for one scenario, whatever happens."""
+    end = systems.run(USUAL.with_(**change)).end
+    assert end.status == "failed"
+    assert re.search(message, end.reason), end.reason

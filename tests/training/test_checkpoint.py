@@ -1,0 +1,196 @@
+"""Checkpoint files: exact, whole, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import numpy as safetensors
+
+from entrenar_py.errors import CheckpointError
+from entrenar_py.training import checkpoint
+
+PROGRESS = {"step": 3, "epoch": 1, "offset": 12, "rng": {"state": 2**100}, "note": "é"}
+ARRAYS: checkpoint.Arrays = {
+    "tensors/w": np.array([[1.5, -0.0], [np.nan, np.inf]], np.float32),
+    "tensors/b": np.zeros(0, np.float32),
+    "optimizer/count": np.array([7.0], np.float32),
+    "rng": np.array([2**64 - 1], np.uint64),
+}
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    """The bytes of a good checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder, "c"), ARRAYS, PROGRESS)
+        return Path(folder, "c").read_bytes()
+
+
+def _bits(arrays: checkpoint.Arrays) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
+
+
+def _load(content: bytes) -> tuple[checkpoint.Arrays, dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "c")
+        path.write_bytes(content)
+        return checkpoint.load(path)
+
+
+def _refused(content: bytes) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        _load(content)
+    return str(caught.value)
+
+
+def _signed(payload: bytes) -> bytes:
+    """A checkpoint whose digest is right whatever its payload says."""
+    return checkpoint.MAGIC + blake3(payload).hexdigest().encode() + b"\n" + payload
+
+
+def test_a_checkpoint_is_exact(content: bytes) -> None:
+    """Every bit of every array, dtypes, shapes, and the progress."""
+    arrays, progress = _load(content)
+    assert _bits(arrays) == _bits(ARRAYS)
+    assert progress == PROGRESS
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
+def test_any_bit_pattern_survives(patterns: list[int]) -> None:
+    """NaN payloads, signalling NaNs, subnormals."""
+    array = np.array(patterns, np.uint32).view(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder, "c"), {"w": array}, {})
+        loaded, progress = checkpoint.load(Path(folder, "c"))
+    assert loaded["w"].tobytes() == array.tobytes()
+    assert progress == {}
+
+
+def test_memory_order_does_not_matter(tmp_path: Path) -> None:
+    """Transposed and strided arrays are saved by value."""
+    square = np.arange(16, dtype=np.float32).reshape(4, 4)
+    checkpoint.save(tmp_path / "c", {"t": square.T, "s": square[::2, 1::2]}, {})
+    arrays, _ = checkpoint.load(tmp_path / "c")
+    assert np.array_equal(arrays["t"], square.T)
+    assert np.array_equal(arrays["s"], square[::2, 1::2])
+
+
+@given(st.data())
+def test_truncation_is_refused(content: bytes, data: st.DataObject) -> None:
+    """At any byte."""
+    _refused(content[: data.draw(st.integers(0, len(content) - 1))])
+
+
+@given(st.data())
+def test_any_flipped_bit_is_refused(content: bytes, data: st.DataObject) -> None:
+    """Wherever it is: magic, digest, header, values."""
+    changed = bytearray(content)
+    changed[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    _refused(bytes(changed))
+
+
+@pytest.mark.parametrize("extra", [b"\n", b"\0", b"more"])
+def test_appended_bytes_are_refused(content: bytes, extra: bytes) -> None:
+    """The digest covers the whole rest."""
+    assert "truncated or was changed" in _refused(content + extra)
+
+
+@pytest.mark.parametrize("content_", [b"", b"\n", b"PK\x03\x04", b"entrenar-checkpoint 2 x\n"])
+def test_other_files_are_refused(content_: bytes) -> None:
+    """Empty, foreign, or of another version."""
+    assert "not a checkpoint (its first line is not ours)" in _refused(content_)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"short",
+        b"\xff" * 64,
+        safetensors.save({"w": np.zeros(2, np.float32)}),
+        safetensors.save({"w": np.zeros(2, np.float32)}, {"note": "no progress"}),
+        safetensors.save({"w": np.zeros(2, np.float32)}, {"progress": "{"}),
+        safetensors.save({"w": np.zeros(2, np.float32)}, {"progress": "3"}),
+    ],
+)
+def test_edited_content_under_a_right_digest_is_refused(payload: bytes) -> None:
+    """Someone who signs again what they edited still gets a CheckpointError."""
+    assert "its content is not what save writes" in _refused(_signed(payload))
+
+
+def test_what_can_not_be_read_is_refused(tmp_path: Path) -> None:
+    """A file that is not there, and a folder."""
+    with pytest.raises(CheckpointError, match=r"can't be read \(No such file"):
+        checkpoint.load(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"can't be read \(Is a directory\)"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_crash_while_writing_keeps_the_old_file(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the sync, and before the rename; afterwards saving works again."""
+    path = tmp_path / "c"
+    checkpoint.save(path, ARRAYS, {"step": 1})
+
+    def crash(*_: object) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((os, "fsync", crash) if broken == "fsync" else (Path, "replace", crash)))
+        with pytest.raises(OSError, match="power cut"):
+            checkpoint.save(path, {"w": np.ones(3, np.float32)}, {"step": 2})
+    arrays, progress = checkpoint.load(path)
+    assert (_bits(arrays), progress) == (_bits(ARRAYS), {"step": 1})
+    checkpoint.save(path, {"w": np.ones(3, np.float32)}, {"step": 3})
+    assert checkpoint.load(path)[1] == {"step": 3}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_content_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File, rename, folder: in any other order a crash could leave an empty file in its place."""
+    calls: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def logged_sync(descriptor: int) -> None:
+        calls.append("sync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "sync")  # noqa: PTH112
+        sync(descriptor)
+
+    def logged_rename(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", logged_sync)
+    monkeypatch.setattr(Path, "replace", logged_rename)
+    checkpoint.save(tmp_path / "c", ARRAYS, {})
+    assert calls == ["sync", "rename", "sync folder"]
+
+
+def test_groups_come_apart_as_they_went_together() -> None:
+    """Names with a slash in them included; a group that is not there is empty."""
+    one, two = {"a/b": np.zeros(1, np.float32)}, {"a": np.ones(1, np.float32)}
+    arrays = checkpoint.as_arrays(tensors=one, optimizer=two)
+    assert list(arrays) == ["tensors/a/b", "optimizer/a"]
+    assert checkpoint.group_of(arrays, "tensors") == one
+    assert checkpoint.group_of(arrays, "optimizer") == two
+    assert checkpoint.group_of(arrays, "tensor") == {}
+
+
+def test_progress_is_json(content: bytes) -> None:
+    """Other tools can read the payload: safetensors with JSON in its metadata."""
+    payload = content.partition(b"\n")[2]
+    length = int.from_bytes(payload[:8], "little")
+    metadata = json.loads(payload[8 : 8 + length])["__metadata__"]
+    assert json.loads(metadata["progress"]) == PROGRESS

@@ -1,0 +1,79 @@
+"""Dropout with recorded masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar_py.training import dropout
+from entrenar_py.training.dropout import Dropout
+
+
+def _dropout(rate: float = 0.5, seed: int = 0) -> Dropout:
+    return Dropout(rate, np.random.default_rng(seed))
+
+
+def test_elements_are_zeroed_or_scaled() -> None:
+    """Nothing but 0 and x / (1 - rate), about `rate` of them 0, and a mean that is kept."""
+    rate, size = 0.25, 40_000
+    out = _dropout(rate)(torch.ones(200, 200))
+    kept = out != 0
+    assert set(out[kept].tolist()) == {float(np.float32(1) / np.float32(1 - rate))}
+    zeroed = 1 - kept.double().mean().item()
+    assert abs(zeroed - rate) < 5 * (rate * (1 - rate) / size) ** 0.5  # five standard deviations
+
+
+def test_the_gradient_goes_through_the_same_mask() -> None:
+    """What was zeroed gets no gradient."""
+    x = torch.ones(50, requires_grad=True)
+    out = _dropout()(x)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.equal(x.grad, out.detach())
+
+
+def test_the_same_stream_gives_the_same_masks() -> None:
+    """And the same digest; another stream gives others."""
+    one, same, other = _dropout(), _dropout(), _dropout(seed=1)
+    x = torch.ones(3, 40)
+    assert torch.equal(one(x), same(x))
+    assert not torch.equal(one(x), other(x))
+    same(x)
+    assert one.digest() == same.digest() != other.digest()
+
+
+def test_the_digest_grows_with_every_call() -> None:
+    """It names all masks drawn so far, and reading it changes nothing."""
+    drop = _dropout()
+    digests = []
+    for _ in range(3):
+        drop(torch.ones(8))
+        digests.append(drop.digest())
+        assert drop.digest() == digests[-1]
+    assert len(set(digests)) == 3
+
+
+def test_the_digest_does_not_depend_on_values() -> None:
+    """Only masks are digested: a shard computed again from other weights draws the same."""
+    one, other = _dropout(), _dropout()
+    one(torch.zeros(9))
+    other(torch.full((9,), 3.0))
+    assert one.digest() == other.digest()
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 5)])
+def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
+    """Whatever they are."""
+    assert _dropout()(torch.ones(shape)).shape == shape
+
+
+def test_nothing_drawn_has_no_digest() -> None:
+    """A model without dropout leaves no trace of it."""
+    assert _dropout().digest() is None
+
+
+def test_none_is_the_identity() -> None:
+    """The very same tensor."""
+    x = torch.ones(2)
+    assert dropout.none(x) is x

@@ -1,0 +1,132 @@
+"""One shard's gradient, its scale, its micro-batches, and the buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+
+from entrenar_py.training import dropout, engine, workload
+from entrenar_py.training.engine import Engine
+from entrenar_py.training.tensors import Array
+from entrenar_py.training.workload import Workload
+
+NAMES = ("linear", "mlp", "decoder")
+
+
+def _workload(name: str) -> Workload:
+    return workload.build(name, num_samples=24, width=8, data=np.random.default_rng(0))
+
+
+def _engine(name: str, scale: float = 1.0) -> Engine:
+    model = _workload(name)
+    return Engine(model, F.linear, model.initial(np.random.default_rng(1)), scale=scale)
+
+
+def _shard(replica: Engine, ids: list[int], accumulation: int = 1) -> tuple[Array, float, float]:
+    return replica.shard(ids, accumulation=accumulation, drop=dropout.none)
+
+
+@pytest.mark.parametrize(
+    ("weight_max", "exponent"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (1024, 10), (1025, 11)]
+)
+def test_the_scale_is_the_next_power_of_two(weight_max: int, exponent: int) -> None:
+    """2^-p with the smallest 2^p that is at least the weight."""
+    assert engine.scale_of(weight_max) == 2.0**-exponent
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shard_is_autograd_s_sum(name: str) -> None:
+    """Gradients of the summed loss in layout order, then the buffers' sums; loss and weight."""
+    replica, ids = _engine(name), [3, 1, 4, 15]
+    vector, loss, weight = _shard(replica, ids)
+    model = replica.workload
+    tensors = {n: torch.tensor(a) for n, a in replica.arrays.items()}
+    leaves = [tensors[n].requires_grad_() for n in replica.layout.trainable]
+    expected = model.loss_sum(tensors, ids, linear=F.linear, drop=dropout.none)
+    parts = [g.reshape(-1).numpy() for g in torch.autograd.grad(expected, leaves)]
+    parts += [total.reshape(-1) for total in model.statistics(ids).values()]
+    assert vector.tobytes() == np.concatenate(parts).tobytes()
+    assert (loss, weight) == (expected.item(), model.weight(ids))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scale_changes_no_bit(name: str) -> None:
+    """A power of two scales the vector exactly, and neither loss nor weight."""
+    plain, plain_loss, plain_weight = _shard(_engine(name), [0, 5, 7])
+    scaled, loss, weight = _shard(_engine(name, scale=2.0**-12), [0, 5, 7])
+    assert (scaled * np.float32(2.0**12)).tobytes() == plain.tobytes()
+    assert (loss, weight) == (plain_loss, plain_weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("accumulation", [2, 3, 4, 9])
+def test_micro_batches_add_up(name: str, accumulation: int) -> None:
+    """Accumulation is one large batch within float32 rounding; more parts than samples too."""
+    replica, ids = _engine(name), [0, 2, 4, 6, 8]
+    whole, loss, weight = _shard(replica, ids)
+    vector, parts_loss, parts_weight = _shard(replica, ids, accumulation)
+    largest = np.sum([np.abs(_shard(replica, [sample])[0]) for sample in ids], axis=0)
+    # Two sums of the same terms; each dot product behind a term is shorter than 1,000 products.
+    assert (np.abs(vector - whole) <= 1000 * 2.0**-24 * largest.max()).all()
+    assert parts_loss == pytest.approx(loss, rel=1e-5)
+    assert parts_weight == weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_empty_shard_is_zero(name: str, accumulation: int) -> None:
+    """Zeros of the full length: loss and weight too."""
+    replica = _engine(name)
+    vector, loss, weight = _shard(replica, [], accumulation)
+    assert vector.tobytes() == np.zeros_like(_shard(replica, [1])[0]).tobytes()
+    assert (loss, weight) == (0.0, 0.0)
+
+
+def test_a_replica_owns_its_memory() -> None:
+    """It copies what it is given, and its three views of it agree."""
+    model = _workload("mlp")
+    initial = model.initial(np.random.default_rng(1))
+    replica = Engine(model, F.linear, initial, scale=1.0)
+    kept = {name: array.copy() for name, array in initial.items()}
+    replica.parameters += 1
+    for name, part in replica.layout.trainable.items():
+        assert np.array_equal(initial[name], kept[name])
+        assert np.array_equal(replica.arrays[name].reshape(-1), replica.parameters[part])
+        assert np.array_equal(replica.tensors[name].detach().numpy(), replica.arrays[name])
+    for name, array in replica.arrays.items():
+        assert not np.shares_memory(array, initial[name])
+
+
+def test_a_shard_changes_nothing() -> None:
+    """No weight, buffer or `.grad` moves, so it can be computed again."""
+    replica = _engine("decoder")
+    before = {name: array.tobytes() for name, array in replica.arrays.items()}
+    first, again = _shard(replica, [1, 2]), _shard(replica, [1, 2])
+    assert first[0].tobytes() == again[0].tobytes()
+    assert {name: array.tobytes() for name, array in replica.arrays.items()} == before
+    assert all(tensor.grad is None for tensor in replica.tensors.values())
+
+
+def test_buffers_move_towards_the_mean() -> None:
+    """running += 0.1 (mean - running), as torch's batch norm has it."""
+    replica = _engine("mlp")
+    vector, _, weight = _shard(replica, [0, 1, 2])
+    average = vector / np.float32(weight)
+    expected = torch.nn.BatchNorm1d(64, momentum=engine.BUFFER_MOMENTUM)
+    inputs = torch.from_numpy(average[replica.layout.buffers["running_mean"]])
+    for _ in range(3):
+        replica.average_buffers(average)
+        expected(inputs.expand(2, 64))
+    assert expected.running_mean is not None
+    assert np.allclose(replica.arrays["running_mean"], expected.running_mean.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [([1, 2], None), ([], None), ([1, np.nan], 1), ([np.inf, np.nan], 0), ([1, -np.inf, 2], 1)],
+)
+def test_non_finite_finds_the_first(values: list[float], place: int | None) -> None:
+    """NaN and both infinities; None when all are finite."""
+    assert engine.non_finite(np.array(values, np.float32)) == place
