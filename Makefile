@@ -52,7 +52,7 @@ $(READY): pyproject.toml constraints.txt
 
 # wgpu needs a Vulkan driver. Mesa's software driver will do; only root may install it.
 vulkan:
-	@if ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json >/dev/null 2>&1; then :; \
+	@if ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json 2>/dev/null | grep -q .; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "installing Mesa's software Vulkan driver (mesa-vulkan-drivers)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install mesa-vulkan-drivers libvulkan1; } >/dev/null 2>&1 \

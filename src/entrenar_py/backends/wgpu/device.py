@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ def open_device() -> Device:
 
     Raises BackendUnavailable without wgpu-py, without an adapter, or if it does not start.
     """
+    # Mesa's layer that reorders devices as a desktop wants it. The choice is made here, and where
+    # there is no desktop the layer prints "error: XDG_RUNTIME_DIR ..." four times.
+    os.environ.setdefault("NODEVICE_SELECT", "1")
     try:
         import wgpu
     except (ImportError, OSError) as error:  # OSError: its native library does not load
