@@ -21,7 +21,7 @@ mutants: setup
 
 # A thousand random scenarios on the unbroken trainers: no alarm allowed.
 soak: setup
-	$(BIN)/python -m pytest tests/test_no_false_alarm.py -m soak -s
+	$(BIN)/python -m tests.test_no_false_alarm 1000
 
 # Ours beside the peer's, as ratios.
 bench: setup

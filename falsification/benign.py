@@ -63,7 +63,7 @@ def reduce_buckets(setup: Setup, replicas: list[Replica]) -> None:
     flat = [
         torch.cat([trainer.gradient_of(r, name).reshape(-1) for name in names]) for r in replicas
     ]
-    buckets = zip(*(vector.split(100) for vector in flat), strict=True)
+    buckets = zip(*(torch.split(vector, 100) for vector in flat), strict=True)
     total = torch.cat([_sum_ranks(list(bucket)) for bucket in buckets])
     for replica in replicas:
         own, start = total.clone(), 0

@@ -18,6 +18,9 @@ _clip_flat = optimizer.clip
 
 CLIP_NORM = 0.05  # far below the norms of these gradients, which lie around 1
 
+# What `by_local_norm` needs of this step: rank -> norm before the reduction.
+_local_norms: dict[int, float] = {}
+
 
 def clip_then_reduce(setup: Setup, replicas: list[Replica]) -> None:
     """Clips every rank's own gradient before the sum."""
@@ -30,6 +33,19 @@ def not_on_rank_1(setup: Setup, replica: Replica) -> None:
     """Rank 1 uses its list of tensors for the norm only."""
     if replica.rank != 1:
         _clip(setup, replica)
+
+
+def remembering_norms(setup: Setup, replicas: list[Replica]) -> None:
+    """Reduces, and keeps the norm of every rank's own gradient."""
+    _local_norms.update({r.rank: trainer.grad_norm(setup, r) for r in replicas})
+    _all_reduce(setup, replicas)
+
+
+def by_local_norm(setup: Setup, replica: Replica) -> None:
+    """Scales the reduced gradient by what the rank's own norm asks for."""
+    factor = min(1.0, CLIP_NORM / _local_norms[replica.rank])
+    for name in setup.trainable:
+        trainer.gradient_of(replica, name).mul_(factor)
 
 
 def each_tensor(setup: Setup, replica: Replica) -> None:
@@ -61,6 +77,15 @@ VARIANTS = (
         scenario=textbook(batch_size=13, clip_norm=CLIP_NORM),
         invariants=("F-DP-005",),
         place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="clip-local",
+        summary="every rank clips the reduced gradient by the norm of its own",
+        source="DeepSpeed #1801 (BLOOM-176B)",
+        plants={f"{TEXTBOOK}.all_reduce": remembering_norms, f"{TEXTBOOK}.clip": by_local_norm},
+        scenario=textbook(clip_norm=CLIP_NORM),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden1.weight"},
     ),
     Variant(
         name="clip-not-everywhere",

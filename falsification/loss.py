@@ -51,6 +51,12 @@ def mean_of_shard_losses(shards: Sequence[trace.Shard], weight: float) -> float:
     return sum(shard.loss_sum / shard.weight for shard in shards) / len(shards)
 
 
+def of_rank_0(shards: Sequence[trace.Shard], weight: float) -> float:
+    """Reports what rank 0 sees."""
+    own = [shard for shard in shards if shard.rank == 0]
+    return sum(shard.loss_sum for shard in own) / sum(shard.weight for shard in own)
+
+
 def with_padding(self: decoder.ByteDecoder, ids: Sequence[int]) -> int:
     """Counts the positions of the padded rows, not the targets."""
     return decoder.POSITIONS * len(ids)
@@ -118,6 +124,15 @@ VARIANTS = (
         source="transformers #34191",
         plants={f"{TEXTBOOK}.reported_loss": mean_of_shard_losses},
         scenario=textbook(world_size=3),
+        invariants=("F-TI-001",),
+        place={"step": 0, "rank": 0},
+    ),
+    Variant(
+        name="loss-of-rank-0",
+        summary="the reported loss is rank 0's own",
+        source="classic",
+        plants={f"{TEXTBOOK}.reported_loss": of_rank_0},
+        scenario=textbook(),
         invariants=("F-TI-001",),
         place={"step": 0, "rank": 0},
     ),

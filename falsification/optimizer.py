@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,11 +64,16 @@ def decay_everything(replica: Replica) -> None:
             tensor.mul_(0.999)
 
 
-def rounded_to_bfloat16(replica: Replica) -> None:
-    """Master weights in half precision: what is less than half an ulp vanishes."""
+def in_bfloat16(value: Tensor) -> Tensor:
+    """A master weight in 8 bits of mantissa."""
+    return value.bfloat16().float()
+
+
+def rounded_each(replica: Replica) -> None:
+    """Steps a master weight in 8 bits: what is less than half an ulp vanishes."""
     replica.optimizer.step()
     for tensor in replica.tensors.values():
-        tensor.data.copy_(tensor.bfloat16().float())
+        tensor.data.copy_(in_bfloat16(tensor))
 
 
 def into_a_copy(replica: Replica) -> None:
@@ -107,6 +113,14 @@ def decay_in_gradient(
     _step(optimizer.Rule(rule.kind, 0.0, None), weights, coupled, state, rate)
 
 
+def one_moment_flipped(replica: Replica) -> None:
+    """Flips a bit of one of rank 1's moments before its third step."""
+    held = replica.optimizer.state[replica.tensors["hidden1.weight"]]
+    if replica.rank == 1 and held.get("step") == 2:
+        held["exp_avg_sq"].view(-1)[5:6].numpy().view(np.uint32)[0] ^= 1 << 22
+    replica.optimizer.step()
+
+
 # Liveness is decided after three steps: step 2 is the first at which a tensor can be called dead.
 _DEAD_STEP = 2
 
@@ -144,17 +158,17 @@ VARIANTS = (
         source="classic",
         plants={f"{TRAINING}.workload.DigitClassifier.loss_sum": detached},
         scenario=textbook(),
-        invariants=("F-TI-004",),
-        place={"step": _DEAD_STEP, "rank": 0, "tensor": "hidden2.bias"},
+        invariants=("F-DP-005", "F-TI-001"),
+        place={"step": 0, "rank": 0, "tensor": "hidden2.bias"},
     ),
     Variant(
         name="master-half",
         summary="master weights in bfloat16 swallow small updates",
         source="Lightning #21586",
-        plants={f"{TEXTBOOK}.optimizer_step": rounded_to_bfloat16},
+        plants={f"{REPLICA}.master": in_bfloat16, f"{TEXTBOOK}.optimizer_step": rounded_each},
         scenario=textbook(workload="linear", learning_rate=1e-5),
-        invariants=("F-DP-005",),
-        place={"step": 0, "rank": 0, "tensor": "weight"},
+        invariants=("F-TI-004",),
+        place={"step": _DEAD_STEP, "rank": 0, "tensor": "weight"},
     ),
     Variant(
         name="frozen-decayed",
@@ -179,8 +193,8 @@ VARIANTS = (
         summary="weight decay lands on the biases in place of the weights",
         source="classic (parameter groups)",
         plants={f"{REPLICA}.build_optimizer": groups_swapped},
-        scenario=textbook(weight_decay=0.1),
-        invariants=("F-DP-005",),
+        scenario=textbook(optimizer="adamw", learning_rate=0.01, weight_decay=0.1),
+        invariants=("F-TI-008",),
         place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
     ),
     Variant(
@@ -200,6 +214,15 @@ VARIANTS = (
         scenario=reference(optimizer="adamw", learning_rate=0.01),
         invariants=("F-TI-008",),
         place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="sdc-flip-moment",
+        summary="one bit of one of rank 1's second moments flips",
+        source="Ma et al. arXiv 2502.12340",
+        plants={f"{TEXTBOOK}.optimizer_step": one_moment_flipped},
+        scenario=textbook(world_size=3, optimizer="adamw", learning_rate=0.01),
+        invariants=("F-TI-002",),
+        place={"step": 2, "rank": 1, "tensor": "0/exp_avg_sq", "element": 5},
     ),
     Variant(
         name="adam-l2",

@@ -85,7 +85,7 @@ def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = 
         "world_size": world_size,
         "num_samples": num_samples,
         "num_steps": num_steps,
-        "seed": draw(st.integers(0, 2**32 - 1)),
+        "seed": base.seed + draw(st.integers(0, 2**32 - 1)),
         "num_shards": draw(st.integers(world_size, max(12, world_size))),
         "batch_size": draw(st.integers(1, num_samples)),
         "accumulation": draw(st.integers(1, 4)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,8 @@ NOT_EXPRESSIBLE: Mapping[str, str] = {
     "experts": "EP-SCALE",
     "a sharded average of the weights": "EMA-SHARD",
 }
+
+_PIPE_CHARS = 180  # in a pipe a row should be a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,9 @@ def show(console: Console) -> int:
             invariants(),
             on_row=lambda row: status.update(f"{row.variant.name} against {row.invariant}"),
         )
-    console.print(table(rows))
+    shown = table(rows)
+    shown.width = None if console.is_terminal else _PIPE_CHARS
+    console.print(shown, crop=False)
     console.print(summary(rows))
     for row in rows:
         if not row.right:
@@ -119,7 +124,11 @@ def show(console: Console) -> int:
 
 def table(rows: Sequence[Row]) -> Table:
     """The matrix for a terminal: one line a row."""
-    shown = Table("variant", "source", "clause", "verdict", "finding pointed at", "place")
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("variant", "source", "clause", "verdict", "finding pointed at", "place"):
+        # What is searched for stays in one piece; the long ones fold, never cut.
+        whole = title not in ("source", "finding pointed at")
+        shown.add_column(title, no_wrap=whole, overflow="fold")
     for row in rows:
         found = row.finding.counterexample
         shown.add_row(
@@ -156,7 +165,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "# The kill matrix"
     yield ""
-    yield "<!-- Written by `entrenar_py.kill_matrix.markdown`; a test says when it is out of date. -->"
+    yield "<!-- Written by `kill_matrix.markdown`; a test says when it is out of date. -->"
     yield ""
     yield (
         "A check that can't fail is worth nothing. So bugs are planted in the trainers, most of "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding, Verdict
 
-MAX_RUNS = 100
+MAX_RUNS = 150
 
 # field -> values to try, simplest first; a value is tried only if it comes before the present one.
 _SIMPLER: dict[str, tuple[Any, ...]] = {
@@ -73,8 +75,9 @@ def _candidates(scenario: Scenario, fixed: Collection[str]) -> Iterator[Scenario
 def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
     for name in ("faults", "stops"):
         parts = getattr(scenario, name)
-        for index in range(len(parts)):
-            yield {name: parts[:index] + parts[index + 1 :]}
+        for index, part in enumerate(parts):
+            for less in ((), *_earlier(part)):
+                yield {name: (*parts[:index], *less, *parts[index + 1 :])}
     for name, values in _SIMPLER.items():
         present = getattr(scenario, name)
         if present in values:
@@ -85,3 +88,14 @@ def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
         for value in dict.fromkeys((1, 2, 3, present // 2, present - 1)):
             if 0 < value < present:
                 yield {name: value}
+
+
+def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
+    """A stop at half its step; a fault at half its step, rank or shard: sizes can shrink then."""
+    if isinstance(part, int):
+        yield (part // 2,)
+        return
+    for name in ("step", "rank", "shard"):
+        value = getattr(part, name)
+        if value:
+            yield (replace(part, **{name: value // 2}),)

@@ -186,6 +186,12 @@ def test_the_scale_is_that_of_all_tensors() -> None:
     assert close({"w": values(0.0)}, {"w": values(1e-9)}, bound=1e-3, floor=1e-8).broken is None
 
 
+def test_a_small_tensor_is_judged_by_its_own_norm() -> None:
+    """A tensor of a tenth of the norm that is off by 1 % is found beside a larger one."""
+    expected, got = ({"big": values(1.0), "small": values(small)} for small in (0.1, 0.101))
+    assert found(close(expected, got, bound=5e-3)).tensor == "small"
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_close(bad: float) -> None:
     """NaN or inf is a difference, at that element."""

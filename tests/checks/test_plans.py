@@ -55,10 +55,10 @@ def test_parity_hides_no_constant_factor() -> None:
 
 
 def test_stops_in_the_middle_of_an_epoch() -> None:
-    """Each run is stopped twice, once inside epoch 1, with state in optimizer and schedule."""
+    """Each run stops twice or more, once inside epoch 1, with state in optimizer and schedule."""
     for subject in plans.stops(CLAUSE):
         per_epoch = -(-subject.num_samples // subject.batch_size)
-        assert len(subject.stops) == 2
+        assert len(subject.stops) >= 2
         assert any(stop // per_epoch == 1 and stop % per_epoch for stop in subject.stops)
         assert subject.optimizer != "sgd"
         assert subject.schedule != "constant"

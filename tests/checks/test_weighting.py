@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario
 
@@ -37,21 +38,15 @@ def test_a_weight_that_is_not_the_shards() -> None:
     assert (found.step, found.rank, found.expected, found.got) == (2, 1, "2.0", "1.0")
 
 
-def test_the_first_gradient_is_the_single_devices() -> None:
-    """A gradient weighted otherwise than the loss is found in step 0."""
+@pytest.mark.parametrize("step", [0, 2])
+def test_gradients_are_the_single_devices(step: int) -> None:
+    """A gradient weighted otherwise than the loss is found in its step, also in a short batch."""
     own, *others = traces.family("weighting", SUBJECT)
-    gradient = traces.swapped(own.of(Update)[0].gradient, "hidden1.bias", traces.values(1, 2, 3))
-    changed = altered(own, Update, {"step": 0, "rank": 1}, gradient=gradient)
+    right = traces.one(own, Update, step=step).gradient
+    gradient = traces.swapped(right, "hidden1.bias", traces.values(1, 2, 3))
+    changed = altered(own, Update, {"step": step, "rank": 1}, gradient=gradient)
     found = broken(traces.judge("weighting", [changed, *others]))
-    assert (found.step, found.rank, found.tensor) == (0, 1, "hidden1.bias")
-
-
-def test_later_gradients_are_left_to_parity() -> None:
-    """Past step 0 a gradient is not this clause's business."""
-    own, *others = traces.family("weighting", SUBJECT)
-    gradient = traces.swapped(own.of(Update)[0].gradient, "hidden1.bias", traces.values(1, 2, 3))
-    changed = altered(own, Update, {"step": 1}, gradient=gradient)
-    assert traces.judge("weighting", [changed, *others]).verdict is Verdict.HELD
+    assert (found.step, found.rank, found.tensor) == (step, 1, "hidden1.bias")
 
 
 def test_tokens_are_weighted() -> None:

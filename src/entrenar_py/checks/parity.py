@@ -14,7 +14,7 @@ from typing import Any
 from entrenar_py.checks import evidence, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Start, Trace
+from entrenar_py.trace import Start, Tensors, Trace
 from entrenar_py.verdict import Finding, Tally
 
 PUBLISHED_FROM_STEP = 100
@@ -79,7 +79,6 @@ def compare_with_oracle(
     tally: Tally,
     traces: Sequence[Trace],
     tolerance: float | None,
-    steps: int = ROUNDING_STEPS,
 ) -> None:
     """Compares every trace with its oracle's, if that is among them (see `compare`)."""
     for group in evidence.groups(traces, *SPLIT):
@@ -90,7 +89,7 @@ def compare_with_oracle(
             if trace.scenario.dropout:
                 tally.note("not compared with a single device, whose dropout draws other masks")
                 continue
-            compare(tally, model, trace, tolerance, steps)
+            compare(tally, model, trace, tolerance)
 
 
 def compare(
@@ -98,14 +97,12 @@ def compare(
     model: Trace,
     trace: Trace,
     tolerance: float | None,
-    steps: int = ROUNDING_STEPS,
 ) -> None:
-    """Compares `trace` with the oracle's `model`: the first `steps` within rounding, and from the
+    """Compares `trace` with the oracle's `model`: the first steps within rounding, and from the
     published step on within `tolerance`, where one is given.
     """
     _compare_starts(tally, model, trace)
-    if trace.scenario.optimizer == "adamw":
-        steps = min(steps, ADAM_ROUNDING_STEPS)
+    steps = ADAM_ROUNDING_STEPS if trace.scenario.optimizer == "adamw" else ROUNDING_STEPS
     expected = evidence.updates(model)
     first = [evidence.any_rank(expected[step]) for step in expected if step < steps]
     loss_floor = LEARNED_AWAY * _largest(abs(update.loss) for update in first)
@@ -151,6 +148,9 @@ def compare(
                     evidence.compare_close(
                         tally, one.weights, update.weights, GRADIENT_BOUND, message, **place
                     )
+                message = "buffers after the step are not the single device's"
+                mine, theirs = _floats(one.buffers), _floats(update.buffers)
+                evidence.compare_close(tally, mine, theirs, GRADIENT_BOUND, message, **place)
     missing = sorted(set(expected) - set(evidence.updates(trace)))
     if missing and model.end.status == "halted":
         tally.miss(f"the single-device run halted: {model.end.reason}")
@@ -161,6 +161,11 @@ def compare(
         step=missing[0] if missing else None,
         scenario=trace.scenario.to_dict(),
     )
+
+
+def _floats(buffers: Tensors) -> Tensors:
+    """Running means; counters may count micro-batches."""
+    return {name: record for name, record in buffers.items() if record.dtype.startswith("float")}
 
 
 def _compare_starts(tally: Tally, model: Trace, trace: Trace) -> None:

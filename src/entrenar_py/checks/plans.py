@@ -93,7 +93,7 @@ def stops(invariant: Invariant) -> list[Scenario]:
     stateful: dict[str, Any] = {"dropout": 0.2, "schedule": "cosine", "warmup_steps": 1}
     return [
         _mlp(optimizer="momentum", stops=(4, 5), **stateful),
-        _mlp(optimizer="adamw", weight_decay=0.1, stops=(1, 4), **stateful),
+        _mlp(optimizer="adamw", weight_decay=0.1, stops=(1, 3, 4), **stateful),
     ]
 
 
@@ -108,4 +108,6 @@ def step_rules(invariant: Invariant) -> list[Scenario]:
         _mlp(detail="values"),
         _mlp(schedule="linear", warmup_steps=2, clip_norm=0.01, detail="values"),
         _mlp(schedule="cosine", clip_norm=100.0, detail="values"),
+        _mlp(optimizer="momentum", weight_decay=0.1, clip_norm=0.05, detail="values"),
+        _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
     ]

@@ -108,13 +108,13 @@ def _moved(
     for name, expected in rule.step(update):
         record = update.weights.get(name)
         after = None if record is None else record.values()
-        if after is None or after.shape != expected.weight.shape:
+        if after is None or after.shape != expected.weight.shape or not after.size:
             continue
         rounding = UPDATE_ULPS * 2.0**-24 * (np.abs(expected.weight) + expected.moved)
         allowed = rounding + RELATIVE * expected.moved
         with np.errstate(invalid="ignore"):  # inf - inf: a NaN, which is no gap that is allowed
             gap = np.abs(after - expected.weight) - allowed
-        element = int(gap.argmax()) if gap.size else 0
+        element = int(gap.argmax())
         tally.check(
             bool((gap <= 0).all()),
             f"{name} did not move by learning rate times clipped gradient, as {scenario.optimizer} "

@@ -72,7 +72,8 @@ class Rule:
             decay = self._decay(name)
             if decay is not None:
                 gradient = factor * slope.astype(np.float64)
-                yield name, self._expected(name, weight, gradient, update.learning_rate, decay)
+                rate, held = update.learning_rate, weight.astype(np.float64)
+                yield name, self._expected(name, held, gradient, rate, decay)
 
     def _decay(self, name: str) -> float | None:
         """The weight decay of a tensor; None where the trainer did not say which are decayed."""
@@ -82,6 +83,7 @@ class Rule:
             return None
         return self.scenario.weight_decay if name in self.decayed else 0.0
 
+    @np.errstate(invalid="ignore", over="ignore")  # what overflows is compared as it is
     def _expected(
         self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
     ) -> Expected:

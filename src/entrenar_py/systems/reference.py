@@ -1,8 +1,8 @@
 """The reference trainer: a deterministic data-parallel trainer with all its workers in one process.
 
 The oracle of every other system. One step: each worker computes its logical shards and folds them
-along the tree; the coordinator adds the folded nodes, divides once, and stops everyone if a shard
-is not finite; every worker clips and steps its own replica.
+along the tree; the coordinator adds the folded nodes, divides and clips once, and stops everyone if
+a shard is not finite; every worker steps its own replica.
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""What a person or a file can get wrong: exit 2, one clear message, no traceback, nothing run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.command_line import check, contract_file, launch, repeat_a_sample
+
+from entrenar_py import counterexamples, systems
+
+CONTRACT_SECONDS_MAX, CONTRACT_KIB_MAX = 5.0, 500 * 1024
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counterexamples are saved below the working folder: each test has its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def contract(tmp_path: Path) -> str:
+    """Two clauses that hold, with one scenario each."""
+    return contract_file(tmp_path)
+
+
+def written(name: str, text: str) -> Callable[[Path], str]:
+    """Makes a file `name` that holds `text`; its path."""
+
+    def write(folder: Path) -> str:
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+BAD_CONTRACTS: dict[str, tuple[Callable[[Path], str], str]] = {
+    "missing": (lambda folder: "no-such.yaml", "no such file"),
+    "empty": (written("empty.yaml", ""), "the file is empty"),
+    "directory": (str, "is a folder"),
+    "tabs": (written("tabs.yaml", "a:\n\tb: 1\n"), "indent with spaces"),
+    "duplicate": (written("twice.yaml", "a: 1\na: 2\n"), "twice.yaml:2:1: "),
+    "list": (written("list.yaml", "- a\n- b\n"), "found a list"),
+    "text": (written("text.yaml", "hello\n"), "found a single value"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTRACTS)
+def test_bad_contracts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, a message that says what is wrong and where, no traceback, nothing on stdout."""
+    make, message = BAD_CONTRACTS[name]
+    assert check("--contract", make(tmp_path)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+BAD_ARGUMENTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "no contract": ((), "--contract FILE is missing; shipped are distributed-training-v1.yaml"),
+    "unknown id": (("--only", "F-DP-9"), "id 'F-DP-9' is not in small-v1.yaml: it has F-DP-001"),
+    "unknown excluded": (("--exclude", "F-DP-9"), "id 'F-DP-9' is not in"),
+    "no workers": (("--world-size", "0"), "a run needs at least 1 worker"),
+    "too many workers": (("--world-size", "10"), "world_size=10 with num_samples=9"),
+    "far too many": (("--world-size", "1" + "0" * 12), "with num_samples=9"),
+    "system": (("--system", "magic"), "system='magic': allowed are reference, textbook"),
+    "backend": (("--backend", "cpu,tpu"), "backend='tpu': allowed are cuda, wgpu, cpu"),
+    "json folder": (("--json", "no/where.json"), "--json no/where.json: the folder"),
+    "json is folder": (("--json", "."), "--json .: is a directory"),
+    "junit folder": (("--junit", "no/where.xml"), "--junit no/where.xml: the folder"),
+    "trace-dir": (("--trace-dir", "small-v1.yaml"), "--trace-dir small-v1.yaml: File exists"),
+    "no trace": (("--judge", "none.jsonl"), "trace file none.jsonl: can't be read (No such file"),
+    "no traces": (("--judge", "."), "trace folder .: holds no *.jsonl file"),
+    "trace is text": (("--judge", "small-v1.yaml"), "small-v1.yaml:1: not a line of a trace"),
+    "no replay": (("--replay", "none.json"), "replay file none.json: can't be read"),
+    "replay folder": (("--replay", "."), "replay file .: can't be read"),
+    "replay is text": (("--replay", "small-v1.yaml"), "replay file small-v1.yaml: can't be read"),
+    "flag": (("--frobnicate",), "unrecognized arguments: --frobnicate"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments(
+    name: str, contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2 and one line that says what to do, before anything runs."""
+    monkeypatch.delattr(systems, "run")
+    arguments, message = BAD_ARGUMENTS[name]
+    given = ("--contract", contract) if arguments else ()
+    assert check(*given, *arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("entrenar-check: ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("{system: magic}", "clause F-DP-001: system='magic': allowed are"),
+        ("{backends: [tpu]}", "clause F-DP-001: backend='tpu': allowed are"),
+    ],
+)
+def test_a_contract_asks_for_what_is_not_there(
+    scenario: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found before anything runs, with the clause's place."""
+    path = contract_file(tmp_path, scenario=scenario)
+    assert check("--contract", path) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert f"{path}:3:" in printed
+
+
+def test_an_edited_replay_file(
+    contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A counterexample is what was found, or it is refused: on request and when tried first."""
+    with monkeypatch.context() as patch:
+        repeat_a_sample(patch)
+        assert check("--contract", contract, "--examples", 0) == 1
+    (path,) = counterexamples.FOLDER.iterdir()
+    path.write_text(path.read_text().replace('"num_steps": ', '"num_steps": 1'))
+    capsys.readouterr()
+    for arguments in (("--replay", path), ()):
+        assert check("--contract", contract, *arguments) == 2
+        assert "it was edited by hand" in capsys.readouterr().err
+
+
+def bomb(folder: Path) -> Path:
+    """Nine levels of ten aliases: a billion values, and more by each key."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    path = folder / "bomb.yaml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def huge(folder: Path) -> Path:
+    """100 MB of YAML."""
+    path = folder / "huge.yaml"
+    with path.open("w") as file:
+        for _ in range(100):
+            file.write("- 0123456\n" * 100_000)
+    return path
+
+
+@pytest.mark.parametrize("make", [bomb, huge])
+def test_contracts_that_would_eat_the_machine(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Refused with exit 2 within 5 s and 500 MB (processor time: the machine may be busy)."""
+    child = launch(["--contract", make(tmp_path)])
+    assert child.stderr is not None
+    printed = child.stderr.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    child.communicate()
+    assert child.returncode == 2
+    assert "Traceback" not in printed
+    assert printed
+    assert usage.ru_utime + usage.ru_stime < CONTRACT_SECONDS_MAX
+    assert usage.ru_maxrss < CONTRACT_KIB_MAX

@@ -1,0 +1,165 @@
+"""Plans: what a command line makes of a clause's scenarios, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py import checks, counterexamples, plan
+from entrenar_py.contract import Contract, Invariant
+from entrenar_py.contract.problems import Position
+from entrenar_py.counterexamples import Saved
+from entrenar_py.errors import UsageError
+from entrenar_py.plan import Plan, Task
+from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import Verdict, inconclusive
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counterexamples are looked for below the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def clause(*scenarios: Mapping[str, Any], **changes: Any) -> Invariant:
+    """A clause that coverage decides."""
+    usual: dict[str, Any] = {"id": "F-DP-002", "name": "cover", "statement": ""}
+    position = Position("c.yaml", 3, 5)
+    return Invariant(**{**usual, "position": position, "scenarios": scenarios, **changes})
+
+
+def planned(given: Plan, *scenarios: Mapping[str, Any], **changes: Any) -> tuple[Scenario, ...]:
+    """What `given` makes of a clause with `scenarios`."""
+    (task,) = plan.tasks([clause(*scenarios, **changes)], given)
+    return task.planned
+
+
+def test_a_clause_without_scenarios_takes_its_checks() -> None:
+    """As they are, under a plan that asks for nothing."""
+    own = checks.CHECKS["coverage"].plan(clause())
+    assert list(planned(Plan())) == own
+
+
+def test_seeds_are_shifted() -> None:
+    """Every scenario's own seed counts beside the plan's."""
+    seeds = [one.seed for one in planned(Plan(seed=10), {"seed": [0, 5]})]
+    assert seeds == [10, 15]
+
+
+def test_trainers_are_replaced_and_probes_are_not() -> None:
+    """A matrix product is the same whatever trains."""
+    wish = Plan(system="textbook", world_sizes=(2,), backends=("wgpu",))
+    trainer, probe = planned(wish, {"world_size": 3}, {"system": "matmul", "world_size": 1})
+    assert (trainer.system, trainer.world_size, trainer.backends) == ("textbook", 2, ("wgpu",))
+    assert (probe.system, probe.world_size, probe.backends) == ("matmul", 1, ("cpu",))
+
+
+def test_world_sizes() -> None:
+    """Each once; shards grow where there are too few; faults of ranks that are gone go too."""
+    leaves = [{"kind": "leave", "rank": 1, "step": 1}, {"kind": "leave", "rank": 3, "step": 2}]
+    record = {"world_size": [4, 5], "num_shards": 5, "faults": leaves}
+    runs = planned(Plan(world_sizes=(2, 9)), record)
+    assert [(one.world_size, one.num_shards, len(one.faults)) for one in runs] == [
+        (2, 5, 1),
+        (9, 9, 2),
+    ]
+
+
+def test_too_many_workers() -> None:
+    """Refused with the clause's place, however many."""
+    for world_size in (51, 10**9):
+        with pytest.raises(UsageError, match=r"c.yaml:3:5: clause F-DP-002: world_size=.*use wor"):
+            planned(Plan(world_sizes=(world_size,)), {})
+
+
+def test_fixed() -> None:
+    """What a person asked for stays when exploring."""
+    assert Plan().fixed == ()
+    assert Plan(world_sizes=(2,)).fixed == ("world_size",)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"system": "magic"}, "system='magic': allowed are reference"),
+        ({"backends": ["cpu", "tpu"]}, "backend='tpu': allowed are cuda, wgpu, cpu"),
+        ({"mutant": "no-such-bug"}, "mutant='no-such-bug': allowed are "),
+    ],
+)
+def test_what_is_not_there(record: dict[str, Any], message: str) -> None:
+    """Names that only a run would miss are looked up before any run."""
+    with pytest.raises(UsageError, match=f"c.yaml:3:5: clause F-DP-002: {message}"):
+        planned(Plan(), record)
+
+
+def test_uncovered() -> None:
+    """A clause without a check has nothing planned, and says why nothing was compared."""
+    for changes, why in (
+        ({"id": "F-NEW"}, "no check covers it"),
+        ({"check": "magic"}, "check='magic' is unknown"),
+    ):
+        (task,) = plan.tasks([clause({}, **changes)], Plan())
+        assert (task.check, task.scenarios) == (None, [])
+        assert task.untried().reason == f"c.yaml:3:5: {why}: nothing was compared"
+        assert task.untried().verdict is Verdict.INCONCLUSIVE
+
+
+def test_known_counterexamples_come_first() -> None:
+    """Those of the trainer, sizes and backends asked for; probes always."""
+
+    def save(**changes: Any) -> Scenario:
+        usual = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 1}
+        scenario = Scenario(**{**usual, **changes})
+        finding = inconclusive("F-DP-002", "any")
+        counterexamples.save(Saved(invariant="F-DP-002", scenario=scenario, finding=finding))
+        return scenario
+
+    two, three = save(), save(world_size=3)
+    other, probe = save(system="textbook"), save(system="matmul")
+
+    def known(given: Plan) -> set[Scenario]:
+        (task,) = plan.tasks([clause({"seed": 1, "world_size": 2})], given)
+        assert task.scenarios[: len(task.known)] == list(task.known)
+        assert len(set(task.scenarios)) == len(task.scenarios)
+        return set(task.known)
+
+    assert known(Plan()) == {two, three, probe}
+    assert known(Plan(world_sizes=(3,))) == {three, probe}
+    assert known(Plan(system="textbook")) == {other, probe}
+    assert known(Plan(backends=("wgpu",))) == {probe}
+    save(system="magic")
+    with pytest.raises(UsageError, match=r"F-DP-002-.*json: system='magic'"):
+        known(Plan())
+
+
+def test_select_keeps_the_contracts_order() -> None:
+    """All three filters hold at once."""
+    clauses = tuple(
+        clause(id=name, severity=s) for name, s in (("A", "P0"), ("B", "P1"), ("C", "P0"))
+    )
+    contract = Contract(path=Path("c.yaml"), digest="", metadata={}, invariants=clauses)
+
+    def ids(**filters: Any) -> list[str]:
+        return [one.id for one in plan.select(contract, **filters)]
+
+    assert ids() == ["A", "B", "C"]
+    assert ids(only=("C", "A", "B"), exclude=("A",), severities=("P0",)) == ["C"]
+    with pytest.raises(UsageError, match=r"id 'D' is not in c.yaml: it has A, B, C"):
+        ids(exclude=("D",))
+
+
+def test_is_trainer() -> None:
+    """A system by others is taken for a trainer, ours are known."""
+    assert plan.is_trainer("reference")
+    assert plan.is_trainer("somebody's own")
+    assert not plan.is_trainer("matmul")
+
+
+def test_a_task_lists_each_scenario_once() -> None:
+    """One that broke before and is planned too is tried once."""
+    one = Scenario(system="reference", workload="linear", world_size=2, seed=0)
+    task = Task(invariant=clause(), check=None, known=(one,), planned=(one, one.with_(seed=1)))
+    assert task.scenarios == [one, one.with_(seed=1)]

@@ -1,0 +1,375 @@
+"""What each flag does: every test here fails if its flag is accepted and ignored."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
+
+from entrenar_py import backends, counterexamples, systems, trace
+from entrenar_py.errors import BackendUnavailable
+from entrenar_py.scenario import Scenario
+
+COVERED = "  - {id: F-NEW-9, name: new, severity: P2, invariant: nobody checks this}\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counterexamples are saved below the working folder: each test has its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def contract(tmp_path: Path) -> str:
+    """Two clauses that hold, with one scenario each."""
+    return contract_file(tmp_path)
+
+
+def traced(folder: Path) -> list[Scenario]:
+    """The scenarios of the traces kept in `folder`."""
+    return [trace.load(path).scenario for path in sorted(folder.glob("*.jsonl"))]
+
+
+def scenarios_run(contract: str, folder: Path, *arguments: object) -> list[Scenario]:
+    """What a run with `arguments` really ran."""
+    check("--contract", contract, "--trace-dir", folder, "--examples", 0, *arguments)
+    return traced(folder)
+
+
+# --- which invariants -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ((), {"F-DP-001", "F-DP-002"}),
+        (("--only", "F-DP-002"), {"F-DP-002"}),
+        (("--exclude", "F-DP-002"), {"F-DP-001"}),
+        (("--severity", "P1"), {"F-DP-002"}),
+    ],
+)
+def test_selection(
+    contract: str, tmp_path: Path, arguments: tuple[str, ...], chosen: set[str]
+) -> None:
+    """--only, --exclude and --severity leave the rest out of the report."""
+    json = tmp_path / "r.json"
+    assert check("--contract", contract, "--examples", 0, "--json", json, *arguments) == 0
+    assert set(verdicts(json)) == chosen
+
+
+def test_nothing_selected(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 5: nothing was selected is not the same as all is well."""
+    assert check("--contract", contract, "--severity", "P2") == 5
+    assert "nothing selected" in capsys.readouterr().out
+    assert check("--contract", contract, "--severity", "P2", "--list") == 5
+
+
+def test_list(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line per clause, with its check and place; nothing runs; selection counts."""
+    assert check("--contract", contract, "--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["id", "name", "severity", "check", "place"]
+    assert lines[1].split() == ["F-DP-001", "identical", "P0", "replica_identity", f"{contract}:3"]
+    assert check("--contract", contract, "--list", "--only", "F-DP-002") == 0
+    assert "F-DP-001" not in capsys.readouterr().out
+
+
+def test_list_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What looks like markup, and a clause that no check covers, are just text."""
+    extra = '  - {id: F-NEW-9, name: "[/red] α", severity: P2, invariant: nobody checks this}\n'
+    assert check("--contract", contract_file(tmp_path, extra=extra), "--list") == 0
+    printed = capsys.readouterr()
+    assert "F-NEW-9   [/red] α   P2        none " in printed.out
+    assert "clause F-NEW-9 has no check here" in printed.err
+
+
+def test_validate(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Says that the contract is valid and runs nothing."""
+    assert check("--contract", contract, "--validate") == 0
+    assert capsys.readouterr().out == "small-v1.yaml: valid, 2 invariants\n"
+
+
+def test_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning is an error under --strict, and only then."""
+    path = contract_file(tmp_path, extra=COVERED)
+    assert check("--contract", path, "--validate") == 0
+    assert check("--contract", path, "--validate", "--strict") == 2
+    assert "F-NEW-9" in capsys.readouterr().err
+
+
+# --- how they are tried -----------------------------------------------------------------------
+
+
+def test_system(contract: str, tmp_path: Path) -> None:
+    """Every training run is made by the trainer asked for, and the report names it."""
+    json = tmp_path / "r.json"
+    runs = scenarios_run(contract, tmp_path / "t", "--system", "textbook", "--json", json)
+    assert {one.system for one in runs} == {"textbook"}
+    assert report(json)["system"] == "textbook"
+
+
+def test_world_size(contract: str, tmp_path: Path) -> None:
+    """These numbers of workers instead of the contract's; shards grow with them."""
+    runs = scenarios_run(contract, tmp_path / "t", "--world-size", "3,5", "--only", "F-DP-001")
+    assert {(one.world_size, one.num_shards) for one in runs} == {(3, 3), (5, 5)}
+
+
+def test_world_size_stays_when_exploring(contract: str, tmp_path: Path) -> None:
+    """Also above what exploration would choose itself."""
+    runs = scenarios_run(
+        contract, tmp_path / "t", "--world-size", 9, "--examples", 8, "--only", "F-DP-001"
+    )
+    assert len(runs) > 5
+    assert {one.world_size for one in runs} == {9}
+
+
+def test_seed_and_examples(contract: str, tmp_path: Path) -> None:
+    """A seed explores the same scenarios again, another seed others; --examples says how many."""
+    arguments = ("--only", "F-DP-001", "--examples", 6)
+    first, again, other = (
+        set(scenarios_run(contract, tmp_path / name, *arguments, "--seed", seed))
+        for name, seed in (("a", 7), ("b", 7), ("c", 8))
+    )
+    assert first == again
+    assert len(first) > 3
+    assert not first & other
+    assert len(scenarios_run(contract, tmp_path / "none", "--only", "F-DP-001")) == 1
+
+
+def test_timeout(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exploring ends in time, with a note; a clause whose own scenarios were left out is open."""
+    started = time.monotonic()
+    json = tmp_path / "r.json"
+    limits = ("--timeout", "1.5", "--examples", 1_000_000)
+    assert check("--contract", contract, *limits, "--json", json) == 4
+    assert time.monotonic() - started < 20
+    assert verdicts(json) == {"F-DP-001": "held", "F-DP-002": "inconclusive"}
+    printed = capsys.readouterr().out
+    assert "note F-DP-001: --timeout ended exploring after" in printed
+    assert "--timeout 1.5 s ran out after 0 of 1 scenarios" in printed
+
+
+def test_stop_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-x: nothing is tried after the first falsified clause."""
+    extra = "  - {id: F-DP-002b, name: again, check: coverage, invariant: covered}\n"
+    path = contract_file(tmp_path, extra=extra)
+    repeat_a_sample(monkeypatch)
+    json = tmp_path / "r.json"
+    usual = ("--contract", path, "--examples", 0, "--json", json)
+    assert check(*usual, "-x") == 1
+    assert verdicts(json) == {"F-DP-001": "held", "F-DP-002": "falsified"}
+    assert check(*usual) == 1
+    assert len(verdicts(json)) == 3
+
+
+def test_allow_inconclusive(tmp_path: Path) -> None:
+    """Exit 4 becomes 0, also in the JUnit report."""
+    path = contract_file(tmp_path, extra=COVERED)
+    usual = ("--contract", path, "--examples", 0, "--junit", tmp_path / "j.xml")
+    assert check(*usual) == 4
+    before = ElementTree.parse(tmp_path / "j.xml").getroot()
+    assert check(*usual, "--allow-inconclusive") == 0
+    after = ElementTree.parse(tmp_path / "j.xml").getroot()
+    assert ElementTree.tostring(before) != ElementTree.tostring(after)
+
+
+def test_absent_backend(
+    contract: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A backend that is not there is inconclusive, with its reason; nothing else serves instead."""
+
+    def absent() -> backends.Backend:
+        raise BackendUnavailable("backend cuda: no such device here")
+
+    monkeypatch.setitem(backends.BACKENDS, "cuda", absent)
+    json = tmp_path / "r.json"
+    assert check("--contract", contract, "--backend", "cuda", "--json", json) == 4
+    assert set(verdicts(json).values()) == {"inconclusive"}
+    assert report(json)["environment"]["cuda"] == "none"
+    assert report(json)["num_compared"] == 0
+    assert "backend cuda: no such device here" in capsys.readouterr().out
+
+
+@pytest.mark.wgpu
+def test_wgpu_backend(contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--backend wgpu computes every worker's layers on wgpu."""
+    try:
+        device = backends.open_backend("wgpu")
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    called = []
+    right = type(device).products
+
+    def counted(self: backends.Backend, pairs: object) -> object:
+        called.append(self.name)
+        return right(self, pairs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(device), "products", counted)
+    monkeypatch.setitem(backends.BACKENDS, "cpu", backends.BACKENDS["cuda"])
+    json = tmp_path / "r.json"
+    usual = ("--contract", contract, "--examples", 1, "--json", json, "--only", "F-DP-001")
+    assert check(*usual, "--backend", "wgpu", "--trace-dir", "t") == 0
+    assert called
+    assert {one.backends for one in traced(Path("t"))} == {("wgpu",)}
+    assert report(json)["environment"]["wgpu_adapter"].startswith(device.device)
+
+
+# --- output -----------------------------------------------------------------------------------
+
+
+def test_reports(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json, --junit and the terminal tell the same; versions and devices are in it."""
+    json, junit = tmp_path / "r.json", tmp_path / "r.xml"
+    usual = ("--contract", contract, "--examples", 2, "--json", json, "--junit", junit)
+    assert check(*usual, "--seed", 3) == 0
+    record = report(json)
+    assert record["seed"] == 3
+    assert record["command"].startswith(f"entrenar-check --contract {contract} --examples 2")
+    assert set(record["environment"]) >= {"python", "torch", "numpy", "platform", "cpu", "cuda"}
+    assert [case.get("name") for case in ElementTree.parse(junit).iter("testcase")]
+    printed = capsys.readouterr().out
+    assert "held     F-DP-001" in printed
+    assert "seed 3" in printed
+
+
+def test_quiet(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the sums are left when everything held."""
+    assert check("--contract", contract, "--examples", 0, "--quiet") == 0
+    assert "F-DP-001" not in capsys.readouterr().out
+
+
+def test_no_color(
+    contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Colours on a terminal unless --no-color; FORCE_COLOR makes rich take a pipe for one."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    green, bold = "\x1b[32m", "\x1b[1m"
+    assert check("--contract", contract, "--examples", 0) == 0
+    assert green in capsys.readouterr().out
+    assert check("--contract", contract, "--examples", 0, "--no-color") == 0
+    printed = capsys.readouterr().out
+    assert green not in printed
+    assert bold not in printed
+
+
+# --- traces and counterexamples ---------------------------------------------------------------
+
+
+def no_run(scenario: Scenario) -> trace.Trace:
+    """Replaces `systems.run` where nothing may run."""
+    raise AssertionError(f"ran {scenario}")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_judging_a_folder_gives_the_verdicts_of_the_run(
+    contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """--trace-dir keeps every run; --judge says the same of them, and runs nothing."""
+    if broken:
+        repeat_a_sample(monkeypatch)
+    ran, judged, folder = tmp_path / "ran.json", tmp_path / "judged.json", tmp_path / "a" / "t"
+    usual = ("--contract", contract, "--json")
+    code = check(*usual, ran, "--examples", 3, "--trace-dir", folder)
+    monkeypatch.setattr(systems, "run", no_run)
+    assert check(*usual, judged, "--judge", folder) == code == (1 if broken else 0)
+    assert verdicts(ran) == verdicts(judged)
+    assert report(judged)["system"] == "reference"
+    assert report(judged)["environment"]["torch"] == report(ran)["environment"]["torch"]
+    files = sorted(folder.iterdir())
+    assert check(*usual, judged, "--judge", *files) == code
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda lines: [lines[0], lines[1].replace('"rank":0', '"rank":1'), *lines[2:]], ":2: "),
+        (lambda lines: lines[:-1], "truncated"),
+        (lambda lines: [*lines[:4], lines[5], lines[4], *lines[6:]], ":5: "),
+        (lambda lines: [lines[0].replace('"version":1', '"version":99'), *lines[1:]], "version=99"),
+        (lambda lines: [], "the file is empty"),
+    ],
+)
+def test_judging_a_damaged_trace(
+    contract: str, edit: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tampered, truncated, reordered, foreign or empty file is refused, the line named."""
+    check("--contract", contract, "--examples", 0, "--trace-dir", "t", "--only", "F-DP-001")
+    (path,) = Path("t").iterdir()
+    path.write_text("".join(edit(path.read_text().splitlines(keepends=True))))  # type: ignore[operator]
+    assert check("--contract", contract, "--judge", path) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_break_is_shrunk_saved_and_replayed(
+    contract: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last line replays it: falsified while the bug is there, held when it is gone."""
+    json = tmp_path / "r.json"
+    with monkeypatch.context() as patch:
+        repeat_a_sample(patch)
+        assert check("--contract", contract, "--examples", 5, "--json", json) == 1
+        last = capsys.readouterr().out.splitlines()[-1]
+        (path,) = counterexamples.FOLDER.iterdir()
+        assert last == f"entrenar-check --contract {contract} --replay {path}"
+        small = counterexamples.load(path).scenario
+        assert (small.world_size, small.num_steps) < (2, 4)
+        assert check(*last.split()[1:], "--json", json) == 1
+        assert capsys.readouterr().out.splitlines()[-1] == last
+        assert report(json)["results"][0]["replay"] == str(path)
+    assert check(*last.split()[1:], "--json", json, "--trace-dir", "t") == 0
+    assert verdicts(json) == {"F-DP-002": "held"}
+    assert small in traced(Path("t"))
+
+
+def test_a_known_counterexample_is_tried_first(
+    contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once found it costs one run to find again, unless another trainer is asked for."""
+    repeat_a_sample(monkeypatch)
+    usual = ("--contract", contract, "--only", "F-DP-002", "--examples", 0)
+    assert check(*usual) == 1
+    (path,) = counterexamples.FOLDER.iterdir()
+    tried: list[Scenario] = []
+    right = systems.run
+
+    def recorded(scenario: Scenario) -> trace.Trace:
+        tried.append(scenario)
+        return right(scenario)
+
+    monkeypatch.setattr(systems, "run", recorded)
+    assert check(*usual) == 1
+    assert tried[0] == counterexamples.load(path).scenario
+    tried.clear()
+    assert check(*usual, "--system", "textbook") == 1
+    assert {one.system for one in tried} == {"textbook"}
+
+
+def test_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--mutants shows the kill matrix; its exit code is the matrix's."""
+    for code in (0, 1):
+        monkeypatch.setattr("entrenar_py.kill_matrix.show", lambda console, code=code: code)
+        assert check("--mutants") == code
+
+
+def test_foreign_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A contract in others' words, with Rust in it: judged per clause, nothing of it executed."""
+    foreign = Path(__file__).parent / "contract" / "data" / "foreign-trainer-v1.yaml"
+    json = tmp_path / "r.json"
+    arguments = ("--contract", foreign, "--examples", 1, "--json", json)
+    assert check(*arguments, "--exclude", "F-DP-005") == 4
+    found = {"F-DP-001": "held", "F-DP-002": "held", "F-NET-001": "inconclusive"}
+    assert verdicts(json) == found
+    lines = foreign.read_text().splitlines()
+    line = 1 + next(n for n, text in enumerate(lines) if "F-NET-001" in text)
+    assert f"{foreign}:{line}:5: no check covers it" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("EXECUTED"))
