@@ -247,3 +247,28 @@ def test_every_dense_layer_goes_through_linear(name: str) -> None:
     matrices = {id(tensors[spec.name]) for spec in model.specs if len(spec.shape) == 2}
     assert {id(weight) for weight in seen} == matrices
     assert len(seen) == len(matrices)
+
+
+@given(st.sampled_from(("linear", "mlp", "decoder")), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=20)
+def test_gradients_are_those_of_the_summed_loss(name: str, seed: int) -> None:
+    """`gradients` gives autograd's gradient of `loss_sum`, scaled, in the order of the specs."""
+    rng = np.random.default_rng(seed)
+    model = workload.build(name, num_samples=12, width=5, data=np.random.default_rng(1))
+    tensors = {n: torch.tensor(value) for n, value in model.initial(rng).items()}
+    trainable = [spec.name for spec in model.specs if spec.role == "trainable"]
+    for tensor_name in trainable:
+        tensors[tensor_name].requires_grad_()
+    ids = rng.permutation(12)[:5].tolist()
+    given_loss, given_parts = model.gradients(
+        tensors, ids, linear=F.linear, drop=lambda x: x, scale=0.125
+    )
+    loss = model.loss_sum(tensors, ids, linear=F.linear, drop=lambda x: x)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert given_loss == pytest.approx(loss.item(), rel=1e-6)
+    assert len(given_parts) == len(trainable)
+    for part, tensor_name in zip(given_parts, trainable, strict=True):
+        gradient = tensors[tensor_name].grad
+        assert gradient is not None
+        expected = gradient.reshape(-1).numpy() * 0.125
+        np.testing.assert_allclose(np.reshape(part, -1), expected, rtol=1e-5, atol=1e-6)

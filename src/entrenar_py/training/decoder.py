@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.training import datasets
+from entrenar_py.training import autograd, datasets
 from entrenar_py.training.tensors import (
     Array,
     DropFunction,
@@ -91,6 +91,18 @@ class ByteDecoder:
         logits = linear(x, embedding, None)  # [r, 256], the embedding tied to the output
         # Cross entropy over the padded rows too, so that shapes depend on the number of ids only.
         return F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
+
+    def gradients(
+        self,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+        scale: float,
+    ) -> tuple[float, list[Array]]:
+        loss = self.loss_sum(tensors, ids, linear=linear, drop=drop)
+        return autograd.differentiate(loss, tensors, self.specs, scale)
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
         return {}

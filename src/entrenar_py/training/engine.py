@@ -57,8 +57,7 @@ class Engine:
         self.arrays = {name: tensor.detach().numpy() for name, tensor in self.tensors.items()}
         self.buffers = {name: self.arrays[name] for name in self.layout.buffers}
         self.weights = {n: array for n, array in self.arrays.items() if n not in self.buffers}
-        self._scale = torch.tensor(scale)
-        self._leaves = [self.tensors[name] for name in self.layout.trainable]
+        self._scale = scale
 
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
@@ -82,12 +81,12 @@ class Engine:
                 part.stop - part.start for part in self.layout.buffers.values()
             )
             return np.zeros(size, np.float32), 0.0, 0.0
-        loss = self.workload.loss_sum(self.tensors, ids, linear=self._linear, drop=drop)
-        gradients = torch.autograd.grad(loss, self._leaves, grad_outputs=self._scale)
-        parts = [gradient.numpy() for gradient in gradients]
-        parts += [total * self._scale.numpy() for total in self.workload.statistics(ids).values()]
-        weight = float(self.workload.weight(ids))
-        return np.concatenate(parts, axis=None), loss.item(), weight
+        loss, parts = self.workload.gradients(
+            self.tensors, ids, linear=self._linear, drop=drop, scale=self._scale
+        )
+        scale = np.float32(self._scale)
+        parts += [total * scale for total in self.workload.statistics(ids).values()]
+        return np.concatenate(parts, axis=None), loss, float(self.workload.weight(ids))
 
     def average_buffers(self, average: Array) -> None:
         """Moves each running mean towards the batch's mean in `average`, the reduced vector."""

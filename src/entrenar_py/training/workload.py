@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.errors import UsageError
-from entrenar_py.training import datasets, decoder
+from entrenar_py.training import autograd, datasets, decoder
 from entrenar_py.training.tensors import (
     Array,
     DropFunction,
@@ -69,6 +69,18 @@ class Workload(Protocol):
         """
         ...
 
+    def gradients(
+        self,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+        scale: float,
+    ) -> tuple[float, list[Array]]:
+        """`loss_sum`, and `scale` times its gradient for each trainable tensor in their order."""
+        ...
+
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
         """Per buffer, the sum over `ids` of what its running mean averages, of its shape."""
         ...
@@ -105,6 +117,7 @@ class LinearRegression:
         self.num_samples = num_samples
         self.data_digest = datasets.digest(xy)
         self._xy = torch.from_numpy(xy)  # [2, num_samples, 1]
+        self._columns = xy[:, :, 0]  # [2, num_samples]
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
@@ -121,9 +134,26 @@ class LinearRegression:
         drop: DropFunction,
     ) -> Tensor:
         weight = tensors["weight"]
-        # One gather for both columns: a step of this workload lasts 45 us, indexing is 8 of them.
         x, y = self._xy.index_select(1, torch.tensor(ids)).to(weight).unbind(0)  # [n, 1] each
         return F.mse_loss(linear(x, weight, tensors["bias"]), y, reduction="sum")
+
+    def gradients(
+        self,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+        scale: float,
+    ) -> tuple[float, list[Array]]:
+        # By hand, 2 sum(e x) and 2 sum(e): autograd takes four times as long as all the rest of a
+        # step of this workload, with which the harness explores.
+        x, y = self._columns[:, ids]  # [n] each
+        with torch.no_grad():
+            prediction = linear(torch.from_numpy(x[:, None]), tensors["weight"], tensors["bias"])
+        error = prediction.numpy()[:, 0] - y
+        slope = np.float32(2 * scale) * error
+        return float((error * error).sum()), [(slope * x).sum(), slope.sum()]
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
         return {}
@@ -181,6 +211,18 @@ class DigitClassifier:
         logits = linear(x, tensors["output.weight"], tensors["output.bias"])  # [n, 10]
         labels = self._labels.index_select(0, rows).to(mean.device)
         return F.cross_entropy(logits, labels, reduction="sum")
+
+    def gradients(
+        self,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+        scale: float,
+    ) -> tuple[float, list[Array]]:
+        loss = self.loss_sum(tensors, ids, linear=linear, drop=drop)
+        return autograd.differentiate(loss, tensors, self.specs, scale)
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
         # Pixels are multiples of 1/16, so these sums are exact in any order.
