@@ -29,6 +29,7 @@ FLOORS = {
     "counterexamples": 6,
     "explore": 6,
     "falsify": 6,
+    "interrupts": 6,
     "kill_matrix": 6,
     "plan": 6,
     "reports": 6,

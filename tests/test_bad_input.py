@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.command_line import check, contract_file, launch, repeat_a_sample
 
 from entrenar_py import counterexamples, systems
+from tests.command_line import check, contract_file, launch, repeat_a_sample
 
 CONTRACT_SECONDS_MAX, CONTRACT_KIB_MAX = 5.0, 500 * 1024
 

@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+
+from entrenar_py import checks, counterexamples, runner, systems
+from entrenar_py.errors import SystemFailure
+from entrenar_py.reports import output_file
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
 from tests.command_line import (
     check,
     contract_file,
@@ -17,12 +23,6 @@ from tests.command_line import (
     report,
     verdicts,
 )
-
-from entrenar_py import checks, counterexamples, runner, systems
-from entrenar_py.errors import SystemFailure
-from entrenar_py.reports import output_file
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
 
 HEAVY = ("torch", "numpy", "hypothesis", "rich", "yaml", "sklearn", "wgpu", "blake3")
 

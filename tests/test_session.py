@@ -7,11 +7,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
 from entrenar_py import backends, counterexamples, systems, trace
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
+from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
 COVERED = "  - {id: F-NEW-9, name: new, severity: P2, invariant: nobody checks this}\n"
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from entrenar_py import options
+from entrenar_py import interrupts, options
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
 
 EXIT_INVALID = 2
@@ -22,15 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        try:
-            job = _prepare(arguments)
-        except ContractError as error:  # its lines start with file:line:column
-            print(error, file=sys.stderr)
-            return EXIT_INVALID
-        except UsageError as error:
-            _say(error)
-            return EXIT_INVALID
-        return job()
+        with interrupts.deferred():
+            return _run(arguments)
     except KeyboardInterrupt:
         _say("interrupted before anything was known")
         return EXIT_INTERRUPTED
@@ -43,15 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_HARNESS
 
 
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        given = options.parse(arguments)
+        from entrenar_py import session  # brings everything heavy; `--help` has left by now
+
+        job = session.prepare(given, arguments)
+    except ContractError as error:  # its lines start with file:line:column
+        print(error, file=sys.stderr)
+        return EXIT_INVALID
+    except UsageError as error:
+        _say(error)
+        return EXIT_INVALID
+    return job()
+
+
 def _say(message: object) -> None:
     print(f"{options.PROG}: {message}", file=sys.stderr)
-
-
-def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
-    given = options.parse(arguments)
-    from entrenar_py import session  # brings everything heavy; `--help` has left by now
-
-    return session.prepare(given, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from entrenar_py import systems, trace
+from entrenar_py import interrupts, systems, trace
 from entrenar_py.checks import Check
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import SystemFailure
@@ -41,6 +41,7 @@ class Runner:
 
     def run(self, scenario: Scenario) -> trace.Trace:
         """The trace of `scenario`: run now, or remembered (a scenario is its run)."""
+        interrupts.check()
         if scenario not in self._known:
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
@@ -62,6 +63,7 @@ class Runner:
 
 def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> Judgement:
     """What the check finds on `traces`; inconclusive, with the reason, if it crashes."""
+    interrupts.check()
     try:
         finding = check.judge(invariant, traces)
     except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
