@@ -35,9 +35,9 @@ SCENARIO = Scenario(
 
 
 def records(model: torch.nn.Module) -> trace.Tensors:
-    """Digests of all parameters."""
+    """All parameters, with their values, so that a finding can show the element that differs."""
     return {
-        name: trace.record_tensor(parameter.detach().numpy())
+        name: trace.record_tensor(parameter.detach().numpy(), values=True)
         for name, parameter in model.named_parameters()
     }
 

@@ -18,6 +18,7 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding, Verdict, inconclusive, worst
 
 RUN_DEADLINE_S = 120.0
+INTERRUPTED_AGAIN_S = 5.0  # a callback of the garbage collector may have swallowed the first one
 REMEMBERED = 400  # traces; a baseline is asked for again soon or never
 
 
@@ -108,7 +109,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         raise SystemFailure(f"the run took longer than {seconds:g} s and was stopped")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPTED_AGAIN_S)
     try:
         yield
     finally:
