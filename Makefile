@@ -34,7 +34,7 @@ lint: setup
 
 # Regenerates what is generated: CLI reference, kill matrix.
 docs: setup
-	$(BIN)/python -m entrenar_py.docs
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf .venv build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache .benchmarks

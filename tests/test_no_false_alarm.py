@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 
 from hypothesis import given, settings
-from tests.checks import traces
-from tests.checks.scenarios import scenarios
 
 from entrenar_py import systems
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.scenarios import scenarios
 
 NUM_SCENARIOS = 60
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, without
 
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(workload="linear")
 

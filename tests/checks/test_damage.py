@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
-from tests.checks import traces
-from tests.checks.traces import scenario, values
 
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.faults import Fault
 from entrenar_py.trace import Event, TensorRecord, Tensors, Trace
 from entrenar_py.verdict import Finding, Verdict
+from tests.checks import traces
+from tests.checks.traces import scenario, values
 
 TRAINING = [check for check in CHECKS.values() if check.explores]
 SUBJECTS = (

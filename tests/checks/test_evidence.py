@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.checks import traces
-from tests.checks.traces import hand_written, scenario, values
 
 from entrenar_py.checks import evidence
 from entrenar_py.faults import Fault
 from entrenar_py.trace import Shard, TensorRecord, Update, record_tensor
 from entrenar_py.verdict import Counterexample, Tally
+from tests.checks import traces
+from tests.checks.traces import hand_written, scenario, values
 
 FINITE = st.floats(-1e3, 1e3, width=32)
 
@@ -127,7 +127,7 @@ def test_shards_of_committed_steps_in_order() -> None:
         (values(1, 2), values(1, 2, 3), {"expected": "2 elements of float32"}),
         (values(1, 2), values(1, 2, dtype="float64"), {"got": "2 elements of float64"}),
         (values(), values(1), {"expected": "0 elements of float32"}),
-        (values(0.0), values(-0.0), {"element": 0, "got": "np.float32(-0.0)"}),
+        (values(0.0), values(-0.0), {"element": 0, "got": "-0.0"}),
         (values(1), TensorRecord("other"), {"got": "other"}),
         (values(1), TensorRecord("edited", values(1).data), {"got": "edited"}),
         (TensorRecord("empty", ""), TensorRecord("edited", ""), {"got": "edited"}),

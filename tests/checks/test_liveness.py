@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import broken, scenario, values
 
 from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import broken, scenario, values
 
 
 def moving(

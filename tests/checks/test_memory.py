@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import broken
 
 from entrenar_py.checks import memory
 from entrenar_py.trace import Memory, Trace
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import broken
 
 
 def measured(

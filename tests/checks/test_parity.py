@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, without
 
 from entrenar_py.checks import parity
 from entrenar_py.faults import Fault
 from entrenar_py.trace import Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(detail="values")
 LONG = scenario(workload="linear", num_steps=102, learning_rate=0.001)

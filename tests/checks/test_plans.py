@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.checks import traces
 
 from entrenar_py.checks import plans
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
+from tests.checks import traces
 
 Plan = Callable[[Invariant], list[Scenario]]
 PLANS: tuple[Plan, ...] = (

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
 
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
 
 SUBJECT = scenario(dropout=0.3)
 NUM_RANKS = 2

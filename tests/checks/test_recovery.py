@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, without
 
 from entrenar_py.faults import Fault
 from entrenar_py.trace import Membership, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(faults=(traces.leave(1, 2),))
 

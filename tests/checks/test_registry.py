@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.checks import traces
 
 from entrenar_py import contract
 from entrenar_py.checks import CHECKS, Check, alone, bind
 from entrenar_py.contract import Invariant
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
 
 CONTRACTS = sorted((Path(__file__).parents[2] / "contracts").glob("*.yaml"))
 TRAINING = [check for check in CHECKS.values() if check.explores]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, values, without
 
 from entrenar_py.trace import Saved, Start, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, values, without
 
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
 
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
 
 SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, without
 
 from entrenar_py.checks import same_bits
 from entrenar_py.faults import Fault
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario()
 BAD = traces.values(1.0)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
 
 from entrenar_py.checks import step_rule
 from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.training import schedule
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
 
 SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
 

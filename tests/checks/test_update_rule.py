@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.checks.traces import scenario
 
 from entrenar_py.checks import update_rule
 from entrenar_py.checks.update_rule import Rule
 from entrenar_py.trace import Start, TensorRecord, Tensors, Update, record_tensor
+from tests.checks.traces import scenario
 
 NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 

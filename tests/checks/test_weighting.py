@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
 
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
 
 SUBJECT = scenario(detail="values")
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from entrenar_py.contract import SEVERITIES, Contract, Gate, Invariant, Position
+from entrenar_py.contract import SEVERITIES, Contract, Gate, Invariant
+from entrenar_py.contract.problems import Position
 from entrenar_py.faults import Fault
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import Scenario
