@@ -135,3 +135,13 @@ def test_steps_that_were_not_committed_do_not_count() -> None:
     """Shards of a step without an update, as before a halt, are no evidence."""
     trace = without(traces.run(SUBJECT), Update)
     assert traces.judge("coverage", [trace]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_order_of_logical_shards_is_part_of_the_bits() -> None:
+    """Two workers that draw the batch in another order than one worker, and promise bits."""
+    model, trace = (traces.run(scenario(num_shards=2, world_size=n)) for n in (1, 2))
+    first = next(e for e in trace.events if isinstance(e, Shard) and len(e.ids) > 1)
+    turned = altered(trace, Shard, {"step": first.step, "shard": first.shard}, ids=first.ids[::-1])
+    finding = traces.judge("coverage", [model, turned])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert broken(finding).step == first.step

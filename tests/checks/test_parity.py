@@ -207,3 +207,16 @@ def test_adam_is_compared_before_its_first_step(step: int, verdict: str) -> None
     gradient = scaled(traces.one(own, Update, step=step).gradient, 1.01)
     trace = altered(replace(own, promises=()), Update, {"step": step}, gradient=gradient)
     assert traces.judge("parity", [trace, *others]).verdict == verdict
+
+
+def test_a_trainer_of_ones_own_is_compared_with_its_one_worker_run() -> None:
+    """Where no oracle can run a trainer, its own run on one worker is the model, and said so."""
+    mine = [
+        replace(trace, scenario=trace.scenario.with_(system="mine"), promises=())
+        for trace in (traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1)))
+    ]
+    finding = traces.judge("parity", mine)
+    assert finding.verdict is Verdict.HELD
+    assert any("its own run on one worker" in note for note in finding.notes)
+    off = altered(mine[0], Update, {"step": 1}, loss=9.0)
+    assert traces.judge("parity", [off, mine[1]]).verdict is Verdict.FALSIFIED

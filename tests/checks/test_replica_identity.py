@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from entrenar_py.trace import Saved, Start, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, values, without
+from tests.checks.traces import altered, broken, one, scenario, values, without
 
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))
@@ -154,3 +156,16 @@ def test_optimizer_state_differs_between_ranks() -> None:
     )
     found = broken(traces.judge("optimizer_state", [trace]))
     assert (found.step, found.rank, found.tensor) == (1, 1, "momentum")
+
+
+def test_a_second_step_is_seen() -> None:
+    """A rank that updates again in a step it already made: the trap of a step after a step."""
+    calm = traces.run(SUBJECT)
+    again = one(calm, Update, step=2, rank=1)
+    trace = replace(
+        calm, events=tuple(e for o in calm.events for e in ([o, o] if o is again else [o]))
+    )
+    finding = traces.judge("replica_identity", [trace])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert finding.counterexample is not None
+    assert finding.counterexample.place() == "step 2, rank 1"

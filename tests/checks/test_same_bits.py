@@ -120,3 +120,11 @@ def test_one_run_repeats_nothing() -> None:
     finding = traces.judge("determinism", [traces.run(SUBJECT)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "run twice" in finding.reason
+
+
+def test_without_the_promise_nothing_is_said() -> None:
+    """A trainer that promises rounding is no alarm here; parity judges it."""
+    runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
+    finding = traces.judge("worker_count", runs)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "promises rounding, not bits" in finding.reason

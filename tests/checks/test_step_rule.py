@@ -14,7 +14,7 @@ from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.training import schedule
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
+from tests.checks.traces import altered, broken, one, scenario
 
 SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
 
@@ -75,8 +75,6 @@ def test_clipping_by_half() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"grad_norm": None},
-        {"applied_norm": None},
         {"grad_norm": math.nan, "finite": False},
         {"gradient": {}},
         {"weights": {}},
@@ -87,6 +85,32 @@ def test_what_is_unknown_is_left_out(changes: dict[str, Any]) -> None:
     """Values that were not revealed, or not finite, are no alarm here."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **changes)
     assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("norm", ["grad_norm", "applied_norm"])
+def test_clipping_without_norms_is_unknown(norm: str) -> None:
+    """Where the scenario clips, both norms are needed."""
+    trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **{norm: None})
+    finding = traces.judge("step_rule", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "norms before and after clipping were not recorded" in finding.reason
+
+
+def test_a_step_that_nobody_can_recompute_is_unknown() -> None:
+    """Digests alone say nothing of how the weights moved."""
+    finding = traces.judge("step_rule", [traces.run(SUBJECT.with_(detail="digests"))])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "no step could be recomputed" in finding.reason
+
+
+def test_a_small_error_of_the_rate_is_seen() -> None:
+    """A step made with 1.00005 times the rate that was recorded is no rounding."""
+    calm = traces.run(SUBJECT.with_(clip_norm=None))
+    update = one(calm, Update, step=2, rank=1)
+    trace = altered(
+        calm, Update, {"step": 2, "rank": 1}, learning_rate=update.learning_rate * 1.00005
+    )
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
 
 
 @pytest.mark.parametrize(

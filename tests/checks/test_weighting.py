@@ -59,7 +59,14 @@ def test_tokens_are_weighted() -> None:
 def test_a_loss_that_overflowed_is_left_to_finiteness() -> None:
     """The mean of a NaN is no mean."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 0}, loss_sum=math.nan)
-    assert traces.judge("weighting", [trace]).verdict is Verdict.HELD
+    assert traces.judge("weighting", [trace]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_without_an_oracle_the_gradient_is_unknown() -> None:
+    """Losses alone do not show how gradients were weighted."""
+    finding = traces.judge("weighting", [traces.run(SUBJECT)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the gradient's weighting is unknown" in finding.reason
 
 
 def test_without_shards_nothing_is_known() -> None:

@@ -8,16 +8,18 @@ single-device trainer; the same bits, from a trainer that promises them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.checks import evidence, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Start, Tensors, Trace
+from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 PUBLISHED_FROM_STEP = 100
+PUBLISHED_TOLERANCE = 0.01  # relative
 
 # Relative L2 distance of two float32 gradients of one batch that were added in different orders.
 # Each is within n u |terms| of the exact sum, u = 2^-24, with n < 300 terms here, so 2e-5 times the
@@ -70,89 +72,131 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Every run against the oracle; bitwise against one worker where that is promised."""
     tally = Tally(invariant.id)
     kept = evidence.usable(traces, tally)
-    compare_with_oracle(tally, kept, invariant.tolerance or 0.01)
+    tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
+    compare_with_oracle(tally, kept, tolerance)
     promised = [trace for trace in kept if "bitwise" in trace.promises]
     same_bits.compare_worker_counts(tally, promised)
     return tally.finding(nothing="no run of the same training with one worker to compare with")
 
 
-def compare_with_oracle(
-    tally: Tally,
-    traces: Sequence[Trace],
-    tolerance: float | None,
-) -> None:
-    """Compares every trace with its oracle's, if that is among them (see `compare`)."""
+def compare_with_oracle(tally: Tally, traces: Sequence[Trace], tolerance: float | None) -> int:
+    """Compares every trace with its oracle's, if that is among them: the first steps within
+    rounding, and from the published step on within `tolerance`, where one is given.
+
+    Of somebody's own trainer, which no oracle can run, the model is its run with one worker.
+    How many averaged gradients were compared.
+    """
+    num_gradients = 0
     for group in evidence.groups(traces, *SPLIT):
         for trace in group:
-            model = next((t for t in group if t.scenario == oracle(trace.scenario)), trace)
-            if trace is model:
+            model = _model_of(tally, trace, group)
+            if model is None:
                 continue
             if trace.scenario.dropout:
                 tally.note("not compared with a single device, whose dropout draws other masks")
                 continue
-            compare(tally, model, trace, tolerance)
+            num_gradients += _compare(tally, model, trace, tolerance)
+    return num_gradients
 
 
-def compare(
-    tally: Tally,
-    model: Trace,
-    trace: Trace,
-    tolerance: float | None,
-) -> None:
-    """Compares `trace` with the oracle's `model`: the first steps within rounding, and from the
-    published step on within `tolerance`, where one is given.
-    """
+def _model_of(tally: Tally, trace: Trace, group: Sequence[Trace]) -> Trace | None:
+    """What `trace` is compared with; None for a model itself and where there is none."""
+    scenario = trace.scenario
+    oracles = [other for other in group if other.scenario == oracle(scenario)]
+    if oracles:
+        return None if trace in oracles else oracles[0]
+    alone = [t for t in group if (t.scenario.system, t.scenario.world_size) == (scenario.system, 1)]
+    if not alone or trace in alone:
+        return None
+    tally.note("compared with its own run on one worker, which may have the same bug")
+    return alone[0]
+
+
+def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> int:
     _compare_starts(tally, model, trace)
-    steps = ADAM_ROUNDING_STEPS if trace.scenario.optimizer == "adamw" else ROUNDING_STEPS
     expected = evidence.updates(model)
-    first = [evidence.any_rank(expected[step]) for step in expected if step < steps]
-    loss_floor = LEARNED_AWAY * _largest(abs(update.loss) for update in first)
-    gradient_floor = LEARNED_AWAY * _largest(evidence.norm_l2(u.gradient) or 0.0 for u in first)
+    floors = _Floors.of(expected, trace.scenario)
+    num_gradients = 0
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             tally.miss(f"the single-device run has no step {step}")
             continue
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
-            place: dict[str, Any] = {
-                "step": step,
-                "rank": rank,
-                "scenario": trace.scenario.to_dict(),
-            }
-            allowed = LOSS_BOUND if step < steps else None
-            if step >= PUBLISHED_FROM_STEP:
-                allowed = tolerance
-            if not math.isfinite(one.loss):
-                tally.miss(f"the single device's loss of step {step} is not finite")
-            elif allowed is not None:
-                tally.check(
-                    abs(update.loss - one.loss) <= allowed * abs(one.loss) + loss_floor,
-                    f"loss with {trace.scenario.world_size} workers is off by more than "
-                    f"{allowed:.2g} of the single device's",
-                    expected=repr(one.loss),
-                    got=repr(update.loss),
-                    **place,
-                )
-            if step < steps:
-                message = "averaged gradient is not the single device's"
-                evidence.compare_close(
-                    tally,
-                    one.gradient,
-                    update.gradient,
-                    GRADIENT_BOUND,
-                    message,
-                    gradient_floor,
-                    **place,
-                )
-                if trace.scenario.optimizer != "adamw":
-                    message = "weights after the step are not the single device's"
-                    evidence.compare_close(
-                        tally, one.weights, update.weights, GRADIENT_BOUND, message, **place
-                    )
-                message = "buffers after the step are not the single device's"
-                mine, theirs = _floats(one.buffers), _floats(update.buffers)
-                evidence.compare_close(tally, mine, theirs, GRADIENT_BOUND, message, **place)
-    missing = sorted(set(expected) - set(evidence.updates(trace)))
+            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            if step < floors.steps:
+                _compare_losses(tally, one, update, LOSS_BOUND, floors.loss, place)
+                num_gradients += _compare_tensors(tally, one, update, floors, place)
+            elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
+                _compare_losses(tally, one, update, tolerance, floors.loss, place)
+    _compare_steps(tally, model, trace)
+    return num_gradients
+
+
+@dataclass(frozen=True)
+class _Floors:
+    """How many steps are compared within rounding, and what is only rounding in them."""
+
+    steps: int
+    loss: float
+    gradient: float
+    adam: bool
+
+    @classmethod
+    def of(cls, expected: Mapping[int, Mapping[int, Update]], scenario: Scenario) -> _Floors:
+        adam = scenario.optimizer == "adamw"
+        steps = ADAM_ROUNDING_STEPS if adam else ROUNDING_STEPS
+        first = [evidence.any_rank(expected[step]) for step in expected if step < steps]
+        losses = (abs(update.loss) for update in first)
+        norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
+        return cls(
+            steps=steps,
+            loss=LEARNED_AWAY * _largest(losses),
+            gradient=LEARNED_AWAY * _largest(norms),
+            adam=adam,
+        )
+
+
+def _compare_losses(
+    tally: Tally,
+    one: Update,
+    update: Update,
+    allowed: float,
+    floor: float,
+    place: Mapping[str, Any],
+) -> None:
+    if not math.isfinite(one.loss):
+        tally.miss(f"the single device's loss of step {one.step} is not finite")
+        return
+    tally.check(
+        abs(update.loss - one.loss) <= allowed * abs(one.loss) + floor,
+        f"loss is off by more than {allowed:.2g} of the single device's",
+        expected=repr(one.loss),
+        got=repr(update.loss),
+        **place,
+    )
+
+
+def _compare_tensors(
+    tally: Tally, one: Update, update: Update, floors: _Floors, place: Mapping[str, Any]
+) -> bool:
+    """Gradient, weights and buffers of one rank; whether the gradient could be compared."""
+    message = "averaged gradient is not the single device's"
+    compared = evidence.compare_close(
+        tally, one.gradient, update.gradient, GRADIENT_BOUND, message, floors.gradient, **place
+    )
+    if not floors.adam:
+        message = "weights after the step are not the single device's"
+        evidence.compare_close(tally, one.weights, update.weights, GRADIENT_BOUND, message, **place)
+    message = "buffers after the step are not the single device's"
+    mine, theirs = _floats(one.buffers), _floats(update.buffers)
+    evidence.compare_close(tally, mine, theirs, GRADIENT_BOUND, message, **place)
+    return compared
+
+
+def _compare_steps(tally: Tally, model: Trace, trace: Trace) -> None:
+    """The run makes every step that the single device made."""
+    missing = sorted(set(evidence.updates(model)) - set(evidence.updates(trace)))
     if missing and model.end.status == "halted":
         tally.miss(f"the single-device run halted: {model.end.reason}")
         return

@@ -23,6 +23,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         for step, starts in _initial(trace).items():
             _compare_ranks(tally, trace, step - 1, starts, PARTS)
         _compare_joined(tally, trace)
+        _updated_once(tally, trace)
         for step, by_rank in evidence.ranks_by_step(trace):
             _all_updated(tally, trace, step, by_rank)
             _compare_ranks(tally, trace, step, by_rank, PARTS)
@@ -84,6 +85,25 @@ def _all_updated(tally: Tally, trace: Trace, step: int, by_rank: Mapping[int, Up
         )
 
 
+def _updated_once(tally: Tally, trace: Trace) -> None:
+    """No second optimizer step after one that already stepped, unless the rank started again."""
+    made: dict[int, set[int]] = {}
+    for event in trace.events:
+        if isinstance(event, Start):
+            made[event.rank] = set()
+        elif isinstance(event, Update):
+            steps = made.setdefault(event.rank, set())
+            if event.step in steps:
+                tally.check(
+                    False,
+                    f"rank {event.rank} updated twice in step {event.step}",
+                    step=event.step,
+                    rank=event.rank,
+                    scenario=trace.scenario.to_dict(),
+                )
+            steps.add(event.step)
+
+
 def _compare_ranks(
     tally: Tally,
     trace: Trace,
@@ -98,6 +118,12 @@ def _compare_ranks(
         if not holder.weights:
             tally.miss(f"rank {rank} did not record its weights in step {step}")
             return
+        if (
+            trace.scenario.optimizer != "sgd"
+            and isinstance(holder, Update)
+            and not holder.optimizer
+        ):
+            tally.miss(f"rank {rank} did not record its optimizer state in step {step}")
     for part in parts:
         held: dict[int, Tensors] = {rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)}
         names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))

@@ -88,7 +88,7 @@ class Shard(Event):
 
     `shard` is the logical shard, or the micro-batch index of the rank where a trainer has no
     logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses and `weight`
-    their count. `draws` is the digest of the random numbers used (dropout), `gradient` that of the
+    their count. `draws` names the random stream used (the digest of the first numbers dropout drew), `gradient` the
     local gradient where revealed. `finite`: loss and gradient hold no NaN or Inf.
     """
 

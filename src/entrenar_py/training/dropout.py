@@ -7,32 +7,34 @@ import torch
 from blake3 import blake3
 
 
+NAMING_NUMBERS = 8  # of 24 random bits each: enough to tell any two streams apart
+
+
 class Dropout:
     """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
 
-    Masks come from `rng` in call order; `digest()` names every number drawn so far.
+    Masks come from `rng` in call order; `digest()` names the stream.
     """
 
     def __init__(self, rate: float, rng: np.random.Generator) -> None:
         self._rate = rate
         self._rng = rng
-        self._drawn = blake3()
-        self._num_drawn = 0
+        self._first: blake3 | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` with a fresh mask applied; same shape, differentiable."""
         numbers = self._rng.random(tuple(tensor.shape), dtype=np.float32)
-        self._drawn.update(numbers.data.cast("B"))
-        self._num_drawn += numbers.size
+        self._first = self._first or blake3(numbers.reshape(-1)[:NAMING_NUMBERS].data.cast("B"))
         kept = numbers >= self._rate
         return tensor * torch.from_numpy(kept / np.float32(1 - self._rate)).to(tensor.device)
 
     def digest(self) -> str | None:
-        """32 hex digits of all numbers so far, in order; None if a model without dropout drew none.
+        """32 hex digits of the first numbers drawn; None if a model without dropout drew none.
 
-        Of the numbers, not of the masks: two masks of a few elements are often alike by chance.
+        Of the first ones, so that two shards of different sizes that share a stream are found out;
+        of numbers, since masks of a few elements are often alike by chance.
         """
-        return str(self._drawn.hexdigest(16)) if self._num_drawn else None
+        return None if self._first is None else str(self._first.hexdigest(16))
 
 
 def none(tensor: torch.Tensor) -> torch.Tensor:
