@@ -1,7 +1,4 @@
-"""From a contract's clauses to what is known about them: run, judge, explore, shrink, save.
-
-The only place that sees both what runs things (`systems`) and what judges them (`checks`).
-"""
+"""From a contract's clauses to what is known about them: run, judge, explore, shrink, save."""
 
 from __future__ import annotations
 
