@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 
 from entrenar_py.checks import update_rule
 from entrenar_py.checks.update_rule import Rule
-from entrenar_py.trace import Start, TensorRecord, Tensors, Update, record_tensor
+from entrenar_py.trace import Event, Start, TensorRecord, Tensors, Trace, Update, record_tensor
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
 from tests.checks.traces import scenario
 
 NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
@@ -126,3 +129,70 @@ def test_decay_that_was_not_declared() -> None:
         next(rule("sgd", initial, decayed=names).step(updates[0])) for names in ((), ("w",))
     )
     assert not np.array_equal(plain.weight, decayed.weight)
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [
+        {"momentum": 0.8},
+        {"momentum": 0.8, "dampening": 0.3},
+        {"momentum": 0.8, "nesterov": True},
+        {"betas": (0.8, 0.95), "eps": 1e-6},
+    ],
+)
+def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
+    """A trainer of one's own with other constants holds once it declares them, and only then."""
+    trace = _trained(constants)
+    declared = replace(trace, scenario=trace.scenario.with_(options=constants))
+    assert traces.judge("step_rule", [declared]).verdict is Verdict.HELD
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
+
+
+def test_a_schedule_of_ones_own() -> None:
+    """An unknown schedule is missing evidence, the known part of the rule is judged."""
+    trace = _trained({"momentum": 0.9})
+    subject = trace.scenario.with_(schedule="linear", options={"schedule": "other"})
+    finding = traces.judge("step_rule", [replace(trace, scenario=subject)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "schedule is not one that is known here" in finding.reason
+    assert finding.compared > 0
+
+
+def _trained(constants: dict[str, Any]) -> Trace:
+    """Five steps of torch.optim with `constants` on random gradients, as a trace."""
+    adam = "betas" in constants
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+    kind = torch.optim.AdamW if adam else torch.optim.SGD
+    extra = {"weight_decay": 0.0} if adam else {}
+    optimizer = kind([weight], lr=0.1, **constants, **extra)  # type: ignore[arg-type]
+    subject = scenario(
+        workload="own",
+        optimizer="adamw" if adam else "momentum",
+        world_size=1,
+        num_steps=5,
+        learning_rate=0.1,
+    )
+    events: list[Event] = [
+        Start(step=0, rank=0, weights={"w": record_tensor(weight.detach().numpy(), values=True)})
+    ]
+    rng = np.random.default_rng(0)
+    for step in range(5):
+        gradient = rng.normal(size=7).astype(np.float32)
+        weight.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        events.append(
+            Update(
+                step=step,
+                rank=0,
+                loss=1.0,
+                weight=1.0,
+                learning_rate=0.1,
+                finite=True,
+                weights={"w": record_tensor(weight.detach().numpy(), values=True)},
+                gradient={"w": record_tensor(gradient, values=True)},
+                grad_norm=norm,
+                applied_norm=norm,
+            )
+        )
+    return traces.hand_written(*events, subject=subject)

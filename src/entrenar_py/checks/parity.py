@@ -8,6 +8,7 @@ single-device trainer; the same bits, from a trainer that promises them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,11 @@ START_BOUND = 2.0**-20
 # Past the first steps rounding differences grow with the trajectory itself, at a rate no static
 # bound covers; these steps are left to the published bound.
 ROUNDING_STEPS = 4
-# Adam's first step is +-rate even where a gradient is rounding noise: no bound past it.
-ADAM_ROUNDING_STEPS = 1
+# Adam's first step is +-rate even where a gradient is rounding noise, so that weights differ by up
+# to twice the rate there and gradients follow: seen over 700 random scenarios, 9.5e-4 by step 3.
+# Wide enough for that, this still sees a gradient that is stale, doubled or another step's.
+ADAM_GRADIENT_BOUND = 1e-2
+ADAM_LOSS_BOUND = 1e-3
 
 # What may differ between two runs of the same training.
 SPLIT = (
@@ -116,17 +120,24 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
     _compare_starts(tally, model, trace)
     expected = evidence.updates(model)
     floors = _Floors.of(expected, trace.scenario)
+    samples, model_samples = _samples(trace), _samples(model)
     num_gradients = 0
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             tally.miss(f"the single-device run has no step {step}")
             continue
+        if samples.get(step) != model_samples.get(step):
+            tally.miss(f"step {step} draws other samples than the single device's: see F-DP-002")
+            break
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
             place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
-            if step < floors.steps:
-                _compare_losses(tally, one, update, LOSS_BOUND, floors.loss, place)
-                num_gradients += _compare_tensors(tally, one, update, floors, place)
+            if step < ROUNDING_STEPS:
+                adam_moved = step > 0 and trace.scenario.optimizer == "adamw"
+                allowed = ADAM_LOSS_BOUND if adam_moved else LOSS_BOUND
+                _compare_losses(tally, one, update, allowed, floors.loss, place)
+                allowed = ADAM_GRADIENT_BOUND if adam_moved else GRADIENT_BOUND
+                num_gradients += _compare_tensors(tally, one, update, allowed, floors, place)
             elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
                 _compare_losses(tally, one, update, tolerance, floors.loss, place)
     _compare_steps(tally, model, trace)
@@ -135,25 +146,21 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
 
 @dataclass(frozen=True)
 class _Floors:
-    """How many steps are compared within rounding, and what is only rounding in them."""
+    """What is only rounding in a loss or gradient, and whether weights can be compared."""
 
-    steps: int
     loss: float
     gradient: float
     adam: bool
 
     @classmethod
     def of(cls, expected: Mapping[int, Mapping[int, Update]], scenario: Scenario) -> _Floors:
-        adam = scenario.optimizer == "adamw"
-        steps = ADAM_ROUNDING_STEPS if adam else ROUNDING_STEPS
-        first = [evidence.any_rank(expected[step]) for step in expected if step < steps]
+        first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
         losses = (abs(update.loss) for update in first)
         norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
         return cls(
-            steps=steps,
             loss=LEARNED_AWAY * _largest(losses),
             gradient=LEARNED_AWAY * _largest(norms),
-            adam=adam,
+            adam=scenario.optimizer == "adamw",
         )
 
 
@@ -178,12 +185,17 @@ def _compare_losses(
 
 
 def _compare_tensors(
-    tally: Tally, one: Update, update: Update, floors: _Floors, place: Mapping[str, Any]
+    tally: Tally,
+    one: Update,
+    update: Update,
+    allowed: float,
+    floors: _Floors,
+    place: Mapping[str, Any],
 ) -> bool:
     """Gradient, weights and buffers of one rank; whether the gradient could be compared."""
     message = "averaged gradient is not the single device's"
     compared = evidence.compare_close(
-        tally, one.gradient, update.gradient, GRADIENT_BOUND, message, floors.gradient, **place
+        tally, one.gradient, update.gradient, allowed, message, floors.gradient, **place
     )
     if not floors.adam:
         message = "weights after the step are not the single device's"
@@ -206,6 +218,14 @@ def _compare_steps(tally: Tally, model: Trace, trace: Trace) -> None:
         step=missing[0] if missing else None,
         scenario=trace.scenario.to_dict(),
     )
+
+
+def _samples(trace: Trace) -> dict[int, Counter[int]]:
+    """Step -> how often each sample was used in it."""
+    return {
+        step: Counter(i for shard in shards for i in shard.ids)
+        for step, shards in evidence.shards(trace).items()
+    }
 
 
 def _floats(buffers: Tensors) -> Tensors:

@@ -13,6 +13,7 @@ from entrenar_py.verdict import Finding, Tally
 
 # Two shuffled orders agree in so many places with probability 1/10! = 3e-7 at most.
 ORDER_LENGTH_MIN = 10
+DRAWING = ("mlp", "decoder", "own")  # workloads in which dropout draws
 
 
 def family(scenario: Scenario) -> list[Scenario]:
@@ -36,10 +37,23 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 
 def _dropout_differs(tally: Tally, trace: Trace) -> None:
-    """No two shards, steps or ranks may use the same mask."""
+    """No two shards, steps or ranks may use the same mask; and who has samples must draw one."""
     owner: dict[str, Shard] = {}
+    drew = any(shard.draws is not None for shard in trace.of(Shard))
+    if trace.scenario.dropout and not drew and trace.scenario.workload in DRAWING:
+        tally.miss("dropout is on, and no shard drew a random number")
     for shard in trace.of(Shard):
-        if shard.draws is None or not shard.ids:
+        if not shard.ids or not drew:
+            continue
+        if shard.draws is None:
+            tally.check(
+                False,
+                f"shard {shard.shard} drew no random numbers, others did",
+                step=shard.step,
+                rank=shard.rank,
+                shard=shard.shard,
+                scenario=trace.scenario.to_dict(),
+            )
             continue
         first = owner.setdefault(shard.draws, shard)
         same_place = (first.step, first.shard) == (shard.step, shard.shard)
@@ -57,17 +71,25 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
 def _orders_differ(tally: Tally, trace: Trace) -> None:
     """Two epochs of a shuffled data set have different orders; an unshuffled one is left alone.
 
-    Unshuffled is what each rank draws in ascending order, whichever way the ranks share.
+    Unshuffled is what goes up from step to step (however ranks share a step), or in every rank
+    (however ranks share the data).
     """
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[int]] = {}
+    reached: dict[int, int] = {}
+    mixed: set[int] = set()
     first_step: dict[int, int] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
             orders.setdefault(shard.epoch, []).extend(shard.ids)
             by_rank.setdefault((shard.epoch, shard.rank), []).extend(shard.ids)
             first_step.setdefault(shard.epoch, step)
-    shuffled = {epoch for (epoch, _), ids in by_rank.items() if ids != sorted(ids)}
+        for epoch in {shard.epoch for shard in shards}:
+            ids = [i for shard in shards if shard.epoch == epoch for i in shard.ids]
+            if ids and min(ids) <= reached.get(epoch, -1):
+                mixed.add(epoch)
+            reached[epoch] = max(ids, default=reached.get(epoch, -1))
+    shuffled = mixed & {epoch for (epoch, _), ids in by_rank.items() if ids != sorted(ids)}
     for before, after in pairwise(sorted(orders)):
         common = min(len(orders[before]), len(orders[after]))
         if common < ORDER_LENGTH_MIN or before not in shuffled:

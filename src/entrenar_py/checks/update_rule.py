@@ -1,14 +1,15 @@
 """What an optimizer step must have made of the weights, in float64, from what was recorded.
 
-Written from the formulas of torch.optim's SGD and AdamW with their default constants, and
-independently of every trainer here. Since the recorded gradient goes in, what is rounding noise in
+Written from the formulas of torch.optim's SGD and AdamW, independently of every trainer here. The
+constants are torch's defaults (0.9 for momentum); a trainer of one's own declares others in its
+scenario's `options`: momentum, dampening, nesterov, betas, eps. Since the recorded gradient goes in, what is rounding noise in
 the gradient is no difference in the step: this sees under Adam what parity can't.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,13 @@ from numpy.typing import NDArray
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Tensors, Update
 
-MOMENTUM = 0.9
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+DEFAULTS: Mapping[str, Any] = {
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+}
 
 Vector = NDArray[np.float64]
 
@@ -90,15 +96,38 @@ class Rule:
         moments = self.moments.setdefault(name, Moments())
         if self.scenario.optimizer == "adamw":
             kept = weight * (1 - rate * decay)
-            moved, size = _adam(moments, gradient, self.step_made)
+            moved, size = self._adam(moments, gradient)
             return Expected(kept - rate * moved, rate * (size + decay * np.abs(weight)))
         coupled = gradient + decay * weight
         terms = np.abs(gradient) + decay * np.abs(weight)
         if self.scenario.optimizer == "sgd":
             return Expected(weight - rate * coupled, rate * terms)
-        moments.first = MOMENTUM * moments.first + coupled
-        moments.size = MOMENTUM * moments.size + terms
-        return Expected(weight - rate * moments.first, rate * moments.size)
+        moved, size = self._momentum(moments, coupled, terms)
+        return Expected(weight - rate * moved, rate * size)
+
+    def _constant(self, name: str) -> Any:
+        return self.scenario.options.get(name, DEFAULTS[name])
+
+    def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
+        """The direction of torch.optim.SGD with momentum, and the size of its terms."""
+        keep = self._constant("momentum")
+        new = 1.0 if self.step_made == 1 else 1 - self._constant("dampening")
+        moved = keep * moments.first + new * gradient
+        size = keep * moments.size + new * terms
+        moments.first, moments.size = moved, size
+        if self._constant("nesterov"):
+            return gradient + keep * moved, terms + keep * size
+        return moved, size
+
+    def _adam(self, moments: Moments, gradient: Vector) -> tuple[Vector, Vector]:
+        """Adam's direction, and the size of its terms."""
+        beta1, beta2 = self._constant("betas")
+        moments.first = beta1 * moments.first + (1 - beta1) * gradient
+        moments.size = beta1 * moments.size + (1 - beta1) * np.abs(gradient)
+        moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
+        root = np.sqrt(moments.second / (1 - beta2**self.step_made)) + self._constant("eps")
+        correction = 1 - beta1**self.step_made
+        return moments.first / correction / root, moments.size / correction / root
 
 
 def after(rule: Rule | None, start: Start, scenario: Scenario) -> Rule:
@@ -107,16 +136,6 @@ def after(rule: Rule | None, start: Start, scenario: Scenario) -> Rule:
         rule.weights = start.weights
         return rule
     return Rule(scenario, start.decayed, start.weights, known=start.step == 0)
-
-
-def _adam(moments: Moments, gradient: Vector, count: int) -> tuple[Vector, Vector]:
-    """Adam's direction in step `count`, counted from 1, and the size of its terms."""
-    moments.first = BETA1 * moments.first + (1 - BETA1) * gradient
-    moments.size = BETA1 * moments.size + (1 - BETA1) * np.abs(gradient)
-    moments.second = BETA2 * moments.second + (1 - BETA2) * np.square(gradient)
-    root = np.sqrt(moments.second / (1 - BETA2**count)) + EPSILON
-    correction = 1 - BETA1**count
-    return moments.first / correction / root, moments.size / correction / root
 
 
 def _clip_factor(update: Update) -> float | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from entrenar_py.checks import evidence, parity
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Tensors, Trace
 from entrenar_py.verdict import Finding, Tally
 
 RELATIVE = 1e-5  # where a contract gives no tolerance: a float32 sum of n terms is off by n 2^-24
@@ -20,6 +23,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in kept:
         _weighted_loss(tally, trace, relative)
+        _summed_gradient(tally, trace)
     if not parity.compare_with_oracle(tally, kept, tolerance=None):
         tally.miss(
             "the gradient's weighting is unknown: there is no single-device run of the same "
@@ -35,15 +39,74 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float) -> None:
         if not weight:
             continue
         mean = sum(shard.loss_sum for shard in shards[step]) / weight
+        # Losses may have both signs: rounding is relative to their sizes, not to their sum.
+        size = sum(abs(shard.loss_sum) for shard in shards[step]) / weight
         if not math.isfinite(mean):  # for F-DP-003 to judge
             continue
         for rank, update in by_rank.items():
             place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
-            tally.equal(weight, update.weight, "the step's weight is not its shards'", **place)
             tally.check(
-                abs(update.loss - mean) <= relative * abs(mean),
+                math.isclose(weight, update.weight, rel_tol=1e-9),
+                "the step's weight is not its shards'",
+                expected=repr(weight),
+                got=repr(update.weight),
+                **place,
+            )
+            tally.check(
+                abs(update.loss - mean) <= relative * size,
                 "the reported loss is not the weighted mean of the shards' losses",
                 expected=repr(mean),
                 got=repr(update.loss),
                 **place,
             )
+
+
+def _summed_gradient(tally: Tally, trace: Trace) -> None:
+    """The averaged gradient is the shards' sum divided by one number: by the same one in every
+    tensor, and by the same multiple of the weight in every step.
+
+    Needs no second run. Shards record sums over their samples, up to a factor common to all.
+    """
+    shards, model = evidence.shards(trace), None
+    for step, by_rank in evidence.ranks_by_step(trace):
+        update = evidence.any_rank(by_rank)
+        total = _sum([shard.gradient for shard in shards.get(step, ()) if shard.ids])
+        mean = evidence.vectors(update.gradient)
+        if not total or mean is None or total.keys() != mean.keys():
+            continue
+        size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
+        divisor = sum(float(np.dot(total[n], mean[n].astype(np.float64))) for n in mean)
+        if not (size and math.isfinite(size) and math.isfinite(divisor)):
+            continue
+        divisor /= size
+        place = {"step": step, "rank": update.rank, "scenario": trace.scenario.to_dict()}
+        for name, value in mean.items():
+            gap = float(np.sqrt(np.square(total[name] - divisor * value).sum()))
+            tally.check(
+                gap <= parity.GRADIENT_BOUND * abs(divisor) * math.sqrt(size),
+                f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
+                "by the number that the other tensors were divided by",
+                tensor=name,
+                **place,
+            )
+        share = divisor / update.weight
+        model = share if model is None else model
+        tally.check(
+            abs(share - model) <= parity.GRADIENT_BOUND * abs(model),
+            "the gradient was divided by another multiple of the step's weight than before",
+            expected=repr(model),
+            got=repr(share),
+            **place,
+        )
+
+
+def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:
+    """The sum, in float64, by tensor; None where a shard did not record its gradient's values."""
+    total: dict[str, np.ndarray[Any, Any]] = {}
+    for gradient in gradients:
+        values = evidence.vectors(gradient)
+        if values is None:
+            return None
+        for name, value in values.items():
+            total[name] = total.get(name, 0) + value.astype(np.float64)
+    return total

@@ -88,8 +88,9 @@ class Shard(Event):
 
     `shard` is the logical shard, or the micro-batch index of the rank where a trainer has no
     logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses and `weight`
-    their count. `draws` names the random stream used (the digest of the first numbers dropout drew), `gradient` the
-    local gradient where revealed. `finite`: loss and gradient hold no NaN or Inf.
+    their count. `draws` names the random stream used (the digest of the first numbers dropout drew).
+    `gradient` is the sum over the samples, up to a factor common to all shards, where revealed.
+    `finite`: loss and gradient hold no NaN or Inf.
     """
 
     kind: ClassVar[str] = "shard"
