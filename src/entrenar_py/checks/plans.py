@@ -57,17 +57,32 @@ def non_finite(invariant: Invariant) -> list[Scenario]:
         for value in ("nan", "inf", "-inf")
     ]
     faults.append(Fault(kind="non_finite_loss", step=1, rank=2, value="nan"))
+    faults.append(
+        Fault(
+            kind="non_finite_gradient",
+            step=1,
+            rank=1,
+            tensor="output.bias",
+            element=9,
+            value="nan",
+        )
+    )
     faults.append(Fault(kind="huge_gradient", step=1, element=0, value="1e38"))
     return [_mlp(), *(_mlp(faults=(fault,)) for fault in faults)]
 
 
 def parity(invariant: Invariant) -> list[Scenario]:
-    """Gradients at every accumulation, clipping off and on, and one long run."""
+    """Gradients at every accumulation, clipping off and on, with every optimizer, a worker gone,
+    workers without samples; and one long run.
+    """
     return [
         *(_mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
         _mlp(clip_norm=0.05, detail="values"),
         _mlp(optimizer="momentum", schedule="linear", detail="values"),
+        _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
         _mlp(workload="decoder", learning_rate=0.5, num_steps=3, detail="values"),
+        _mlp(world_size=4, faults=(Fault(kind="leave", rank=2, step=1),), detail="values"),
+        _mlp(world_size=8, num_shards=8, num_samples=18, batch_size=5, detail="values"),
         _mlp(workload="linear", num_steps=120, learning_rate=0.02),
     ]
 
@@ -98,8 +113,8 @@ def stops(invariant: Invariant) -> list[Scenario]:
 
 
 def random_streams(invariant: Invariant) -> list[Scenario]:
-    """Dropout over two epochs."""
-    return [_mlp(dropout=0.3)]
+    """Dropout over two epochs, also in micro-batches."""
+    return [_mlp(dropout=0.3), _mlp(dropout=0.3, accumulation=2)]
 
 
 def step_rules(invariant: Invariant) -> list[Scenario]:
@@ -110,4 +125,5 @@ def step_rules(invariant: Invariant) -> list[Scenario]:
         _mlp(schedule="cosine", clip_norm=100.0, detail="values"),
         _mlp(optimizer="momentum", weight_decay=0.1, clip_norm=0.05, detail="values"),
         _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
+        _mlp(schedule="linear", faults=(Fault(kind="leave", rank=2, step=3),), detail="values"),
     ]
