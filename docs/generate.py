@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar_py import kill_matrix, mutants, options
+from entrenar_py.kill_matrix import Row
 
 DOCS = Path(__file__).parent
 
 
+def pages(rows: Sequence[Row]) -> dict[str, str]:
+    """File name -> text: the command line's reference, and the kill matrix of `rows`."""
+    return {"cli.md": options.reference(), "kill-matrix.md": kill_matrix.markdown(rows)}
+
+
 def main() -> None:
-    """The command line's reference and the kill matrix."""
-    (DOCS / "cli.md").write_text(options.reference(), encoding="utf-8")
+    """Runs the whole kill matrix and writes every page."""
     rows = kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
-    (DOCS / "kill-matrix.md").write_text(kill_matrix.markdown(rows), encoding="utf-8")
+    for name, text in pages(rows).items():
+        (DOCS / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from . import (
     fallback,
     initialisation,
     loss,
+    manifests,
     membership,
     non_finite,
     optimizer,
@@ -28,7 +29,7 @@ from . import (
 
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
-    *(checkpoint, membership, non_finite, randomness, devices, fallback),
+    *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -12,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
+from entrenar_py.systems import reference as coordinator
 from entrenar_py.systems import textbook as trainer
 from entrenar_py.systems import textbook_replica
 from entrenar_py.systems.textbook_replica import Replica, Setup
 from entrenar_py.training import dropout, engine, reduction, sharding, workload
 from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
 
-from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import REFERENCE, REPLICA, TEXTBOOK, TRAINING, reference, textbook
 
 _micro_step, _build_optimizer = trainer.micro_step, textbook_replica.build_optimizer
 _fold, _root, _shard = reduction.fold, reduction.root, engine.Engine.shard
@@ -181,6 +183,28 @@ def unshuffled(num_samples: int, rng: np.random.Generator) -> sharding.Ids:
     return range(num_samples)
 
 
+def rolled_back(self: coordinator.Trainer) -> str:
+    """Crashes after step 3, goes back to the checkpoint before step 2, and makes both again."""
+    for worker in self.workers.values():
+        self._record_start(worker, step=0)
+    for step in (0, 1):
+        self._step(step)
+    first, progress = self.workers[0], self._progress(2)
+    self.recorder.emit(trace.Saved(step=2, rank=0, progress=progress, **self._state(first)))
+    tensors, state = deepcopy((first.replica.arrays, first.state))
+    position, schedule_step = self.position, self.schedule_step
+    for step in (2, 3):
+        self._step(step)
+    self.position, self.schedule_step = position, schedule_step
+    for rank in self.workers:
+        self.workers[rank] = self._worker(rank, tensors)
+        self.workers[rank].state = deepcopy(state)
+        self._record_start(self.workers[rank], 2, resumed=True)
+    for step in range(2, self.scenario.num_steps):
+        self._step(step)
+    return "completed"
+
+
 # What every right trainer keeps, and what one keeps that promises bits.
 _ANY = ("F-DP-001", "F-DP-002", "F-DP-003", "F-DP-005", "F-TI-001", "F-TI-004", "F-TI-008")
 _BITS = ("F-TI-006", "F-TI-007")
@@ -312,8 +336,9 @@ VARIANTS = (
         name="unshuffled",
         summary="every epoch visits the data in its own order",
         plants={f"{TRAINING}.sharding.order": unshuffled},
-        scenario=reference(num_steps=7),
-        tried=(*_BITS, "F-DP-001", "F-DP-002", "F-TI-005"),
+        # One batch an epoch: a single device, which shuffles, then has the same sums.
+        scenario=reference(batch_size=21, num_steps=7),
+        tried=(*_ANY, *_BITS, "F-TI-005"),
     ),
     Variant(
         name="resumed-twice",
@@ -323,6 +348,13 @@ VARIANTS = (
             num_steps=6, stops=(4, 5), optimizer="momentum", schedule="cosine", dropout=0.2
         ),
         tried=("F-DP-001", "F-DP-002", "F-TI-002", "F-TI-003", "F-TI-005", "F-TI-008"),
+    ),
+    Variant(
+        name="rolled-back",
+        summary="a run that crashes, goes back to an older checkpoint and makes two steps again",
+        plants={f"{REFERENCE}.Trainer.train": rolled_back},
+        scenario=reference(num_steps=6, optimizer="momentum", dropout=0.2),
+        tried=("F-DP-001", "F-DP-002", "F-DP-003", "F-TI-002", "F-TI-004", "F-TI-005", *_BITS),
     ),
     Variant(
         name="halted-on-nan",

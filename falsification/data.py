@@ -6,11 +6,12 @@ import numpy as np
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import reference as coordinator
 from entrenar_py.training import sharding
 
-from .subjects import TEXTBOOK, TRAINING, reference, textbook, visit
+from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook, visit
 
-_advance = sharding.advance
+_advance, _train = sharding.advance, coordinator.Trainer.train
 
 
 def padded(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
@@ -53,6 +54,12 @@ def one_too_far(visit: sharding.Ids, position: sharding.Position, batch_size: in
     """Batches that overlap by one sample."""
     start = max(position.offset - 1, 0)
     return visit[start : position.offset + batch_size]
+
+
+def one_step_short(self: coordinator.Trainer) -> str:
+    """Leaves the last step out, and says completed."""
+    self.scenario = self.scenario.with_(num_steps=self.scenario.num_steps - 1)
+    return _train(self)
 
 
 _PADDED = textbook(world_size=4, num_samples=13, batch_size=13)
@@ -125,6 +132,15 @@ VARIANTS = (
         scenario=reference(),
         invariants=("F-DP-002",),
         place={"step": 1, "rank": 0, "shard": 0, "sample_ids": (visit(reference())[7],)},
+    ),
+    Variant(
+        name="last-step-missing",
+        summary="the loop ends a step before the last, and the run says that it has completed",
+        source="classic (off by one)",
+        plants={f"{REFERENCE}.Trainer.train": one_step_short},
+        scenario=reference(),
+        invariants=("F-DP-002",),
+        place={"step": 3},
     ),
     Variant(
         name="same-order-every-epoch",

@@ -7,7 +7,8 @@ depends on an adapter or on luck.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
@@ -18,32 +19,36 @@ from entrenar_py.backends import Backend, Pair
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import manifest
-from entrenar_py.training import reduction, workload
+from entrenar_py.systems import memory
+from entrenar_py.training import reduction
+from entrenar_py.training.tensors import TensorSpec
 
 from .subjects import TRAINING
 
-_gradient_entries, _open_backend = manifest.gradient_entries, backends.open_backend
-_fold = reduction.fold
-_OPEN = "entrenar_py.backends.open_backend"
+_fold, _open_backend = reduction.fold, backends.open_backend
+OPEN = "entrenar_py.backends.open_backend"
 TILE = 16
 
-Entries = tuple[tuple[str, tuple[int, ...], str], ...]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A backend that calls itself `wgpu` and multiplies by `product`."""
+    """A backend that calls itself `wgpu` and multiplies by `product`.
 
-    product: Callable[[Tensor, Tensor], Tensor]
+    Its linear layer is torch's own, with results of `linear_dtype`.
+    """
+
+    product: Product
+    linear_dtype: torch.dtype = torch.float32
     name: str = "wgpu"
     device: str = "stand-in"
     software: bool = True
     unit_roundoff: float = 2.0**-23
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's own, which no mutant here touches."""
-        return F.linear(x, weight, bias)
+        """torch's own; the same tensor where the dtype is float32."""
+        return F.linear(x, weight, bias).to(self.linear_dtype)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`product` of the two."""
@@ -54,12 +59,14 @@ class StandIn:
         return [self.product(a, b) for a, b in pairs]
 
 
-def standing_in(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[str], Backend]:
-    """`open_backend` on a machine whose only device multiplies by `product`."""
+def standing_in(
+    product: Product = torch.matmul, linear_dtype: torch.dtype = torch.float32
+) -> Callable[[str], Backend]:
+    """`open_backend` on a machine whose only device is that stand-in."""
 
     def open_backend(name: str) -> Backend:
         if name == "wgpu":
-            return StandIn(product)
+            return StandIn(product, linear_dtype)
         if name == "cuda":
             raise BackendUnavailable("backend cuda: not on this machine")
         return _open_backend(name)
@@ -104,34 +111,23 @@ def _truncated(matrix: Tensor) -> Tensor:
     return (matrix.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def reordered(scenario: Scenario, model: workload.Workload, backend: Backend) -> Entries:
-    """The device lists its gradients from the last layer to the first."""
-    entries = _gradient_entries(scenario, model, backend)
-    return entries[::-1] if backend.name == "wgpu" else entries
-
-
-def halved(scenario: Scenario, model: workload.Workload, backend: Backend) -> Entries:
-    """The device keeps gradients of biases in half precision."""
-    entries = _gradient_entries(scenario, model, backend)
-    if backend.name != "wgpu":
-        return entries
-    return tuple(
-        (name, shape, "float16" if len(shape) == 1 else dtype) for name, shape, dtype in entries
-    )
-
-
 _kept: list[reduction.Node] = []
 
 
 def kept_for_ever(nodes: Iterable[reduction.Node], num_shards: int) -> list[reduction.Node]:
-    """Keeps a copy of every leaf that was ever folded."""
+    """Keeps a copy of every leaf of the second half of the shards, so not on the first worker."""
 
     def copied(node: reduction.Node) -> reduction.Node:
-        copy = reduction.Node(node.level, node.index, node.vector.copy(), node.loss, node.weight)
-        _kept.append(copy)
+        if node.index >= num_shards // 2:
+            _kept.append(replace(node, vector=node.vector.copy()))
         return node
 
     return _fold(map(copied, nodes), num_shards)
+
+
+def weights_only(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
+    """Twice the weights: them and their gradients."""
+    return 2 * memory.FLOAT_BYTES * sum(prod(spec.shape) for spec in specs)
 
 
 def _product(m: int, k: int, n: int, layout: str = "plain") -> Scenario:
@@ -145,26 +141,27 @@ def _product(m: int, k: int, n: int, layout: str = "plain") -> Scenario:
     )
 
 
-_MANIFEST = Scenario(system="manifest", workload="mlp", world_size=1, seed=0)
+_BUDGET_BYTES = 2**30
 _MEMORY = Scenario(
     system="memory",
     workload="mlp",
     world_size=2,
     seed=0,
     num_shards=4,
-    num_samples=64,
-    batch_size=64,
-    num_steps=6,
-    width=2048,
-    options={"budget_bytes": 2 * 2**30},
+    num_samples=8,
+    batch_size=8,
+    num_steps=20,
+    width=2304,
+    options={"budget_bytes": _BUDGET_BYTES},
 )
+
 
 VARIANTS = (
     Variant(
         name="mm-corner",
         summary="the tile at the ragged corner of the result is never written",
         source="classic (workgroups rounded down)",
-        plants={_OPEN: standing_in(corner_skipped)},
+        plants={OPEN: standing_in(corner_skipped)},
         scenario=_product(17, 31, 17),
         invariants=("F-WGPU-001",),
         place={"tensor": "product", "element": 17 * 17 - 1},
@@ -173,7 +170,7 @@ VARIANTS = (
         name="mm-tail",
         summary="the sum over k stops at the last full tile",
         source="classic (edge of a tile)",
-        plants={_OPEN: standing_in(tail_skipped)},
+        plants={OPEN: standing_in(tail_skipped)},
         scenario=_product(1, 37, 1),
         invariants=("F-WGPU-001",),
         place={"tensor": "product", "element": 0},
@@ -182,7 +179,7 @@ VARIANTS = (
         name="mm-strides",
         summary="a transposed operand is read as it lies in memory",
         source="pytorch #118117, #162779",
-        plants={_OPEN: standing_in(strides_ignored)},
+        plants={OPEN: standing_in(strides_ignored)},
         scenario=_product(1, 15, 1).with_(
             options={"shapes": [[2, 1, 2], [2, 2, 1]], "layout": "a_transposed"}
         ),
@@ -193,7 +190,7 @@ VARIANTS = (
         name="mm-swapped",
         summary="the result has its rows and columns swapped",
         source="classic",
-        plants={_OPEN: standing_in(swapped)},
+        plants={OPEN: standing_in(swapped)},
         scenario=_product(15, 17, 31),
         invariants=("F-WGPU-001",),
         place={"tensor": "product", "expected": "(15, 31)", "got": "(31, 15)"},
@@ -202,42 +199,27 @@ VARIANTS = (
         name="mm-tf32",
         summary="float32 products run with 10 bits of mantissa",
         source="pytorch #67384",
-        plants={_OPEN: standing_in(ten_bits)},
+        plants={OPEN: standing_in(ten_bits)},
         scenario=_product(1, 1, 1),
         invariants=("F-WGPU-001",),
         place={"tensor": "product", "element": 0},
     ),
     Variant(
-        name="manifest-order",
-        summary="one backend lists its gradients in another order",
-        source="classic",
-        plants={
-            _OPEN: standing_in(torch.matmul),
-            "entrenar_py.systems.manifest.gradient_entries": reordered,
-        },
-        scenario=_MANIFEST,
-        invariants=("F-HET-001",),
-        place={"tensor": "hidden1.weight"},
-    ),
-    Variant(
-        name="manifest-dtype",
-        summary="one backend keeps the gradients of biases in half precision",
-        source="classic",
-        plants={
-            _OPEN: standing_in(torch.matmul),
-            "entrenar_py.systems.manifest.gradient_entries": halved,
-        },
-        scenario=_MANIFEST,
-        invariants=("F-HET-001",),
-        place={"tensor": "hidden1.bias"},
-    ),
-    Variant(
         name="leaves-kept",
-        summary="a worker keeps every shard's gradient, and grows from step to step",
-        source="classic (leak)",
+        summary="every worker but the first keeps its shards' gradients, and outgrows its budget",
+        source="classic (leak that rank 0 does not show)",
         plants={f"{TRAINING}.reduction.fold": kept_for_ever},
         scenario=_MEMORY,
         invariants=("F-HET-002",),
-        place={"rank": 0},
+        place={"rank": 1, "expected": f"<= {_BUDGET_BYTES}"},
+    ),
+    Variant(
+        name="estimate-of-weights",
+        summary="the estimate counts weights and gradients, and forgets what is made of them",
+        source="classic",
+        plants={"entrenar_py.systems.memory.estimate_bytes": weights_only},
+        scenario=_MEMORY.with_(world_size=1, num_steps=2, optimizer="adamw"),
+        invariants=("F-HET-002",),
+        place={"rank": 0, "expected": f"0 to {8 * 5_483_594}"},  # the elements of that model
     ),
 )

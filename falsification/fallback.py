@@ -71,8 +71,27 @@ def silent(
     return _first_finite(compute, on_attempt=tell, order=order, table=table)
 
 
+def impatient(
+    compute: Compute,
+    *,
+    on_attempt: Listener,
+    order: Sequence[str] = chain.ORDER,
+    table: Openers = backends.BACKENDS,
+) -> tuple[Backend, Tensor]:
+    """After one failure the CPU, whatever stands between."""
+    order = (*order[:1], *order[-1:])
+    return _first_finite(compute, on_attempt=on_attempt, order=order, table=table)
+
+
 def _chain(*faults: Fault) -> Scenario:
-    return Scenario(system="backend_chain", workload="linear", world_size=1, seed=0, faults=faults)
+    return Scenario(
+        system="backend_chain",
+        workload="linear",
+        world_size=1,
+        seed=0,
+        backends=chain.ORDER,
+        faults=faults,
+    )
 
 
 _NO_GPU = (Fault(kind="absent", backend="cuda"), Fault(kind="absent", backend="wgpu"))
@@ -113,5 +132,14 @@ VARIANTS = (
         scenario=_chain(*_NO_GPU),
         invariants=("F-DP-004",),
         place={"expected": "('cuda',)", "got": "('cpu',)"},
+    ),
+    Variant(
+        name="fallback-impatient",
+        summary="after the first failure the CPU serves, and wgpu is never tried",
+        source="classic",
+        plants={f"{_CHAIN}.first_finite": impatient},
+        scenario=_chain(Fault(kind="out_of_memory", backend="cuda")),
+        invariants=("F-DP-004",),
+        place={"expected": "('cuda', 'wgpu')", "got": "('cuda', 'cpu')"},
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
+from weakref import WeakKeyDictionary
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
@@ -14,7 +15,10 @@ from entrenar_py.training.tensors import Array
 
 from .subjects import REFERENCE, TRAINING, reference, visit
 
-_leave = trainer.Trainer._leave
+_leave, _assignments = trainer.Trainer._leave, trainer.Trainer._assignments
+
+# Whom `not_quite_dead` gave up, of each run.
+_given_up: WeakKeyDictionary[trainer.Trainer, trainer.Worker] = WeakKeyDictionary()
 
 
 def without_orphans(
@@ -43,6 +47,23 @@ def counted_by_ranks(self: trainer.Trainer, fault: Fault, step: int) -> int:
     rank = _leave(self, fault, step)
     self.position = sharding.Position(self.position.epoch, per_rank * len(self.workers))
     return rank
+
+
+def not_quite_dead(self: trainer.Trainer, fault: Fault, step: int) -> int:
+    """Gives up a worker that lives on."""
+    assert fault.rank is not None
+    _given_up[self] = self.workers[fault.rank]
+    return _leave(self, fault, step)
+
+
+def ghost_computes(
+    self: trainer.Trainer, step: int
+) -> Iterator[tuple[trainer.Worker, Sequence[int]]]:
+    """What a worker computes that was given up in an earlier step is taken for somebody's."""
+    ghost = _given_up.get(self)
+    for worker, run in _assignments(self, step):
+        yield ghost or worker, run
+        ghost = None
 
 
 def join_with(
@@ -99,6 +120,19 @@ VARIANTS = (
             "rank": 1,
             "sample_ids": tuple(sorted([*visit(_LEAVING)[12:16], visit(_LEAVING)[20]])),
         },
+    ),
+    Variant(
+        name="ghost-computes",
+        summary="a worker that was given up lives on, and its results from old weights are taken",
+        source="classic (late gradients)",
+        plants={
+            f"{REFERENCE}.Trainer._leave": not_quite_dead,
+            f"{REFERENCE}.Trainer._assignments": ghost_computes,
+        },
+        scenario=_LEAVING,
+        invariants=("F-DP-002",),
+        # Step 2 is what is left, samples 16-20, one a shard; the first run is shards 0 to 2.
+        place={"step": 2, "rank": 1, "shard": 0, "sample_ids": (visit(_LEAVING)[16],)},
     ),
     Variant(
         name="join-without-moments",

@@ -14,7 +14,7 @@ from entrenar_py.mutants import Variant
 from entrenar_py.systems import reference as coordinator
 from entrenar_py.systems import textbook as trainer
 from entrenar_py.systems.textbook_replica import Replica, Setup
-from entrenar_py.training import engine, reduction, sharding
+from entrenar_py.training import engine, layout, reduction, sharding
 from entrenar_py.training.tensors import Array
 
 from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
@@ -66,7 +66,7 @@ def nan_alone(vector: Array) -> int | None:
     return int(places[0]) if places.size else None
 
 
-def nameless(
+def blamed_on_rank_0(
     self: coordinator.Trainer,
     leaf: reduction.Node,
     worker: coordinator.Worker,
@@ -74,9 +74,14 @@ def nameless(
     shard: int,
     ids: sharding.Ids,
 ) -> trace.Halt | None:
-    """Halts after the reduction, when the culprit is no longer known."""
+    """Halts after the reduction, when everyone holds the NaN and the first to look is blamed."""
     halt = _guard(self, leaf, worker, step, shard, ids)
-    return halt and trace.Halt(step=step, reason="non-finite gradient after the reduction")
+    return halt and trace.Halt(step=step, rank=0, reason="non-finite gradient on worker 0")
+
+
+def first_tensor(self: layout.Layout, position: int) -> tuple[str, int]:
+    """Blames the first tensor, wherever in the flat gradient the position lies."""
+    return next(iter(self.trainable)), position
 
 
 def unguarded(
@@ -113,6 +118,9 @@ def clean_then_reduce(setup: Setup, replicas: list[Replica]) -> None:
 
 _NAN = Fault(kind="non_finite_gradient", step=2, rank=1, shard=2, element=3, value="nan")
 _INF = Fault(kind="non_finite_gradient", step=2, rank=1, shard=2, element=3, value="inf")
+_NAN_LATER = Fault(
+    kind="non_finite_gradient", step=2, rank=1, shard=2, tensor="hidden2.bias", value="nan"
+)
 _TEXTBOOK_INF = Fault(kind="non_finite_gradient", step=1, rank=1, value="inf")
 _CULPRIT = {"step": 2, "rank": 1, "shard": 2}
 
@@ -176,12 +184,21 @@ VARIANTS = (
     ),
     Variant(
         name="nan-after-reduce",
-        summary="the guard looks after the reduction and can't name the culprit",
+        summary="the guard looks after the reduction, where all are NaN, and blames rank 0",
         source="Megatron-LM d66807759c",
-        plants={f"{REFERENCE}.Trainer._guard": nameless},
+        plants={f"{REFERENCE}.Trainer._guard": blamed_on_rank_0},
         scenario=reference(faults=(_NAN,)),
         invariants=("F-DP-003",),
         place=_CULPRIT,
+    ),
+    Variant(
+        name="halt-names-first-tensor",
+        summary="the halt takes the flat position for one in the first tensor, and blames that",
+        source="classic (flattened gradients)",
+        plants={f"{TRAINING}.layout.Layout.locate": first_tensor},
+        scenario=reference(faults=(_NAN_LATER,)),
+        invariants=("F-DP-003",),
+        place={**_CULPRIT, "tensor": "hidden2.bias"},
     ),
     Variant(
         name="guard-missing",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import textbook as trainer
 from entrenar_py.systems import textbook_replica
 from entrenar_py.systems.textbook_replica import Replica, Setup
-from entrenar_py.training import sharding
+from entrenar_py.training import dropout, sharding
 
-from .subjects import REPLICA, reference, textbook
+from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 
 _rng, _build_replica = Scenario.rng, textbook_replica.build_replica
+_masks, _drop = trainer.masks, dropout.Dropout.__call__
 _RNG = "entrenar_py.scenario.Scenario.rng"
 
 # One generator for the whole process, as a trainer has it that never seeds.
@@ -58,6 +61,24 @@ def one_stream(setup: Setup, rank: int) -> Replica:
     return replica
 
 
+def eval_on_rank_1(
+    setup: Setup, replica: Replica, step: int, ids: sharding.Ids
+) -> dropout.Dropout | None:
+    """Rank 1 was left in evaluation mode."""
+    return None if replica.rank == 1 else _masks(setup, replica, step, ids)
+
+
+def unscaled(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept is not scaled by 1 / (1 - rate)."""
+    return _drop(self, tensor) * 0.8
+
+
+def ignored(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+    """The mask is drawn and thrown away."""
+    _drop(self, tensor)
+    return tensor
+
+
 _DROPPING = reference(dropout=0.2)
 
 VARIANTS = (
@@ -97,6 +118,33 @@ VARIANTS = (
         scenario=textbook(dropout=0.2),
         invariants=("F-TI-005",),
         place={"step": 0, "rank": 1, "shard": 1},
+    ),
+    Variant(
+        name="eval-mode-rank-1",
+        summary="one rank stays in evaluation mode after a validation, and drops nothing",
+        source="classic",
+        plants={f"{TEXTBOOK}.masks": eval_on_rank_1},
+        scenario=textbook(dropout=0.2),
+        invariants=("F-TI-005",),
+        place={"step": 0, "rank": 1, "shard": 1},
+    ),
+    Variant(
+        name="dropout-unscaled",
+        summary="kept units are not scaled by 1 / (1 - rate)",
+        source="classic",
+        plants={f"{TRAINING}.dropout.Dropout.__call__": unscaled},
+        scenario=_DROPPING,
+        invariants=("F-DP-005", "F-TI-001"),
+        place={"step": 0, "rank": 0},
+    ),
+    Variant(
+        name="dropout-ignored",
+        summary="masks are drawn but not applied",
+        source="classic",
+        plants={f"{TRAINING}.dropout.Dropout.__call__": ignored},
+        scenario=_DROPPING,
+        invariants=("F-DP-005", "F-TI-001"),
+        place={"step": 0, "rank": 0},
     ),
     Variant(
         name="unseeded-order",

@@ -1,9 +1,19 @@
-"""Settings of all tests."""
+"""Settings of all tests, and what is too expensive to be made twice."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
+
+from entrenar_py import kill_matrix, mutants
+from entrenar_py.kill_matrix import Row
 
 # A timing is a benchmark, never a test: a slow machine must not fail one.
 settings.register_profile("entrenar", deadline=None)
 settings.load_profile("entrenar")
+
+
+@pytest.fixture(scope="session")
+def matrix() -> list[Row]:
+    """Every variant as every clause that judges it found it."""
+    return kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())

@@ -102,7 +102,7 @@ def test_bad_arguments(
     ("scenario", "message"),
     [
         ("{system: magic}", "clause F-DP-001: system='magic': allowed are"),
-        ("{backends: [tpu]}", "clause F-DP-001: backend='tpu': allowed are"),
+        ("{backends: [tpu]}", "clause F-DP-001: backend='tpu' on system reference: allowed"),
     ],
 )
 def test_a_contract_asks_for_what_is_not_there(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py import explore
+from entrenar_py import explore, systems
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 
@@ -116,3 +116,12 @@ def test_one_fault_moves() -> None:
     leaves = explored([BASES[3]])
     assert len({(one.faults[0].rank, one.faults[0].step) for one in leaves}) > 4
     assert len({one.faults[0].shard for one in explored([BASES[4]])}) > 3
+
+
+def test_a_fault_stays_where_it_can_strike() -> None:
+    """A shard that moves leaves its rank open; a tensor that is named stays in its workload."""
+    fault = Fault(kind="non_finite_gradient", step=1, rank=1, shard=3, tensor="bias", value="nan")
+    found = explored([scenario(faults=(fault,))])
+    assert {(one.faults[0].rank, one.workload) for one in found} == {(None, "linear")}
+    for one in found:
+        assert systems.run(one).end.status == "halted"

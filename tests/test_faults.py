@@ -8,19 +8,30 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import KINDS, NEEDED, Fault
+from entrenar_py.faults import KINDS, NEEDED, OPTIONAL, Fault
 
-GIVEN: dict[str, Any] = {"step": 1, "rank": 0, "value": "nan"}
+GIVEN: dict[str, Any] = {
+    "step": 1,
+    "rank": 0,
+    "shard": 2,
+    "tensor": "bias",
+    "element": 3,
+    "value": "nan",
+    "backend": "cpu",
+}
+
+
+def _given(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
+    given = {name: GIVEN[name] for name in names}
+    return {**given, "value": "1e38"} if kind == "huge_gradient" and "value" in given else given
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_survives_json(kind: str) -> None:
     """to_dict, JSON, from_dict: the same fault, and no key that is not set."""
-    needed = {name: GIVEN[name] for name in NEEDED.get(kind, ())}
-    if kind == "huge_gradient":
-        needed["value"] = "1e38"
-    fault = Fault(kind=kind, **needed)
-    assert fault.to_dict() == {"kind": kind, **needed}
+    given = _given(kind, (*NEEDED[kind], *OPTIONAL.get(kind, ())))
+    fault = Fault(kind=kind, **given)
+    assert fault.to_dict() == {"kind": kind, **given}
     assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
 
 
@@ -28,9 +39,19 @@ def test_every_kind_survives_json(kind: str) -> None:
 def test_what_a_kind_needs_can_not_be_left_out(kind: str, names: tuple[str, ...]) -> None:
     """A fault that would silently never happen is refused."""
     for missing in names:
-        rest = {name: GIVEN[name] for name in names if name != missing}
-        with pytest.raises(UsageError, match=f"fault {kind} {missing}=None: a {kind} needs"):
+        rest = _given(kind, tuple(name for name in names if name != missing))
+        with pytest.raises(UsageError, match=f"fault {kind} {missing}=None: {kind} needs"):
             Fault(kind=kind, **rest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_kind_does_not_look_at_is_refused(kind: str) -> None:
+    """A field that would be read and ignored: the message has the fields that the kind takes."""
+    taken = (*NEEDED[kind], *OPTIONAL.get(kind, ()))
+    for name in GIVEN.keys() - set(taken):
+        message = f"fault {kind} {name}=.*: this kind takes none; it takes {', '.join(taken)}"
+        with pytest.raises(UsageError, match=message):
+            Fault(kind=kind, **_given(kind, NEEDED[kind]), **{name: GIVEN[name]})
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "-Infinity"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import checks, counterexamples, plan
+from entrenar_py import checks, counterexamples, plan, systems
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.counterexamples import Saved
@@ -16,6 +16,9 @@ from entrenar_py.errors import UsageError
 from entrenar_py.plan import Plan, Task
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Verdict, inconclusive
+
+LEAVE = {"kind": "leave", "rank": 0, "step": 1}
+NAN = {"kind": "non_finite_gradient", "step": 1, "value": "nan"}
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +88,54 @@ def test_fixed() -> None:
     ("record", "message"),
     [
         ({"system": "magic"}, "system='magic': allowed are reference"),
-        ({"backends": ["cpu", "tpu"]}, "backend='tpu': allowed are cuda, wgpu, cpu"),
+        ({"backends": ["cpu", "tpu"]}, "backend='tpu' on system reference: allowed are cuda, wgpu"),
+        ({"system": "matmul", "backends": ["auto"]}, "backend='auto' on system matmul: allowed"),
         ({"mutant": "no-such-bug"}, "mutant='no-such-bug': allowed are "),
+        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are none"),
+        ({"system": "memory", "options": {"m": 1}}, "option='m' on system memory: allowed are bud"),
+        ({"workload": "own"}, "workload='own': allowed are linear, mlp, decoder"),
+        ({"workload": "mlp", "num_samples": 9999}, "num_samples=9999 with workload=mlp"),
+        ({"world_size": 1, "faults": [LEAVE]}, "rank=0 step=1: no other worker would be left"),
+        ({"faults": [{**NAN, "tensor": "nope"}]}, "tensor='nope': linear trains weight, bias"),
+        ({"system": "textbook", "faults": [{**NAN, "element": 1}]}, "element=1: weight of linear"),
+        ({"system": "manifest", "faults": [LEAVE]}, "kind='leave' on system manifest: allowed are"),
+        (
+            {"system": "backend_chain", "faults": [{"kind": "absent", "backend": "tpu"}]},
+            "fault absent backend='tpu': allowed are cuda, wgpu, cpu",
+        ),
+        ({"num_samples": 2}, "world_size=3 with num_samples=2"),
     ],
 )
-def test_what_is_not_there(record: dict[str, Any], message: str) -> None:
-    """Names that only a run would miss are looked up before any run."""
-    with pytest.raises(UsageError, match=f"c.yaml:3:5: clause F-DP-002: {message}"):
+def test_what_can_not_be_run(record: dict[str, Any], message: str) -> None:
+    """What only a run would miss is found before any run, and by validation alone too."""
+    where = f"c.yaml:3:5: clause F-DP-002: .*{message}"
+    with pytest.raises(UsageError, match=where):
         planned(Plan(), record)
+    with pytest.raises(UsageError, match=where):
+        plan.require_runnable([clause({}), clause(record)])
+
+
+def test_what_the_command_line_makes_impossible_is_left_to_the_run() -> None:
+    """The contract is right; its run with one worker says why it could not be made."""
+    (one,) = planned(Plan(world_sizes=(1,)), {"faults": [LEAVE]})
+    end = systems.run(one).end
+    assert end.status == "failed"
+    assert "no other worker would be left" in end.reason
+
+
+def test_clauses_that_are_not_tried_are_not_required() -> None:
+    """Without a check nothing of a clause is run; without scenarios its check's are."""
+    plan.require_runnable([clause({"system": "magic"}, id="F-NEW"), clause()])
+
+
+def test_backends_of_a_plan() -> None:
+    """Those of a trainer, `auto` too."""
+    (one,) = planned(Plan(backends=("auto", "cpu")), {})
+    assert one.backends == ("auto", "cpu")
+    with pytest.raises(UsageError, match="backend='tpu': allowed are cuda, wgpu, cpu, auto"):
+        Plan(backends=("tpu",))
+    with pytest.raises(UsageError, match="system='matmul': allowed are reference, textbook"):
+        Plan(system="matmul")
 
 
 def test_uncovered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
-from entrenar_py.scenario import CHOICES, PARTS_MAX, Scenario, expand
+from entrenar_py.scenario import CHOICES, DEFAULTS, PARTS_MAX, Scenario, expand
 
 USUAL: dict[str, Any] = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 0}
 USUAL_SCENARIO = Scenario(**USUAL)
@@ -127,15 +128,24 @@ def test_impossible_values_are_refused(change: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ({"rank": 2, "step": 0}, "fault leave rank=2: the scenario has ranks 0 to 1"),
-        ({"rank": 0, "step": 5}, "fault leave step=5: the scenario has steps 0 to 4"),
-        ({"rank": 0, "step": 1, "shard": 8}, "shard=8: the scenario has shards 0 to 7"),
+        (
+            {"kind": "leave", "rank": 2, "step": 0},
+            "fault leave rank=2: the scenario has ranks 0 to 1",
+        ),
+        (
+            {"kind": "leave", "rank": 0, "step": 5},
+            "fault leave step=5: the scenario has steps 0 to 4",
+        ),
+        (
+            {"kind": "non_finite_loss", "value": "nan", "step": 1, "shard": 8},
+            "shard=8: the scenario has shards 0 to 7",
+        ),
     ],
 )
 def test_faults_must_lie_inside_the_run(place: dict[str, Any], message: str) -> None:
     """A fault on a rank, step or shard that is not there is refused."""
     with pytest.raises(UsageError, match=message):
-        USUAL_SCENARIO.with_(faults=(Fault(kind="leave", **place),))
+        USUAL_SCENARIO.with_(faults=(Fault(**place),))
 
 
 @given(st.sampled_from(sorted(Scenario.__dataclass_fields__)), json_values)
@@ -201,9 +211,10 @@ def test_a_stream_keeps_its_bits_between_releases() -> None:
 
 
 def test_lists_expand_to_every_combination() -> None:
-    """Lists multiply; fields that hold lists stay whole; defaults give way."""
+    """Lists multiply; fields that hold lists stay whole; defaults fill the rest."""
     record = {"world_size": [1, 2], "seed": [3, 4], "stops": [1, 2], "backends": ["cpu", "wgpu"]}
-    found = list(expand(record, **USUAL))
+    found = list(expand(record))
+    assert {(s.system, s.workload) for s in found} == {("reference", "linear")}
     assert [(s.world_size, s.seed) for s in found] == [(1, 3), (1, 4), (2, 3), (2, 4)]
     assert {(s.stops, s.backends) for s in found} == {((1, 2), ("cpu", "wgpu"))}
 
@@ -211,7 +222,14 @@ def test_lists_expand_to_every_combination() -> None:
 def test_an_impossible_combination_is_refused() -> None:
     """Every member of the product is validated."""
     with pytest.raises(UsageError, match="world_size=0"):
-        list(expand({"world_size": [1, 0]}, **USUAL))
+        list(expand({"world_size": [1, 0]}))
+
+
+def test_the_docs_state_the_defaults() -> None:
+    """A contract's author reads there what an entry means that says nothing."""
+    page = Path(__file__).parent.parent / "docs" / "contract-format.md"
+    stated = ", ".join(f"{name} `{value}`" for name, value in DEFAULTS.items())
+    assert f"Left out: {stated}." in page.read_text(encoding="utf-8")
 
 
 def test_the_largest_float_is_a_learning_rate() -> None:

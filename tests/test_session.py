@@ -92,6 +92,17 @@ def test_validate(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "small-v1.yaml: valid, 2 invariants\n"
 
 
+def test_validate_runs_nothing_but_knows_what_could(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scenario that no run could make is refused with the clause's place."""
+    path = contract_file(tmp_path, scenario="{options: {bogus: 1}}")
+    assert check("--contract", path, "--validate") == 2
+    printed = capsys.readouterr()
+    assert f"{path}:3:5: clause F-DP-001: option='bogus' on system reference" in printed.err
+    assert printed.out == ""
+
+
 def test_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A warning is an error under --strict, and only then."""
     path = contract_file(tmp_path, extra=COVERED)
@@ -194,6 +205,25 @@ def test_absent_backend(
     assert report(json)["environment"]["cuda"] == "none"
     assert report(json)["num_compared"] == 0
     assert "backend cuda: no such device here" in capsys.readouterr().out
+
+
+def test_auto_backend(contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--backend auto takes the first that serves, and the traces say which and why."""
+
+    def absent() -> backends.Backend:
+        raise BackendUnavailable("no such device here")
+
+    for name in ("cuda", "wgpu"):
+        monkeypatch.setitem(backends.BACKENDS, name, absent)
+    usual = ("--contract", contract, "--examples", 0, "--trace-dir", tmp_path)
+    assert check(*usual, "--backend", "auto") == 0
+    runs = [trace.load(path) for path in tmp_path.glob("*.jsonl")]
+    assert runs
+    for run in runs:
+        tries = [(event.backend, event.served) for event in run.of(trace.Attempt)]
+        assert run.scenario.backends == ("auto",)
+        assert tries == [("cuda", False), ("wgpu", False), ("cpu", True)]
+        assert "no such device here" in run.of(trace.Attempt)[0].reason
 
 
 @pytest.mark.wgpu

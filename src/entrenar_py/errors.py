@@ -5,7 +5,6 @@
     ├── UsageError           the command line or a scenario asks for the impossible    exit 2
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
     ├── CheckpointError      a checkpoint is missing, damaged or of another run
-    ├── ProtocolError        a peer broke the wire protocol (names peer and field)
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
     └── SystemFailure        a trainer could not be run to an end                      inconclusive
 
@@ -40,10 +39,6 @@ class ContractError(EntrenarError):
 
 class CheckpointError(EntrenarError):
     """A checkpoint can't be resumed from."""
-
-
-class ProtocolError(EntrenarError):
-    """A peer sent what the protocol does not allow."""
 
 
 class BackendUnavailable(EntrenarError):

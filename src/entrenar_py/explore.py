@@ -95,7 +95,7 @@ def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = 
         "weight_decay": draw(st.sampled_from((0.0, 0.1))),
         "clip_norm": draw(st.sampled_from((None, 0.05, 10.0))),
     }
-    if base.workload == "linear":
+    if base.workload == "linear" and not any(f.tensor or f.element for f in base.faults):
         changes["workload"] = draw(st.sampled_from(("linear", "mlp")))
     if base.stops:
         changes["stops"] = draw(_stops(num_steps))
@@ -116,8 +116,13 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """`fault` at any step, rank and shard of a scenario of `sizes`, where it names one."""
+    """`fault` at any step, rank and shard of a scenario of `sizes`, where it names one.
+
+    A shard that moves is another rank's: then the rank is left open.
+    """
     record = fault.to_dict()
+    if "shard" in record:
+        record.pop("rank", None)
     for name, limit in (("step", "num_steps"), ("rank", "world_size"), ("shard", "num_shards")):
         if name in record:
             record[name] = draw(st.integers(0, sizes[limit] - 1))

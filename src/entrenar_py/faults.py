@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 from entrenar_py.errors import UsageError
 
 # kind -> what it does. One table: the docs, the validation and the systems read it.
+# `rank` and `shard` narrow a planted value to shards of theirs; without either it strikes them all.
 KINDS: dict[str, str] = {
-    "non_finite_gradient": "one element of one shard's gradient becomes `value` (nan, inf, -inf)",
-    "non_finite_loss": "one shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
-    "huge_gradient": "one element of every shard's per-sample gradients becomes `value`, finite",
+    "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
+    "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
+    "huge_gradient": "one element of a shard's per-sample gradients becomes `value`, finite",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "absent": "backend `backend` is not there",
@@ -32,6 +33,18 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "huge_gradient": ("step", "value"),
     "leave": ("step", "rank"),
     "join": ("step", "rank"),
+    "absent": ("backend",),
+    "init_error": ("backend",),
+    "out_of_memory": ("backend",),
+    "non_finite_output": ("backend",),
+}
+
+# kind -> what it may name beside that; `tensor` and `element` are the first ones where left out.
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "non_finite_gradient": ("rank", "shard", "tensor", "element"),
+    "non_finite_loss": ("rank", "shard"),
+    "huge_gradient": ("rank", "shard", "tensor", "element"),
+    "non_finite_output": ("element",),
 }
 
 
@@ -39,7 +52,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 class Fault:
     """One planned fault. `step` counts from 0; `value` is text ("nan") so that JSON can hold it.
 
-    Raises UsageError for an unknown kind, a field of the wrong type, or one that its kind lacks.
+    Raises UsageError for an unknown kind, a field of the wrong type, one that its kind lacks, or
+    one that its kind would not look at.
     """
 
     kind: str
@@ -61,16 +75,22 @@ class Fault:
         for name in ("tensor", "value", "backend"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "use text, in quotes")
-        for name in NEEDED.get(self.kind, ()):
-            if getattr(self, name) is None:
-                self._refuse(name, f"a {self.kind} needs {' and '.join(NEEDED[self.kind])}")
+        self._check_fields()
         self._check_value()
+
+    def _check_fields(self) -> None:
+        needed = NEEDED[self.kind]
+        taken = (*needed, *OPTIONAL.get(self.kind, ()))
+        for name in self.__dataclass_fields__:
+            if name not in ("kind", *taken) and getattr(self, name) is not None:
+                self._refuse(name, f"this kind takes none; it takes {', '.join(taken)}")
+        for name in needed:
+            if getattr(self, name) is None:
+                self._refuse(name, f"{self.kind} needs {' and '.join(needed)}")
 
     def _check_value(self) -> None:
         if self.value is None:
             return
-        if "value" not in NEEDED.get(self.kind, ()):
-            self._refuse("value", "this kind takes none")
         finite = self.kind == "huge_gradient"
         try:
             fits = math.isfinite(float(self.value)) == finite

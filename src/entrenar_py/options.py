@@ -160,7 +160,7 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
         metavar="NAME[,NAME]",
         type=_words,
         default=(),
-        help="the workers' backends in turn: cpu, wgpu, cuda",
+        help="the workers' backends in turn: cpu, wgpu, cuda, auto (what serves)",
     )
     group.add_argument(
         "--seed", metavar="N", type=_natural, default=0, help="added to every seed (default 0)"

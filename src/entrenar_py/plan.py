@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from entrenar_py import checks, counterexamples, mutants, scenario
-from entrenar_py.backends import BACKENDS
+from entrenar_py import checks, counterexamples, mutants, scenario, systems
 from entrenar_py.checks import Check
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.errors import UsageError
@@ -16,7 +15,7 @@ from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, inconclusive
 
 # Systems that train; the others probe one thing, whatever trainer is asked for.
-TRAINERS = ("reference", "textbook")
+TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,9 @@ class Plan:
         if self.system not in TRAINERS:
             raise UsageError(f"system={self.system!r}: allowed are {', '.join(TRAINERS)}")
         for backend in self.backends:
-            if backend not in BACKENDS:
-                raise UsageError(f"backend={backend!r}: allowed are {', '.join(BACKENDS)}")
+            allowed = SYSTEMS[self.system].backends
+            if backend not in allowed:
+                raise UsageError(f"backend={backend!r}: allowed are {', '.join(allowed)}")
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -106,30 +106,36 @@ def is_trainer(system: str) -> bool:
 
 
 def require_known(one: Scenario, where: str) -> None:
-    """Returns if a scenario's system, backends and mutant exist; UsageError if one does not."""
-    _require("system", one.system, SYSTEMS, where)
-    for backend in one.backends:
-        _require("backend", backend, BACKENDS, where)
-    if one.mutant is not None:
-        _require("mutant", one.mutant, mutants.catalogue(), where)
+    """Returns if a scenario's mutant exists and its system can run it; else UsageError."""
+    try:
+        systems.require_possible(one)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    if one.mutant is not None and one.mutant not in mutants.catalogue():
+        known = ", ".join(mutants.catalogue())
+        raise UsageError(f"{where}: mutant={one.mutant!r}: allowed are {known}")
 
 
-def _require(what: str, name: str, allowed: Collection[str], where: str) -> None:
-    if name not in allowed:
-        raise UsageError(f"{where}: {what}={name!r}: allowed are {', '.join(allowed)}")
+def require_runnable(invariants: Iterable[Invariant]) -> None:
+    """Returns if every scenario that a clause is tried with can be run; UsageError with its place.
+
+    A clause that no check covers is tried with none.
+    """
+    for invariant in invariants:
+        check = checks.bind(invariant)
+        if check is not None:
+            _own(invariant, check)
 
 
 def _task(invariant: Invariant, plan: Plan) -> Task:
     check = checks.bind(invariant)
     if check is None:
         return Task(invariant=invariant, check=None)
-    where = f"{invariant.position}: clause {invariant.id}"
+    own = _own(invariant, check)
     try:
-        wanted = [changed for one in _own(invariant, check) for changed in _adapted(one, plan)]
+        wanted = [changed for one in own for changed in _adapted(one, plan)]
     except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
-    for one in wanted:
-        require_known(one, where)
+        raise UsageError(f"{_place(invariant)}: {error}") from error
     known = []
     for path, saved in counterexamples.known(invariant.id):
         if _fits(saved.scenario, plan):
@@ -139,16 +145,24 @@ def _task(invariant: Invariant, plan: Plan) -> Task:
     return Task(invariant=invariant, check=check, known=tuple(known), planned=planned)
 
 
-def _own(invariant: Invariant, check: Check) -> Iterator[Scenario]:
-    """The scenarios that the clause brings, or else its check's."""
-    if not invariant.scenarios:
-        yield from check.plan(invariant)
-    defaults = {"system": "reference", "workload": "linear", "world_size": 3, "seed": 0}
-    for record in invariant.scenarios:
-        yield from scenario.expand(record, **defaults)
+def _own(invariant: Invariant, check: Check) -> list[Scenario]:
+    """The scenarios that the clause brings, or else its check's: each can be run as written."""
+    where = _place(invariant)
+    try:
+        brought = [one for record in invariant.scenarios for one in scenario.expand(record)]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    for one in brought:
+        require_known(one, where)
+    return brought or check.plan(invariant)
+
+
+def _place(invariant: Invariant) -> str:
+    return f"{invariant.position}: clause {invariant.id}"
 
 
 def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
+    """What the command line makes of `one`; if that can't be run, its run says so."""
     one = one.with_(seed=one.seed + plan.seed)
     if one.system not in TRAINERS:
         yield one

@@ -42,7 +42,10 @@ class Scenario:
     over `num_steps`. `stops` are the steps before which the run is checkpointed, thrown away and
     resumed. `width` is the hidden width of `mlp`. `repeat` tells two runs of one scenario apart;
     nothing in a run depends on it. `detail="values"` records tensors beside their digests.
-    `options` belong to the system (the shape of a matrix product, say).
+    `backends` are the workers' in turn; `auto` is the first of the fallback chain that serves when
+    the run starts. `options` belong to the system (the shape of a matrix product, say); those of a
+    trainer of one's own say how it differs: `drop_last: true`, that it drops what does not fill a
+    batch. What a system can't do is refused by `systems.require_possible`.
 
     Raises UsageError when a value is out of range.
     """
@@ -243,14 +246,22 @@ def _is_finite_from(least: float, value: Any) -> bool:
     return number and least <= value <= sys.float_info.max
 
 
-def expand(record: Mapping[str, Any], **defaults: Any) -> Iterator[Scenario]:
-    """Every scenario a contract's `scenarios` entry stands for.
+# What an entry of a contract's `scenarios` means where it leaves out a field that has no default.
+DEFAULTS: Mapping[str, Any] = {
+    "system": "reference",
+    "workload": "linear",
+    "world_size": 3,
+    "seed": 0,
+}
+
+
+def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
+    """Every scenario a contract's `scenarios` entry stands for, DEFAULTS where it says nothing.
 
     A list where a scenario holds one value means each of them in turn, e.g.
-    `world_size: [1, 2, 4]`; several lists mean every combination. `defaults` fill what `record`
-    leaves out.
+    `world_size: [1, 2, 4]`; several lists mean every combination.
     """
-    merged = {**defaults, **record}
+    merged = {**DEFAULTS, **record}
     lists = {
         name: value
         for name, value in merged.items()

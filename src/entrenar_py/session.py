@@ -59,6 +59,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
         return partial(kill_matrix.show, output)
     loaded = _load(options)
     if options.mode == "validate":
+        plan.require_runnable(loaded.invariants)
         return partial(_validated, loaded, output)
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity

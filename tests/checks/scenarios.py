@@ -38,7 +38,7 @@ def scenarios(draw: DrawFn) -> Scenario:
         warmup_steps=draw(st.integers(0, 3)),
         dropout=draw(st.sampled_from((0.0, 0.0, 0.3))),
         width=draw(st.integers(1, 16)),
-        faults=draw(faults(system, world_size, num_steps)),
+        faults=draw(faults(world_size, num_steps)),
         stops=draw(stops(num_steps)),
         detail=draw(st.sampled_from(("values", "digests"))),
     )
@@ -52,13 +52,13 @@ def stops(draw: DrawFn, num_steps: int) -> tuple[int, ...]:
 
 
 @st.composite
-def faults(draw: DrawFn, system: str, world_size: int, num_steps: int) -> tuple[Fault, ...]:
+def faults(draw: DrawFn, world_size: int, num_steps: int) -> tuple[Fault, ...]:
     """Workers that leave and come back, or one value that halts the run, or nothing."""
     kind = draw(st.sampled_from(("none", "none", "membership", "non_finite")))
     if kind == "none":
         return ()
     if kind == "membership":
-        return draw(departures(system, world_size, num_steps))
+        return draw(departures(world_size, num_steps))
     fault = Fault(
         kind=draw(st.sampled_from(("non_finite_gradient", "non_finite_loss"))),
         step=draw(st.integers(0, num_steps - 1)),
@@ -69,15 +69,15 @@ def faults(draw: DrawFn, system: str, world_size: int, num_steps: int) -> tuple[
 
 
 @st.composite
-def departures(draw: DrawFn, system: str, world_size: int, num_steps: int) -> tuple[Fault, ...]:
-    """Workers other than rank 0 that leave once, and with system reference may come back once."""
+def departures(draw: DrawFn, world_size: int, num_steps: int) -> tuple[Fault, ...]:
+    """Workers other than rank 0 that leave once, and may come back once."""
     found: list[Fault] = []
     for rank in range(1, world_size):
         if not draw(st.booleans()):
             continue
         step = draw(st.integers(0, num_steps - 1))
         found.append(Fault(kind="leave", rank=rank, step=step))
-        if system == "reference" and step + 1 < num_steps and draw(st.booleans()):
+        if step + 1 < num_steps and draw(st.booleans()):
             back = draw(st.integers(step + 1, num_steps - 1))
             found.append(Fault(kind="join", rank=rank, step=back))
     return tuple(found)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Membership, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario, without
@@ -45,6 +47,12 @@ def sampled(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trac
                 ),
             ]
     return traces.hand_written(*events, subject=subject)
+
+
+def six_samples(steps: Sequence[object], **changes: Any) -> Scenario:
+    """Six samples in batches of four on two workers, as many steps as `steps` has."""
+    usual = {"workload": "own", "num_samples": 6, "batch_size": 4, "world_size": 2}
+    return scenario(**{**usual, "num_steps": len(steps), **changes})
 
 
 def test_a_sample_drawn_twice_in_a_step() -> None:
@@ -121,7 +129,7 @@ def test_other_batches_with_other_workers() -> None:
 )
 def test_right_ways_to_share(steps: list[list[list[int]]]) -> None:
     """Strided, uneven, unshuffled and short: complete and disjoint is enough."""
-    subject = scenario(workload="linear", num_samples=6, batch_size=4, world_size=2)
+    subject = six_samples(steps)
     assert traces.judge("coverage", [sampled(steps, subject)]).verdict is Verdict.HELD
 
 
@@ -145,3 +153,120 @@ def test_the_order_of_logical_shards_is_part_of_the_bits() -> None:
     finding = traces.judge("coverage", [model, turned])
     assert finding.verdict is Verdict.FALSIFIED
     assert broken(finding).step == first.step
+
+
+WRAPPED = [[[0, 1], [2, 3]], [[4, 5], [5, 0]], [[1, 2], [3, 4]]]
+
+
+def wrapped(steps: Sequence[Sequence[Sequence[int]]] = WRAPPED) -> Trace:
+    """A run whose step 1 takes the end of epoch 0 and, on rank 1, the begin of epoch 1."""
+    return altered(sampled(steps, six_samples(steps)), Shard, {"step": 1, "rank": 1}, epoch=1)
+
+
+def test_a_batch_may_straddle_two_epochs() -> None:
+    """A sample that ends one epoch and begins the next is drawn once in each."""
+    assert traces.judge("coverage", [wrapped()]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize(
+    ("second", "step", "ids"),
+    [
+        pytest.param([[4, 3], [5, 0]], 1, (3,), id="again in the epoch that ends"),
+        pytest.param([[4], [5, 0, 1]], 1, (5,), id="the end left out"),
+        pytest.param([[4, 5], [5, 5]], 1, (5,), id="twice in the epoch that begins"),
+        pytest.param([[4, 5], [5]], 1, (), id="a short batch"),
+    ],
+)
+def test_a_batch_that_straddles_hides_nothing(
+    second: list[list[int]], step: int, ids: tuple[int, ...]
+) -> None:
+    """Padding, gaps and lost samples show in the step in which one epoch ends and one begins."""
+    trace = wrapped([WRAPPED[0], second, WRAPPED[2]])
+    found = broken(traces.judge("coverage", [trace]))
+    assert (found.step, found.sample_ids) == (step, ids)
+
+
+def test_steps_that_were_rolled_back_are_drawn_again() -> None:
+    """Who goes back to a checkpoint draws the same samples again; they count once."""
+    steps = [[[0, 1], [2, 3]], [[4], [5]]]
+    trace = sampled(steps, six_samples(steps))
+    starts = [Start(step=0, rank=rank, weights={}) for rank in (0, 1)]
+    back = [replace(start, step=1, resumed=True) for start in starts]
+    again = [event for event in trace.events if getattr(event, "step", 0) == 1]
+    whole = replace(trace, events=(*starts, *trace.events[:-1], *back, *again, trace.events[-1]))
+    assert traces.judge("coverage", [whole]).verdict is Verdict.HELD
+    unmarked = replace(trace, events=(*starts, *trace.events[:-1], *again, trace.events[-1]))
+    assert broken(traces.judge("coverage", [unmarked])).step == 1
+
+
+DROPPED = [[[0, 1], [2, 3]], [[5, 4], [3, 2]]]
+
+
+def dropping(steps: Sequence[Sequence[Sequence[int]]], **changes: Any) -> Trace:
+    """A run of two epochs of six samples, each of one batch of four."""
+    return altered(sampled(steps, six_samples(steps, **changes)), Shard, {"step": 1}, epoch=1)
+
+
+def test_a_tail_that_is_dropped_on_purpose() -> None:
+    """What would not fill a batch may be left out by a trainer of one's own that says so."""
+    said = {"drop_last": True}
+    assert traces.judge("coverage", [dropping(DROPPED, options=said)]).verdict is Verdict.HELD
+    for changes in ({}, {"options": {"drop_last": False}}, {"options": said, "workload": "linear"}):
+        found = broken(traces.judge("coverage", [dropping(DROPPED, **changes)]))
+        assert (found.step, found.sample_ids) == (0, (4, 5))
+
+
+def test_no_more_than_the_tail_may_be_dropped() -> None:
+    """A short batch, or a whole batch left out, is no tail."""
+    said = {"drop_last": True}
+    short = dropping([[[0, 1], [2]], DROPPED[1]], options=said)
+    found = broken(traces.judge("coverage", [short]))
+    assert (found.step, found.expected, found.got) == (0, "4", "3")
+    lost = dropping(DROPPED, options=said, num_samples=8)
+    assert broken(traces.judge("coverage", [lost])).sample_ids == (4, 5, 6, 7)
+
+
+def test_a_run_that_ends_early_is_not_completed() -> None:
+    """Steps that were never made are named; after a halt they are no alarm."""
+    trace = traces.run(SUBJECT)
+    kept = tuple(event for event in trace.events if getattr(event, "step", 0) < 4)
+    found = broken(traces.judge("coverage", [replace(trace, events=kept)]))
+    assert found.step == 4
+    assert "num_steps=6 steps [4, 5] were never made" in found.message
+    halted = (*kept[:-1], replace(trace.end, status="halted"))
+    assert traces.judge("coverage", [replace(trace, events=halted)]).verdict is Verdict.HELD
+
+
+def test_the_second_half_of_a_run_is_no_short_run() -> None:
+    """A trace that begins with a resume owes the steps from there on."""
+    steps = [[[0, 1], [2, 3]], [[4], [5]], [[0, 1], [2, 3]]]
+    trace = sampled(steps, six_samples(steps))
+    late = [event for event in trace.events if getattr(event, "step", 2) == 2]
+    starts = [Start(step=2, rank=rank, weights={}, resumed=True) for rank in (0, 1)]
+    half = replace(trace, events=(*starts, *late))
+    assert traces.judge("coverage", [half]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("stranger", [3, 7])
+def test_a_shard_by_a_stranger(stranger: int) -> None:
+    """A rank that is no worker of the scenario can't have computed anything."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 2}, rank=stranger)
+    found = broken(traces.judge("coverage", [trace]))
+    assert (found.step, found.rank, found.shard) == (3, stranger, 2)
+    assert "takes no part" in found.message
+
+
+def test_a_shard_by_who_has_left() -> None:
+    """Who left computes in that step at the latest, and again once it is back."""
+    subject = scenario(workload="linear", faults=(traces.leave(1, 1), traces.join(1, 4)))
+    trace = traces.run(subject)
+    assert trace.of(Membership)
+    for step, verdict in ((1, Verdict.HELD), (2, Verdict.FALSIFIED), (4, Verdict.HELD)):
+        ghost = altered(trace, Shard, {"step": step, "shard": 0}, rank=1)
+        assert traces.judge("coverage", [ghost]).verdict is verdict
+
+
+def test_a_worker_whose_start_was_not_recorded_is_no_stranger() -> None:
+    """A worker of the scenario without a start is missing evidence of F-DP-001, not a stranger."""
+    trace = without(traces.run(SUBJECT), Start, rank=1)
+    assert traces.judge("coverage", [trace]).verdict is Verdict.HELD

@@ -120,6 +120,13 @@ def test_shards_of_committed_steps_in_order() -> None:
     }
 
 
+def test_the_first_value_that_is_not_finite() -> None:
+    """Its tensor and element; values that were not recorded say nothing."""
+    tensors = {"a": TensorRecord("x"), "b": values(1, 2), "c": values(1, -math.inf, math.nan)}
+    assert evidence.non_finite(tensors) == ("c", 1)
+    assert evidence.non_finite({"a": TensorRecord("x"), "b": values(1, 2)}) is None
+
+
 @pytest.mark.parametrize(
     ("expected", "got", "place"),
     [

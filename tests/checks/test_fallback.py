@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from entrenar_py import backends, systems
+from entrenar_py.backends import Backend
+from entrenar_py.backends.cpu import open_cpu
 from entrenar_py.checks.fallback import ORDER, judge, plan
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, End, Event, Halt, Injected, Product, Trace
@@ -46,9 +51,17 @@ HALT = Halt(step=0, reason="cuda: cuda is full; wgpu: wgpu is full; cpu: cpu is 
 
 
 def trace(
-    *events: Event, faults: tuple[Fault, ...] = (CUDA, WGPU), system: str = "backend_chain"
+    *events: Event,
+    faults: tuple[Fault, ...] = (CUDA, WGPU),
+    system: str = "backend_chain",
+    order: tuple[str, ...] = ORDER,
+    struck: bool = True,
 ) -> Trace:
-    scenario = Scenario(system=system, workload="linear", world_size=1, seed=0, faults=faults)
+    scenario = Scenario(
+        system=system, workload="linear", world_size=1, seed=0, backends=order, faults=faults
+    )
+    if struck:
+        events = (*(Injected(fault=fault.to_dict()) for fault in faults), *events)
     status = "halted" if any(isinstance(event, Halt) for event in events) else "completed"
     end = End(status=status)
     return Trace(scenario=scenario, environment={}, promises=(), events=(*events, end))
@@ -56,9 +69,10 @@ def trace(
 
 def test_honest_chains_hold() -> None:
     """Serving after failures with reasons, and halting with all reasons, both hold."""
-    served = trace(Injected(fault=CUDA.to_dict()), NO_CUDA, NO_WGPU, BY_CPU, RESULT)
+    served = trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT)
     halted = trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, faults=(CUDA, WGPU, CPU))
-    finding = judge(INVARIANT, [served, halted])
+    short = trace(NO_WGPU, BY_CPU, RESULT, faults=(WGPU,), order=("wgpu", "cpu"))
+    finding = judge(INVARIANT, [served, halted, short])
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     assert finding.compared > 10
 
@@ -66,9 +80,25 @@ def test_honest_chains_hold() -> None:
 def test_own_failures_and_software_are_noted() -> None:
     """A backend that failed although no fault struck it is named, and so is a software adapter."""
     result = replace(RESULT, backend="wgpu")
-    finding = judge(INVARIANT, [trace(NO_CUDA, BY_WGPU, result, faults=(CUDA,))])
+    finding = judge(INVARIANT, [trace(NO_CUDA, BY_WGPU, result, faults=())])
     assert finding.verdict is Verdict.HELD
     assert finding.notes == ("cuda failed by itself: cuda is full", "software adapter llvmpipe")
+
+
+def test_stand_ins_are_noted() -> None:
+    """Who reads the report learns which device was only played."""
+    played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
+    finding = judge(INVARIANT, [trace(played, NO_WGPU, BY_CPU, RESULT)])
+    assert finding.notes == ("cuda was played by a stand-in, for backend cuda: no driver",)
+
+
+def test_a_fault_that_never_struck_is_inconclusive() -> None:
+    """What was planned and did not happen shows nothing, and is named."""
+    finding = judge(
+        INVARIANT, [trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))]
+    )
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the planned out_of_memory of wgpu never struck, in a chain of cuda" in finding.reason
 
 
 @pytest.mark.parametrize(
@@ -120,10 +150,32 @@ def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) ->
 
 
 def test_plan_covers_every_fault() -> None:
-    """The plan holds no fault, each fault on each GPU, all pairs of them, and all three failing."""
+    """Each backend, each pair and all three fail in every way, and no fault stands behind one that
+    serves.
+    """
     planned = [
         tuple((fault.backend, fault.kind) for fault in scenario.faults)
         for scenario in plan(INVARIANT)
     ]
-    assert [len(faults) for faults in planned] == [0] + [1] * 8 + [2] * 16 + [3] * 4
+    assert [len(faults) for faults in planned] == [0] + [1] * 12 + [2] * 48 + [3] * 64
     assert len(set(planned)) == len(planned)
+    for scenario in plan(INVARIANT):
+        failing = tuple(fault.backend for fault in scenario.faults)
+        assert scenario.backends[: len(failing)] == failing
+        assert scenario.backends[-1] == "cpu"
+
+
+def no_device() -> Backend:
+    raise BackendUnavailable("no driver")
+
+
+@pytest.mark.parametrize("gpus", ["real", "present", "absent"])
+def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever devices there are: every planned fault strikes, and the chain takes it well."""
+    for name in ("cuda", "wgpu") if gpus != "real" else ():
+        present = partial(replace, open_cpu(), name=name)
+        monkeypatch.setitem(backends.BACKENDS, name, present if gpus == "present" else no_device)
+    finding = judge(INVARIANT, [systems.run(scenario) for scenario in plan(INVARIANT)])
+    assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
+    played = any("played by a stand-in" in note for note in finding.notes)
+    assert gpus == "real" or played == (gpus == "absent")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from entrenar_py.faults import Fault
-from entrenar_py.trace import End, Halt, Injected, Saved, Shard, Trace, Update
+from entrenar_py.trace import End, Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, without
+from tests.checks.traces import altered, broken, scenario, values, without
 
 NAN = Fault(kind="non_finite_gradient", step=2, rank=1, value="nan")
 CALM = scenario()
@@ -38,12 +39,52 @@ def test_a_nan_without_a_halt() -> None:
     assert "training went on" in found.message
 
 
-@pytest.mark.parametrize("wrong", [{"step": 1}, {"rank": 0}, {"shard": 4}, {"rank": None}])
+@pytest.mark.parametrize("wrong", [{"step": 1}, {"rank": 0}, {"shard": 4}])
 def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
     """A halt that blames another step, worker or shard is found."""
     found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, **wrong)]))
     assert "another place" in found.message
     assert (found.step, found.rank) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("unnamed", "missing"),
+    [
+        ({"rank": None}, "its rank"),
+        ({"ids": ()}, "its sample ids"),
+        ({"rank": None, "shard": None, "ids": ()}, "its rank, shard, sample ids"),
+    ],
+)
+def test_what_the_halt_does_not_name_is_missing(unnamed: dict[str, Any], missing: str) -> None:
+    """A halt that names less is no wrong one, but shows less; the reason says what is missing."""
+    trace = traces.run(scenario(faults=(replace(NAN, step=1),)))
+    finding = traces.judge("finiteness", [altered(trace, Halt, {}, **unnamed)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason == f"the halt in step 1 does not name {missing}: record them in it"
+
+
+def test_a_halt_that_names_half_a_wrong_place() -> None:
+    """What it does name must be right."""
+    trace = altered(traces.run(POISONED), Halt, {}, rank=None, shard=4)
+    assert "another place" in broken(traces.judge("finiteness", [trace])).message
+
+
+def test_the_halt_names_the_tensor() -> None:
+    """The tensor in which the value was planted: the one of the fault, by default the first."""
+    named = Fault(
+        kind="non_finite_gradient", step=2, rank=1, shard=2, tensor="hidden2.bias", value="nan"
+    )
+    for fault, right in ((NAN, "hidden1.weight"), (named, "hidden2.bias")):
+        trace = traces.run(scenario(faults=(fault,)))
+        assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
+        wrong = altered(trace, Halt, {}, tensor="output.weight")
+        found = broken(traces.judge("finiteness", [wrong]))
+        assert (found.step, found.rank, found.tensor) == (2, 1, right)
+        assert (found.expected, found.got) == (right, "output.weight")
+    unknown = without(wrong, Start)
+    assert broken(traces.judge("finiteness", [unknown])).tensor == "hidden2.bias"
+    unplanted = without(wrong, Injected)
+    assert traces.judge("finiteness", [unplanted]).verdict is Verdict.HELD
 
 
 def test_the_halt_names_the_samples() -> None:
@@ -84,6 +125,32 @@ def test_finite_shards_give_finite_updates(wrong: dict[str, float]) -> None:
     trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **wrong)
     found = broken(traces.judge("finiteness", [trace]))
     assert (found.step, found.rank) == (4, 2)
+
+
+BAD = values(1.0, math.nan)
+
+
+@pytest.mark.parametrize("lie", [{"loss_sum": math.nan}, {"gradient": {"w": BAD}}])
+def test_a_shard_whose_flag_lies(lie: dict[str, Any]) -> None:
+    """A flag that says finite counts for nothing where loss or gradient say otherwise."""
+    trace = altered(traces.run(CALM), Shard, {"step": 3, "shard": 1}, **lie)
+    found = broken(traces.judge("finiteness", [trace]))
+    assert (found.step, found.shard) == (3, 1)
+
+
+@pytest.mark.parametrize("part", ["weights", "gradient"])
+def test_an_update_whose_flag_lies(part: str) -> None:
+    """The first NaN among the recorded values is named, whatever the flag says."""
+    tensors = {"v": values(1.0), "w": BAD}
+    trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **{part: tensors})
+    found = broken(traces.judge("finiteness", [trace]))
+    assert (found.step, found.rank, found.tensor, found.element) == (4, 2, "w", 1)
+
+
+def test_an_update_before_the_fault_must_be_finite() -> None:
+    """A run that halts later is no excuse for an earlier step."""
+    trace = altered(traces.run(POISONED), Update, {"step": 1, "rank": 0}, loss=math.inf)
+    assert broken(traces.judge("finiteness", [trace])).step == 1
 
 
 def test_unknown_norms_are_no_alarm() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -80,11 +79,30 @@ def test_a_tensor_may_rest(trace: Trace) -> None:
 
 
 def test_a_tensor_without_gradient() -> None:
-    """A tensor read outside the graph has no gradient at all; only dropout explains that."""
-    trace = moving([1, 1, 1, 1], gradients=[0, 0, 0])
+    """A tensor that never moves and never has a gradient is cut off, or unused: nobody can tell."""
+    finding = traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("w never moved and never had a gradient on rank 0")
+
+
+def test_an_expert_that_is_used_late() -> None:
+    """A tensor may rest for as long as its gradient is exactly zero, if it moves in the end."""
+    trace = moving([1, 1, 1, 1, 1, 2], gradients=[0, 0, 0, 0, 1])
+    assert traces.judge("liveness", [trace]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("end", [1, 2])
+def test_a_late_gradient_without_effect(end: float) -> None:
+    """A gradient that must have shown in its weight, and did not, is found; moving later or not."""
+    trace = moving([1, 1, 1, 1, 1, end], gradients=[0, 0, 0, 0.5, 0.5])
     assert broken(traces.judge("liveness", [trace])).tensor == "w"
-    dropped = replace(trace, scenario=scenario(dropout=0.5))
-    assert traces.judge("liveness", [dropped]).verdict is not Verdict.FALSIFIED
+
+
+def test_a_tensor_that_is_recorded_now_and_then() -> None:
+    """After the first steps weights may be recorded in some steps only."""
+    trace = moving([1, 1, 1, 1, 5, 2], gradients=[0, 0, 0, 1, 1])
+    sparse = traces.altered(trace, Update, {"step": 3}, weights={"e": values(5.0)})
+    assert traces.judge("liveness", [sparse]).verdict is Verdict.HELD
 
 
 def test_clipping_shortens_what_must_move() -> None:

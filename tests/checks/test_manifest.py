@@ -38,6 +38,18 @@ def test_equal_manifests_hold() -> None:
     assert finding.notes == ("skipped: cuda (no driver)", "software adapter llvmpipe")
 
 
+def test_the_models_word_is_no_backend() -> None:
+    """The declared manifest comes first wherever it stands, and counts as no backend."""
+    declared = replace(ON_CPU, backend="model")
+    held = judge(INVARIANT, [trace(ON_CPU, ON_WGPU, declared)])
+    assert (held.verdict, held.compared) == (Verdict.HELD, 6)
+    alone = judge(INVARIANT, [trace(declared, ON_CPU)])
+    assert "given: cpu; skipped: none" in alone.reason
+    both = [replace(manifest, entries=(WEIGHT,)) for manifest in (ON_CPU, ON_WGPU)]
+    finding = judge(INVARIANT, [trace(declared, *both)])
+    assert finding.reason == "gradient 1 on cpu is not the one on model"
+
+
 @pytest.mark.parametrize(
     ("entries", "position", "tensor"),
     [
@@ -85,5 +97,6 @@ def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> 
 
 
 def test_plan_covers_every_workload() -> None:
-    """Every workload's gradient is asked for."""
+    """Every workload's gradient is asked for, on every backend."""
     assert [s.workload for s in plan(INVARIANT)] == ["linear", "mlp", "decoder"]
+    assert {s.backends for s in plan(INVARIANT)} == {("cpu", "wgpu", "cuda")}

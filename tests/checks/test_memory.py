@@ -10,20 +10,29 @@ from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import broken
 
+UNIT = 2**20
+
 
 def measured(
-    *, peak: int = 900, baseline: int = 500, estimate: int = 600, budget: int = 1000
+    *,
+    peak: int = 900,
+    baseline: int = 500,
+    estimate: int = 600,
+    budget: int = 1000,
+    world_size: int = 1,
 ) -> Trace:
-    """A run on whose worker 3 this was measured."""
+    """A run on whose worker 0 this was measured, in units that stand out."""
+    peak, baseline, estimate, budget = (UNIT * n for n in (peak, baseline, estimate, budget))
     return traces.hand_written(
         Memory(
-            rank=3,
+            rank=0,
             backend="cpu",
             peak_bytes=peak,
             baseline_bytes=baseline,
             estimate_bytes=estimate,
             budget_bytes=budget,
-        )
+        ),
+        subject=traces.scenario(world_size=world_size),
     )
 
 
@@ -40,21 +49,39 @@ def test_within_budget_and_foreseen(trace: Trace) -> None:
 @pytest.mark.parametrize(
     ("trace", "message", "got"),
     [
-        (measured(budget=899), "budget is 899", "900"),
-        (measured(estimate=399), "the estimate was 399", "400"),
-        (measured(estimate=801), "the estimate was 801", "400"),
+        (measured(budget=899), "budget is", 900),
+        (measured(estimate=399), "the estimate was", 400),
+        (measured(estimate=801), "the estimate was", 400),
+        (measured(peak=500), "grew by 0 bytes, the estimate was", 0),
+        (measured(peak=601, estimate=100), "the estimate was", 101),
     ],
 )
-def test_over_budget_or_unforeseen(trace: Trace, message: str, got: str) -> None:
-    """One byte over the budget, or an estimate that is too low or no estimate, names the rank."""
+def test_over_budget_or_unforeseen(trace: Trace, message: str, got: int) -> None:
+    """A peak over the budget, or an estimate that is too low or no estimate, names the rank."""
     found = broken(traces.judge("memory", [trace]))
-    assert (found.rank, found.got) == (3, got)
+    assert (found.rank, found.got) == (0, str(got * UNIT))
     assert message in found.message
 
 
+@pytest.mark.parametrize("peak", [500, 501, 755])
+def test_small_models_are_bounded_only(peak: int) -> None:
+    """Below 256 MiB an estimate may be as generous as it likes: growth hides in free memory."""
+    finding = traces.judge("memory", [measured(peak=peak, estimate=255)])
+    assert finding.verdict is Verdict.HELD
+
+
+def test_every_rank_is_asked_for() -> None:
+    """A rank without a measurement is named, and nothing is concluded."""
+    finding = traces.judge("memory", [measured(world_size=3)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason == "the memory of ranks [1, 2] was not measured"
+    nothing = traces.judge("memory", [traces.hand_written()])
+    assert nothing.reason == "no worker's memory was measured"
+
+
 @pytest.mark.slow
-def test_a_real_worker_holds() -> None:
-    """The plan's worker, in a process of its own, stays within what was foreseen."""
+def test_real_workers_hold() -> None:
+    """The plan's workers, each in a process of its own, stay within what was foreseen."""
     clause = traces.clause("memory")
     finding = traces.judge("memory", [traces.run(subject) for subject in memory.plan(clause)])
     assert finding.verdict is Verdict.HELD, finding

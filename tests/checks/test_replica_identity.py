@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Saved, Start, Update
+from entrenar_py.trace import Membership, Saved, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, one, scenario, values, without
@@ -14,6 +14,20 @@ from tests.checks.traces import altered, broken, one, scenario, values, without
 SUBJECT = scenario(optimizer="momentum")
 STOPPED = scenario(optimizer="momentum", stops=(4,))
 BAD = values(1.0, 2.0)
+
+
+def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = None) -> Update:
+    """An update of which only the state matters."""
+    return Update(
+        step=step,
+        rank=rank,
+        loss=1.0,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights=weights,
+        optimizer=optimizer or {},
+    )
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
@@ -169,3 +183,108 @@ def test_a_second_step_is_seen() -> None:
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
     assert finding.counterexample.place() == "step 2, rank 1"
+
+
+def test_a_second_step_before_the_checkpoint_is_seen() -> None:
+    """A resume undoes what came after its checkpoint, and nothing before it."""
+    calm = traces.run(STOPPED)
+    last = calm.events[-1]
+    late, early = (one(calm, Update, step=step, rank=1) for step in (5, 3))
+    start = replace(one(calm, Start, rank=1, resumed=True), step=5)
+    again = replace(calm, events=(*calm.events[:-1], start, late, last))
+    assert traces.judge("replica_identity", [again]).verdict is Verdict.HELD
+    found = broken(
+        traces.judge("replica_identity", [replace(calm, events=(*calm.events[:-1], early, last))])
+    )
+    assert (found.step, found.rank) == (3, 1)
+
+
+def test_who_died_before_a_rollback_is_not_missed() -> None:
+    """Of three workers one dies in step 3; the others go back to step 2 and go on without it."""
+    weights = [{"w": values(float(step))} for step in range(4)]
+    starts = [Start(step=0, rank=rank, weights=weights[0]) for rank in range(3)]
+    made = [updated(step, rank, weights[step]) for step in range(3) for rank in range(3)]
+    dead = Membership(step=3, rank=2, change="left")
+    back = [Start(step=2, rank=rank, weights=weights[1], resumed=True) for rank in (0, 1)]
+    again = [updated(step, rank, weights[step]) for step in (2, 3) for rank in (0, 1)]
+    trace = traces.hand_written(*starts, *made, dead, *back, *again)
+    assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
+    found = broken(traces.judge("replica_identity", [without(trace, Update, step=3, rank=1)]))
+    assert (found.step, found.rank) == (3, 1)
+
+
+def test_a_worker_that_was_never_heard_of() -> None:
+    """Three workers declared and two recorded: the third was compared with no one."""
+    two = traces.run(scenario(world_size=2))
+    finding = traces.judge("replica_identity", [replace(two, scenario=scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("of world_size=3 workers ranks [2] never started")
+
+
+def test_a_worker_that_is_to_join_need_not_start() -> None:
+    """A worker that the scenario has join or leave is not missed."""
+    two = traces.run(scenario(world_size=2))
+    waiting = replace(two, scenario=scenario(faults=(traces.join(2, 5),)))
+    assert traces.judge("replica_identity", [waiting]).verdict is Verdict.HELD
+
+
+def sharing(*held: Tensors) -> Trace:
+    """One step after which each rank holds this optimizer state."""
+    subject = scenario(world_size=len(held), optimizer="momentum")
+    weights = {"w": values(1.0)}
+    updates = [updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
+    return traces.hand_written(*updates, subject=subject)
+
+
+A, B, C, D = ({name: values(1.0)} for name in "abcd")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param((A, B), id="two halves"),
+        pytest.param((A, B, C), id="three thirds"),
+        pytest.param((A | C, B | C), id="halves beside a common tensor"),
+        pytest.param((A, A, B, B), id="halves, each held twice"),
+    ],
+)
+def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
+    """ZeRO-1: each rank keeps the state of its own tensors; what two hold is compared."""
+    finding = traces.judge("replica_identity", [sharing(*held)])
+    assert finding.verdict is Verdict.HELD
+    assert finding.notes == (
+        "optimizer state is sharded over ranks: compared is what two of them hold",
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "rank", "tensor"),
+    [
+        pytest.param((A | B, A), 1, "b", id="lost by one of two"),
+        pytest.param((A | B, A, A), 0, "b", id="held by one that holds all"),
+        pytest.param((A | B, B | C, D), 2, "b", id="lost by one of three"),
+        pytest.param((A | C, B | {"c": BAD}), 1, "c", id="a common tensor differs"),
+        pytest.param((A, {"a": BAD}, B, B), 1, "a", id="a half that is held twice differs"),
+    ],
+)
+def test_sharding_excuses_no_loss(held: tuple[Tensors, ...], rank: int, tensor: str) -> None:
+    """What all others hold, or two hold differently, is found all the same."""
+    found = broken(traces.judge("replica_identity", [sharing(*held)]))
+    assert (found.rank, found.tensor) == (rank, tensor)
+
+
+def test_a_resume_of_sharded_state() -> None:
+    """Each rank loads its own part, or takes it from a checkpoint that holds everything."""
+    weights, changed = {"w": values(1.0)}, {"a": BAD}
+    base = sharing(A, B)
+    saved = Saved(step=1, rank=0, weights=weights, optimizer=A | B)
+    starts = [
+        Start(step=1, rank=rank, weights=weights, optimizer=held, resumed=True)
+        for rank, held in enumerate((A, B))
+    ]
+    trace = replace(base, events=(*base.events[:-1], saved, *starts, base.events[-1]))
+    assert traces.judge("optimizer_state", [trace]).verdict is Verdict.HELD
+    found = broken(
+        traces.judge("optimizer_state", [altered(trace, Start, {"rank": 0}, optimizer=changed)])
+    )
+    assert (found.step, found.rank, found.tensor) == (1, 0, "a")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from entrenar_py.contract import SEVERITIES, Contract, Gate, Invariant
+from entrenar_py.contract import SEVERITIES, Contract, FalsificationTest, Gate, Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.faults import Fault
 from entrenar_py.reports.report import Entry, Report
@@ -33,7 +33,22 @@ def invariant(number: int, name: str, *, severity: str = "P0", critical: bool = 
     )
 
 
-def contract(*invariants: Invariant, checks: tuple[str, ...] | None = ()) -> Contract:
+def attempt(rule: str, if_fails: str) -> FalsificationTest:
+    """A falsification test of the clause `rule`."""
+    return FalsificationTest(
+        id=f"FT {rule} {if_fails}",
+        rule=rule,
+        prediction=f"{rule} holds",
+        position=Position(FILE, 150, 5),
+        if_fails=if_fails,
+    )
+
+
+def contract(
+    *invariants: Invariant,
+    checks: tuple[str, ...] | None = (),
+    tests: tuple[FalsificationTest, ...] = (),
+) -> Contract:
     """A contract of `invariants`; `checks` None leaves its gate out."""
     gate = None
     if checks is not None:
@@ -50,6 +65,7 @@ def contract(*invariants: Invariant, checks: tuple[str, ...] | None = ()) -> Con
         digest="0123456789abcdef" * 2,
         metadata={"version": "1.0.0"},
         invariants=invariants,
+        falsification_tests=tests,
         gate=gate,
     )
 
@@ -92,7 +108,7 @@ def report(
 
 
 def full_report() -> Report:
-    """Every verdict, a counterexample with every field, notes, an open gate clause."""
+    """Every verdict, a counterexample with every field, what it means, notes, an open gate."""
     clauses = (
         invariant(1, "Replicas hold identical weights after every step"),
         invariant(2, "Sharding covers every sample exactly once"),
@@ -138,8 +154,15 @@ def full_report() -> Report:
         compared=31,
         notes=("software adapter llvmpipe (LLVM 15.0.6, 256 bits)",),
     )
+    tests = (
+        attempt("F-DP-001", "A rank skipped a gradient."),
+        attempt("F-DP-002", "The sampler pads."),
+        attempt("F-DP-005", "A mean of means, or a division too many, or one that is missing."),
+        attempt("Loss parity with one worker", "An addition in the order of arrival."),
+        attempt("F-DP-005", ""),
+    )
     return report(
-        contract(*clauses),
+        contract(*clauses, tests=tests),
         entry(clauses[0], finding(clauses[0], Verdict.HELD)),
         entry(clauses[1], inconclusive("F-DP-002", "the trace has no shard events")),
         entry(clauses[2], noted),
@@ -159,7 +182,10 @@ def _any_report(draw: DrawFn) -> Report:
             entries.append(entry(clause, finding(clause, verdict), replay=draw(st.none() | _TEXT)))
     names = [*(clause.id for clause in clauses), "unknown"]
     checks = draw(st.none() | st.lists(st.sampled_from(names), unique=True).map(tuple))
-    return report(contract(*clauses, checks=checks), *entries, interrupted=draw(st.booleans()))
+    tests = tuple(attempt(name, draw(_TEXT)) for name in names)
+    return report(
+        contract(*clauses, checks=checks, tests=tests), *entries, interrupted=draw(st.booleans())
+    )
 
 
 # Letters, and what breaks XML, terminals, encodings, markup and shells. A short alphabet: the table

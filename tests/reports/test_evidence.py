@@ -52,10 +52,10 @@ def test_scenario_of_another_release_is_still_shown() -> None:
 
 
 def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:
-    """A counterexample without a place or values prints only where its clause stands."""
+    """A counterexample without a place or values prints only what the contract says of it."""
     entry = full.entries[3]
     bare = replace(entry.finding, counterexample=Counterexample(message="broke"))
-    labels = [label for label, _ in evidence.describe(replace(entry, finding=bare))]
-    assert labels == ["contract"]
-    labels = [label for label, _ in evidence.describe(entry)]
-    assert labels == ["at", "expected", "got", "contract", "scenario"]
+    labels = [label for label, _ in evidence.describe(full, replace(entry, finding=bare))]
+    assert labels == ["means", "means", "contract"]
+    labels = [label for label, _ in evidence.describe(full, entry)]
+    assert labels == ["at", "expected", "got", "means", "means", "contract", "scenario"]

@@ -129,3 +129,14 @@ def test_replay_command_survives_a_shell(full: Report) -> None:
         *("--replay", "counterexamples/F-DP-005 first.json"),
     ]
     assert report.replay_command(full.entries[0]) is None
+
+
+def test_what_a_break_means_is_the_contracts_own_words(full: Report) -> None:
+    """The tests that name the clause, by id or by name, say it; only of what is falsified."""
+    held, unknown, _, broken = full.entries
+    assert full.meanings(broken) == (
+        "A mean of means, or a division too many, or one that is missing.",
+        "An addition in the order of arrival.",
+    )
+    assert full.meanings(held) == ()
+    assert full.meanings(unknown) == ()

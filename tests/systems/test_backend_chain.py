@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from entrenar_py import backends
+from entrenar_py import backends, systems
 from entrenar_py.backends import Backend, chain
 from entrenar_py.backends.cpu import open_cpu
-from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import backend_chain
@@ -32,14 +32,24 @@ def named(name: str) -> Callable[[], Backend]:
     return lambda: replace(open_cpu(), name=name)
 
 
-def scenario(*faults: Fault, **options: Any) -> Scenario:
+def absent(name: str) -> Callable[[], Backend]:
+    def open_backend() -> Backend:
+        raise BackendUnavailable(f"backend {name}: no driver")
+
+    return open_backend
+
+
+def scenario(
+    *faults: Fault, order: tuple[str, ...] = chain.ORDER, options: dict[str, Any] | None = None
+) -> Scenario:
     return Scenario(
         system="backend_chain",
         workload="linear",
         world_size=1,
         seed=1,
+        backends=order,
         faults=faults,
-        options=options,
+        options=options or {},
     )
 
 
@@ -76,23 +86,42 @@ def test_everything_fails() -> None:
     assert trace.end.status == "halted"
 
 
-def test_really_absent_backend_is_not_injected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that fails by itself shows its own reason, and its fault is not reported."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_strikes_where_there_is_no_device(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is not there is played by a stand-in, which fails as planned."""
+    monkeypatch.setitem(backends.BACKENDS, "cuda", absent("cuda"))
+    fault = Fault(kind=kind, backend="cuda")
+    trace = backend_chain.run(scenario(fault))
+    failed, served = trace.of(Attempt)
+    assert [event.fault for event in trace.of(Injected)] == [fault.to_dict()]
+    assert (failed.backend, failed.served) == ("cuda", False)
+    opened = kind in ("out_of_memory", "non_finite_output")
+    assert failed.device == ("stand-in, for backend cuda: no driver" if opened else "")
+    assert (served.backend, served.served) == ("wgpu", True)
 
-    def absent() -> Backend:
-        raise BackendUnavailable("no driver")
 
-    monkeypatch.setitem(backends.BACKENDS, "cuda", absent)
-    trace = backend_chain.run(scenario(Fault(kind="init_error", backend="cuda")))
-    assert trace.of(Injected) == []
-    assert trace.of(Attempt)[0].reason == "BackendUnavailable: no driver"
+def test_no_stand_in_without_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that fails by itself shows its own reason, whatever is planned for others."""
+    monkeypatch.setitem(backends.BACKENDS, "cuda", absent("cuda"))
+    trace = backend_chain.run(scenario(Fault(kind="out_of_memory", backend="wgpu")))
+    assert trace.of(Attempt)[0].reason == "BackendUnavailable: backend cuda: no driver"
+    assert [event.fault["backend"] for event in trace.of(Injected)] == ["wgpu"]
+    assert [p.backend for p in trace.of(Product)] == ["cpu"]
 
 
-def test_only_the_fault_that_struck_is_reported() -> None:
-    """Of two faults on one backend the second, never reached, is not reported."""
-    faults = [Fault(kind=kind, backend="cuda") for kind in ("out_of_memory", "non_finite_output")]
-    trace = backend_chain.run(scenario(*faults))
-    assert [event.fault["kind"] for event in trace.of(Injected)] == ["out_of_memory"]
+def test_the_chain_is_the_scenarios() -> None:
+    """Backends that are left out are not tried."""
+    fault = Fault(kind="absent", backend="wgpu")
+    trace = backend_chain.run(scenario(fault, order=("wgpu", "cpu")))
+    assert [attempt.backend for attempt in trace.of(Attempt)] == ["wgpu", "cpu"]
+
+
+def test_a_non_finite_element_is_where_it_was_planned() -> None:
+    """The element of the fault, counted modulo the size of the product."""
+    fault = Fault(kind="non_finite_output", backend="cuda", element=33 * 17 + 5)
+    assert "the first at 5 (nan)" in backend_chain.run(scenario(fault)).of(Attempt)[0].reason
 
 
 def test_a_panicking_chain_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +139,22 @@ def test_a_panicking_chain_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (scenario(Fault(kind="leave", rank=0, step=1)), "it can inject absent, init_error"),
-        (scenario(Fault(kind="absent", backend="tpu")), "backend='tpu': allowed are cuda"),
-        (scenario(Fault(kind="absent")), "backend=None: allowed are cuda"),
-        (scenario(shapes=[[1, 2, 3]]), "it computes one product; use m, k, n"),
+        (scenario(order=("cpu", "wgpu")), "use cuda, wgpu, cpu in this order, each once"),
+        (scenario(order=("cpu", "cpu")), "use cuda, wgpu, cpu in this order, each once"),
+        (
+            scenario(Fault(kind="absent", backend="cuda"), order=("wgpu", "cpu")),
+            "backend='cuda': the chain has wgpu, cpu",
+        ),
+        (
+            scenario(*(Fault(kind=kind, backend="cpu") for kind in KINDS[:2])),
+            "fault init_error backend='cpu': a backend fails once in a run",
+        ),
+        (scenario(Fault(kind="leave", rank=0, step=1)), "allowed are absent, init_error"),
+        (scenario(options={"shapes": [[1, 2, 3]]}), "allowed are m, k, n, layout, magnitude"),
     ],
 )
 def test_impossible_requests(asked: Scenario, message: str) -> None:
-    """Faults and options that would be ignored are refused."""
-    with pytest.raises(UsageError, match=message):
-        backend_chain.run(asked)
+    """Chains, faults and options that would be ignored are refused."""
+    end = systems.run(asked).end
+    assert end.status == "failed"
+    assert message in end.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 
 import pytest
 
@@ -29,6 +30,15 @@ def test_no_adapter_unless_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "entrenar_py.backends.wgpu")
     assert set(environment.describe()) == VERSIONS
     assert "entrenar_py.backends.wgpu" not in sys.modules
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where wgpu-py is not installed, a run that asked for its backend in vain ends like others."""
+    monkeypatch.setitem(sys.modules, "wgpu", None)
+    monkeypatch.setattr(wgpu, "open_wgpu", lru_cache(wgpu.open_wgpu.__wrapped__))  # as if unopened
+    with pytest.raises(BackendUnavailable, match="backend wgpu"):
+        open_backend("wgpu")
+    assert set(environment.describe()) == VERSIONS
 
 
 @pytest.mark.wgpu

@@ -11,8 +11,7 @@ from entrenar_py import backends
 from entrenar_py.backends import Backend
 from entrenar_py.backends.cpu import open_cpu
 from entrenar_py.backends.wgpu import open_wgpu
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.faults import Fault
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import matmul
 from entrenar_py.trace import Product
@@ -59,12 +58,6 @@ def test_absent_device_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = matmul.run(scenario())
     assert (trace.end.status, trace.of(Product)) == ("failed", [])
     assert trace.end.reason == "backend wgpu: no adapter on this machine"
-
-
-def test_faults_are_refused() -> None:
-    """A fault that would be ignored is refused."""
-    with pytest.raises(UsageError, match="fault kind='absent' on system matmul"):
-        matmul.run(scenario(faults=(Fault(kind="absent", backend="wgpu"),)))
 
 
 @pytest.mark.wgpu

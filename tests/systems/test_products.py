@@ -28,7 +28,6 @@ def test_no_options_ask_for_the_stated_product() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": 3}, "options key='rows': allowed are m, k, n, shapes, layout, magnitude"),
         ({"m": 3, "shapes": [[1, 2, 3]]}, "use one or the other"),
         ({"shapes": []}, "use a list of"),
         ({"shapes": 7}, "use a list of"),

@@ -13,7 +13,6 @@ from entrenar_py import systems
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import reference
 from entrenar_py.trace import (
     Halt,
     Injected,
@@ -48,6 +47,10 @@ def _leave(rank: int, step: int) -> Fault:
 
 def _join(rank: int, step: int) -> Fault:
     return Fault(kind="join", rank=rank, step=step)
+
+
+def _nan(**place: Any) -> Fault:
+    return Fault(kind="non_finite_gradient", step=2, value="nan", **place)
 
 
 def _held(trace: Trace) -> list[tuple[Any, ...]]:
@@ -198,19 +201,40 @@ def test_who_is_there(faults: tuple[Fault, ...], first: list[int], last: list[in
     ("faults", "message"),
     [
         ([_leave(0, 1), _leave(1, 1), _leave(2, 1)], "leave rank=2 step=1: no other worker would"),
-        ([_leave(1, 1), _leave(1, 2)], "leave rank=1 step=2: that worker is not there"),
+        ([_leave(1, 1), _leave(1, 2)], "leave rank=1 step=2: that worker is not there; use one of"),
         ([_leave(1, 1), _join(1, 2), _join(1, 3)], "join rank=1 step=3: that worker is there"),
         ([_join(0, 1), _join(1, 1), _join(2, 1)], "faults join for every rank"),
-        ([Fault(kind="absent", backend="cpu")], "kind='absent' on system reference: it can inject"),
+        ([_leave(1, 2), _nan(rank=1)], "gradient rank=1 step=2: that worker is not there"),
+        ([Fault(kind="absent", backend="cpu")], "kind='absent' on system reference: allowed are"),
+        ([_nan(tensor="nope")], "tensor='nope': mlp trains hidden1.weight, hidden1.bias, hidden2."),
+        ([_nan(tensor="running_mean")], "tensor='running_mean': mlp trains hidden1.weight"),
+        ([_nan(tensor="output.bias", element=10)], "element=10: output.bias of mlp has 10 element"),
+        ([_nan(element=512)], "element=512: hidden1.weight of mlp has 512 elements; use 0 to 511"),
     ],
 )
 def test_impossible_faults_are_refused(faults: list[Fault], message: str) -> None:
-    """Each message says which fault; run by its name, the system's run is a failed trace."""
-    with pytest.raises(UsageError, match=message):
-        reference.run(USUAL.with_(faults=tuple(faults)))
-    end = _run(*faults).end
-    assert end.status == "failed"
-    assert message in end.reason
+    """By both trainers, before they run; a run of it is a failed trace that says which fault."""
+    for system in ("reference", "textbook"):
+        scenario = USUAL.with_(system=system, faults=tuple(faults))
+        expected = message.replace("reference", system)
+        with pytest.raises(UsageError) as caught:
+            systems.require_possible(scenario)
+        assert expected in str(caught.value)
+        end = systems.run(scenario).end
+        assert end.status == "failed"
+        assert expected in end.reason
+
+
+def test_a_fault_that_strikes_no_one_is_no_calm_run() -> None:
+    """Shard 0 is never rank 2's: both trainers fail, and say that nothing was planted."""
+    fault = _nan(rank=2, shard=0)
+    for system in ("reference", "textbook"):
+        end = _run(fault, system=system).end
+        assert end.status == "failed"
+        assert "'shard': 0" in end.reason
+        assert "never struck" in end.reason
+    halted = _run(_nan(shard=1), Fault(kind="non_finite_loss", step=4, shard=0, value="nan"))
+    assert halted.end.status == "halted", "the second fault's step is never reached"
 
 
 # --- non-finite values ------------------------------------------------------------------------
@@ -220,14 +244,14 @@ def test_impossible_faults_are_refused(faults: list[Fault], message: str) -> Non
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_a_halt_names_the_place(kind: str, value: str) -> None:
     """Step, worker, shard, tensor and samples; no update of that step, none after it."""
-    fault = Fault(kind=kind, step=2, shard=3, tensor="output.bias", element=4, value=value)
-    trace = _run(fault)
+    gradient = kind == "non_finite_gradient"
+    place: dict[str, Any] = {"tensor": "output.bias", "element": 4} if gradient else {}
+    trace = _run(Fault(kind=kind, step=2, shard=3, value=value, **place))
     assert trace.end.status == "halted"
     (halt,) = trace.of(Halt)
     culprit = next(s for s in trace.of(Shard) if (s.step, s.shard) == (2, 3))
     assert not culprit.finite
     assert (halt.step, halt.rank, halt.shard, halt.ids) == (2, culprit.rank, 3, culprit.ids)
-    gradient = kind == "non_finite_gradient"
     assert halt.tensor == ("output.bias" if gradient else None)
     what = "gradient output.bias[4]" if gradient else f"loss {value}"
     assert f"non-finite {what} on worker {culprit.rank}, step 2, shard 3" in halt.reason

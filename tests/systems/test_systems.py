@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 
 from entrenar_py import systems, trace
 from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.faults import KINDS, NEEDED, OPTIONAL, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import reference
 
+GONE = Fault(kind="absent", backend="wgpu")
 USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, num_steps=1)
 
 
@@ -80,9 +83,33 @@ def test_runs_are_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+def test_every_fault_kind_has_a_system() -> None:
+    """A kind that no system could inject would be for nothing."""
+    assert {kind for one in systems.SYSTEMS.values() for kind in one.faults} == set(KINDS)
+
+
+def test_the_docs_have_the_tables() -> None:
+    """docs/contract-format.md: what each system takes, and what each fault does and needs."""
+    page = Path(__file__).parents[2] / "docs" / "contract-format.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for name, one in systems.SYSTEMS.items():
+        assert f"| `{name}` | {one.what} | {_code(one.faults)} | {_code(one.options)} |" in lines
+    for kind, what in KINDS.items():
+        needed, optional = NEEDED[kind], OPTIONAL.get(kind, ())
+        assert f"| `{kind}` | {what} | {_code(needed)} | {_code(optional)} |" in lines
+
+
+def _code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are none"),
+        ({"system": "matmul", "options": {"rows": 3}}, "'rows' on system matmul: allowed are m, k"),
+        ({"system": "matmul", "faults": (GONE,)}, "'absent' on system matmul: allowed are none"),
+        ({"system": "backend_chain", "options": {"shapes": []}}, "option='shapes' on system back"),
         ({"num_samples": 5000, "batch_size": 4, "workload": "mlp"}, "UsageError: .*num_samples"),
         ({"backends": ("tpu",)}, "UsageError: .*backend.*tpu"),
     ],

@@ -76,3 +76,18 @@ def test_none_is_the_identity() -> None:
     """The very same tensor."""
     x = torch.ones(2)
     assert dropout.none(x) is x
+
+
+def test_a_batch_draws_what_its_shards_draw() -> None:
+    """One call for the whole batch gives the masks of the shards, one below the other."""
+    sizes = (3, 0, 2)
+    streams = [np.random.default_rng(shard) for shard in range(3)]
+    whole = dropout.Dropout(0.5, dropout.ShardStreams(list(zip(streams, sizes, strict=True))))
+    parts = [dropout.Dropout(0.5, np.random.default_rng(shard)) for shard in range(3)]
+    for rows in (1, 4):  # samples of one row, and of four
+        x = torch.ones(5 * rows, 6)
+        expected = [
+            part(torch.ones(size * rows, 6)) for part, size in zip(parts, sizes, strict=True)
+        ]
+        assert torch.equal(whole(x), torch.cat(expected))
+    assert whole.digest() == parts[0].digest()

@@ -271,4 +271,6 @@ def test_gradients_are_those_of_the_summed_loss(name: str, seed: int) -> None:
         gradient = tensors[tensor_name].grad
         assert gradient is not None
         expected = gradient.reshape(-1).numpy() * 0.125
+        assert part.shape == gradient.shape
+        assert part.dtype == np.float32
         np.testing.assert_allclose(np.reshape(part, -1), expected, rtol=1e-5, atol=1e-6)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, history
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Shard, Trace
+from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -18,11 +18,13 @@ def family(scenario: Scenario) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
-    """Disjoint and complete in each run; the same batches in every run of the same data."""
+    """Disjoint, complete and by members in each run; the same batches in runs of the same data."""
     tally = Tally(invariant.id)
     kept = evidence.usable(traces, tally)
     for trace in kept:
         _disjoint_and_complete(tally, trace)
+        _all_made(tally, trace)
+        _by_members(tally, trace)
     same_data = ("world_size", "num_shards", "accumulation", "faults", "stops", "repeat", "mutant")
     for group in evidence.groups(kept, "system", *same_data):
         _stable(tally, group)
@@ -30,23 +32,25 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
+    """Each sample once in its epoch; a batch may take the end of one and the begin of the next."""
     scenario = trace.scenario
     seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
     for step, shards in sorted(evidence.shards(trace).items()):
-        epoch = shards[0].epoch
-        drawn = seen.setdefault(epoch, {})
-        left = scenario.num_samples - len(drawn)
+        epochs = sorted({s.epoch for s in shards if s.ids} or {shards[0].epoch})
+        begun = [epoch for epoch in epochs if epoch not in seen]
+        left = sum(scenario.num_samples - len(seen.get(epoch, ())) for epoch in epochs)
         for shard in shards:
-            _count(tally, trace, shard, drawn)
+            _count(tally, trace, shard, seen.setdefault(shard.epoch, {}))
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
             min(scenario.batch_size, left),
             count,
-            f"step {step} drew {count} samples of epoch {epoch}",
+            f"step {step} drew {count} samples of epoch {' and '.join(map(str, epochs))}",
             step=step,
             scenario=scenario.to_dict(),
         )
-        _ends_complete(tally, trace, seen, epoch, step)
+        for epoch in begun:
+            _ended_complete(tally, trace, seen, epoch, step)
 
 
 def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> None:
@@ -76,22 +80,69 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
     drawn.update(dict.fromkeys(shard.ids, shard.step))
 
 
-def _ends_complete(
+def _ended_complete(
     tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int
 ) -> None:
-    """When a new epoch begins, the one before must have been drawn to its end."""
+    """When `epoch` begins, in `step`, the one before must have been drawn to its end.
+
+    A trainer that drops what does not fill a batch may leave out fewer samples than that.
+    """
     earlier = [e for e in seen if e < epoch]
-    if not earlier or len(seen[epoch]) > trace.scenario.batch_size:
+    if not earlier:
         return
     done = max(earlier)
     missing = sorted(set(range(trace.scenario.num_samples)) - set(seen[done]))
+    dropped = _drops_last(trace.scenario) and len(missing) < trace.scenario.batch_size
     tally.check(
-        not missing,
+        dropped or not missing,
         f"epoch {done} ended without samples {missing[:8]}",
-        step=step - 1,
+        step=step if step in seen[done].values() else step - 1,
         sample_ids=tuple(missing),
         scenario=trace.scenario.to_dict(),
     )
+
+
+def _drops_last(scenario: Scenario) -> bool:
+    """Whether somebody's own trainer says that it drops a last batch that would be short."""
+    return scenario.workload == "own" and scenario.options.get("drop_last") is True
+
+
+def _all_made(tally: Tally, trace: Trace) -> None:
+    """Who says that it has completed has made all steps from its first start on."""
+    made = evidence.updates(trace)
+    if not made or trace.end.status != "completed":
+        return
+    num_steps = trace.scenario.num_steps
+    first = min((start.step for start in trace.of(Start)), default=0)
+    missing = [step for step in range(max(first, 0), num_steps) if step not in made]
+    tally.check(
+        not missing,
+        f"the run says completed, but of num_steps={num_steps} steps {missing[:8]} were never made",
+        step=missing[0] if missing else None,
+        scenario=trace.scenario.to_dict(),
+    )
+
+
+def _by_members(tally: Tally, trace: Trace) -> None:
+    """Shards are computed by who is there; who dies in a step may have computed some of it."""
+    stays = history.stays(trace)
+    for step, shards in evidence.shards(trace).items():
+        for shard in shards:
+            # Who never started is one of the scenario's workers, which F-DP-001 misses, or no one.
+            there = shard.rank in range(trace.scenario.world_size)
+            if shard.rank in stays:
+                there = any(one.first <= step <= one.end for one in stays[shard.rank])
+            if not there:
+                tally.check(
+                    False,
+                    f"shard {shard.shard} of step {step} was computed by rank {shard.rank}, which "
+                    "takes no part in that step",
+                    step=step,
+                    rank=shard.rank,
+                    shard=shard.shard,
+                    sample_ids=shard.ids,
+                    scenario=trace.scenario.to_dict(),
+                )
 
 
 def _stable(tally: Tally, group: Sequence[Trace]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from entrenar_py.checks import history
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
@@ -54,21 +55,31 @@ def plain(scenario: Scenario, **changes: Any) -> Scenario:
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
-    """Step -> rank -> update. Of several by one rank in one step, the last."""
+    """Step -> rank -> update, without what a resume undid. Of several by one rank, the last."""
     found: dict[int, dict[int, Update]] = defaultdict(dict)
-    for update in trace.of(Update):
+    for update in history.standing(trace).of(Update):
         found[update.step][update.rank] = update
     return dict(found)
 
 
 def shards(trace: Trace) -> dict[int, list[Shard]]:
-    """Step -> its shards, ordered by shard number, of the steps that were committed."""
-    committed = {update.step for update in trace.of(Update)}
+    """Step -> its shards, ordered by number, of the steps that were committed and not undone."""
+    kept = history.standing(trace)
+    committed = {update.step for update in kept.of(Update)}
     found: dict[int, list[Shard]] = defaultdict(list)
-    for shard in trace.of(Shard):
+    for shard in kept.of(Shard):
         if shard.step in committed:
             found[shard.step].append(shard)
     return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in found.items()}
+
+
+def non_finite(tensors: Tensors) -> tuple[str, int] | None:
+    """Name and element of the first NaN or Inf among the recorded values; None if there is none."""
+    for name, record in tensors.items():
+        values = record.values()
+        if values is not None and not (finite := np.isfinite(values)).all():
+            return name, int(finite.argmin())
+    return None
 
 
 def any_rank(by_rank: Mapping[int, Update]) -> Update:
@@ -117,7 +128,7 @@ NOISE_SHARE = 32
 
 def norm_l2(tensors: Tensors) -> float | None:
     """The L2 norm over all elements of all tensors; None when some values were not recorded."""
-    values = _values(tensors)
+    values = vectors(tensors)
     if values is None:
         return None
     with np.errstate(over="ignore"):
@@ -139,7 +150,7 @@ def compare_close(
     at least 1 / NOISE_SHARE of the norm over all tensors, so that one that is rounding noise is no
     alarm. False, and nothing counted, when the values of a tensor were not recorded.
     """
-    left, right, scale = _values(expected), _values(got), norm_l2(expected)
+    left, right, scale = vectors(expected), vectors(got), norm_l2(expected)
     if left is None or right is None or scale is None:
         return False
     for name, value in left.items():
@@ -168,7 +179,8 @@ def compare_close(
     return True
 
 
-def _values(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
+def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
+    """The elements of each tensor, flat; None when some values were not recorded."""
     found = {name: record.values() for name, record in tensors.items()}
     known = {name: value for name, value in found.items() if value is not None}
     return known if known and len(known) == len(found) else None

@@ -5,8 +5,8 @@ Failure degrades, never panics, never fakes. Source: distributed-training-v1, F-
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from itertools import product as combinations
 
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import Fault
@@ -20,27 +20,39 @@ KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """No fault, each fault on each GPU, each pair of faults on both, and everything failing."""
-    planned: list[tuple[Fault, ...]] = [()]
-    planned += [(_fault(kind, name),) for name in ORDER[:2] for kind in KINDS]
-    planned += [
-        (_fault(first, "cuda"), _fault(second, "wgpu"))
-        for first, second in combinations(KINDS, repeat=2)
-    ]
-    planned += [tuple(_fault(kind, name) for name in ORDER) for kind in KINDS]
-    return [
-        Scenario(system=SYSTEM, workload="linear", world_size=1, seed=seed, faults=faults)
-        for seed, faults in enumerate(planned)
-    ]
+    """No fault; then each backend, each pair, and all three, failing in every way.
+
+    A backend that works and comes before a failing one is left out of the chain: it would serve,
+    and the fault would never strike.
+    """
+    planned = [_scenario((), ())]
+    for count in range(1, len(ORDER) + 1):
+        for failing in itertools.combinations(ORDER, count):
+            planned += [
+                _scenario(failing, kinds) for kinds in itertools.product(KINDS, repeat=count)
+            ]
+    return [scenario.with_(seed=seed) for seed, scenario in enumerate(planned)]
 
 
-def _fault(kind: str, backend: str) -> Fault:
-    return Fault(kind=kind, backend=backend)
+def _scenario(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
+    """The chain in which each of `failing` fails in its way, and what comes after them works."""
+    last = ORDER.index(failing[-1]) if failing else -1
+    return Scenario(
+        system=SYSTEM,
+        workload="linear",
+        world_size=1,
+        seed=0,
+        backends=failing + ORDER[last + 1 :],
+        faults=tuple(
+            Fault(kind=kind, backend=name) for name, kind in zip(failing, kinds, strict=True)
+        ),
+    )
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """HELD if every run tried the backends in order, gave a reason for each failure, and ended
-    either with a product that float64 confirms or with a halt that names every reason.
+    either with a product that float64 confirms or with a halt that names every reason; and if
+    every planned fault struck.
     """
     tally = Tally(invariant.id)
     for trace in traces:
@@ -55,17 +67,22 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             _judge_halt(tally, trace)
         else:
             _judge_result(tally, trace)
-        _note_real_failures(tally, trace)
+        _miss_unstruck(tally, trace)
+        _note_devices(tally, trace)
     return tally.finding(nothing="no run of the backend chain was recorded")
+
+
+def _chain(scenario: Scenario) -> tuple[str, ...]:
+    """The backends of `scenario` in the order of the clause."""
+    return tuple(name for name in ORDER if name in scenario.backends)
 
 
 def _judge_attempts(tally: Tally, trace: Trace) -> None:
     attempts = trace.of(Attempt)
     scenario = trace.scenario.to_dict()
     tried = tuple(attempt.backend for attempt in attempts)
-    tally.equal(
-        ORDER[: max(1, len(tried))], tried, "the chain was tried out of order", scenario=scenario
-    )
+    due = _chain(trace.scenario)[: max(1, len(tried))]
+    tally.equal(due, tried, "the chain was tried out of order", scenario=scenario)
     doomed = {fault.backend for fault in trace.scenario.faults}
     for position, attempt in enumerate(attempts):
         last = position == len(attempts) - 1
@@ -121,13 +138,14 @@ def _judge_halt(tally: Tally, trace: Trace) -> None:
     attempts = trace.of(Attempt)
     halted = trace.of(Halt)[-1].reason
     doomed = {fault.backend for fault in trace.scenario.faults}
+    chain = _chain(trace.scenario)
     tally.check(
-        ORDER[-1] in doomed,
-        f"the chain halted though nothing was done to {ORDER[-1]}: {halted}",
+        chain[-1] in doomed,
+        f"the chain halted though nothing was done to {chain[-1]}: {halted}",
         scenario=scenario,
     )
     tally.check(not trace.of(Product), "a halted chain returned a product", scenario=scenario)
-    for name in ORDER:
+    for name in chain:
         tally.check(
             any(attempt.backend == name and not attempt.served for attempt in attempts),
             f"the chain halted though {name} did not fail: {halted}",
@@ -143,11 +161,24 @@ def _judge_halt(tally: Tally, trace: Trace) -> None:
         )
 
 
-def _note_real_failures(tally: Tally, trace: Trace) -> None:
-    """Backends that failed by themselves: their planned faults could not strike."""
+def _miss_unstruck(tally: Tally, trace: Trace) -> None:
+    """A fault that never struck shows nothing of how the chain takes it."""
+    struck = [dict(event.fault) for event in trace.of(Injected)]
+    for fault in trace.scenario.faults:
+        if fault.to_dict() not in struck:
+            tally.miss(
+                f"the planned {fault.kind} of {fault.backend} never struck, in a chain of "
+                f"{', '.join(trace.scenario.backends)}; leave out backends that serve before it"
+            )
+
+
+def _note_devices(tally: Tally, trace: Trace) -> None:
+    """Backends that failed by themselves, and devices that are not what their name says."""
     struck = {event.fault.get("backend") for event in trace.of(Injected)}
     for attempt in trace.of(Attempt):
         if not attempt.served and attempt.backend not in struck:
             tally.note(f"{attempt.backend} failed by itself: {attempt.reason}")
+        if attempt.device.startswith("stand-in"):
+            tally.note(f"{attempt.backend} was played by a {attempt.device}")
         if attempt.software:
             tally.note(f"software adapter {attempt.device}")

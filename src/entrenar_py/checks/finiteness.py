@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Halt, Injected, Saved, Shard, Trace, Update
+from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -25,7 +26,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
     """The non-finite shards of the first step with any, or the faults that no shard admits to."""
-    bad = [shard for shard in trace.of(Shard) if not shard.finite]
+    bad = [shard for shard in trace.of(Shard) if not _is_finite(shard)]
     planted = [
         event
         for event in trace.of(Injected)
@@ -50,54 +51,103 @@ def _stays_finite(tally: Tally, trace: Trace) -> None:
             scenario=scenario,
         )
     for update in trace.of(Update):
-        tally.check(
-            update.finite and math.isfinite(update.loss) and _finite_norm(update),
-            f"finite shards gave a non-finite update (loss {update.loss}, gradient norm "
-            f"{update.grad_norm})",
-            step=update.step,
-            rank=update.rank,
-            scenario=scenario,
-        )
+        _finite_update(tally, trace, update)
 
 
-def _finite_norm(update: Update) -> bool:
-    return update.grad_norm is None or math.isfinite(update.grad_norm)
+def _is_finite(shard: Shard) -> bool:
+    """Whether loss and gradient are finite; a flag that says so counts where they are unknown."""
+    known = evidence.non_finite(shard.gradient) is None
+    return shard.finite and known and math.isfinite(shard.loss_sum)
+
+
+def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
+    """What finite shards gave: loss, norms, and whatever values were recorded."""
+    found = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
+    tensor, element = found or (None, None)
+    numbers = (update.loss, update.grad_norm or 0.0, update.applied_norm or 0.0)
+    tally.check(
+        update.finite and found is None and all(map(math.isfinite, numbers)),
+        f"finite shards gave a non-finite update (loss {update.loss}, gradient norm "
+        f"{update.grad_norm})",
+        step=update.step,
+        rank=update.rank,
+        tensor=tensor,
+        element=element,
+        scenario=trace.scenario.to_dict(),
+    )
+
+
+def _named_by(halt: Halt, culprits: Sequence[Shard | Injected]) -> Shard | Injected:
+    """Of several culprits of one step, the one that the halt names; else the first."""
+    return max(
+        culprits, key=lambda c: (_same_place(halt, c), isinstance(c, Shard) and c.ids == halt.ids)
+    )
+
+
+def _same_place(one: Halt | Injected, other: Shard | Injected) -> bool:
+    """Whether the two are of one step, and of one rank and shard as far as both are named."""
+    pairs = ((one.rank, other.rank), (one.shard, other.shard))
+    return one.step == other.step and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Injected]) -> None:
-    named = {(halt.step, halt.rank, halt.shard) for halt in trace.of(Halt)[:1]}
-    # Of several shards of one step, the one that the halt names.
-    culprit = next((c for c in culprits if (c.step, c.rank, c.shard) in named), culprits[0])
+    halts = trace.of(Halt)
+    culprit = _named_by(halts[0], culprits) if halts else culprits[0]
     step = culprit.step or 0
-    scenario = trace.scenario.to_dict()
     where = f"rank {culprit.rank}, step {step}, shard {culprit.shard}"
-    place = {"step": step, "rank": culprit.rank, "shard": culprit.shard, "scenario": scenario}
+    place = {
+        "step": step,
+        "rank": culprit.rank,
+        "shard": culprit.shard,
+        "scenario": trace.scenario.to_dict(),
+    }
     for update in trace.of(Update):
-        if update.step >= step:
-            tally.check(
-                False,
-                f"rank {update.rank} updated in step {update.step} after a non-finite value at "
-                f"{where}",
-                **place,
-            )
-        else:
-            tally.check(
-                math.isfinite(update.loss) and _finite_norm(update),
-                f"finite shards gave a non-finite average (loss {update.loss}, gradient norm "
-                f"{update.grad_norm})",
-                step=update.step,
-                rank=update.rank,
-                scenario=scenario,
-            )
+        if update.step < step:
+            _finite_update(tally, trace, update)
+            continue
+        tally.check(
+            False,
+            f"rank {update.rank} updated in step {update.step} after a non-finite value at {where}",
+            **place,
+        )
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
-    halts = trace.of(Halt)
-    if not tally.check(
-        bool(halts), f"training went on after a non-finite value at {where}", **place
-    ):
-        return
-    halt = halts[0]
-    expected, got = (step, culprit.rank, culprit.shard), (halt.step, halt.rank, halt.shard)
+    message = f"training went on after a non-finite value at {where}"
+    if tally.check(bool(halts), message, **place):
+        _names(tally, trace, halts[0], culprit, place)
+
+
+def _names(
+    tally: Tally, trace: Trace, halt: Halt, culprit: Shard | Injected, place: Mapping[str, Any]
+) -> None:
+    """What the halt names is the culprit's; what it does not name is missing."""
+    pairs = {"rank": (culprit.rank, halt.rank), "shard": (culprit.shard, halt.shard)}
+    unnamed = [
+        what for what, (right, named) in pairs.items() if named is None and right is not None
+    ]
+    known = (named if None in (right, named) else right for right, named in pairs.values())
+    expected, got = (culprit.step or 0, *known), (halt.step, halt.rank, halt.shard)
     tally.equal(expected, got, "the halt names another place", **place)
-    if isinstance(culprit, Shard):
+    if isinstance(culprit, Shard) and culprit.ids and not halt.ids:
+        unnamed.append("sample ids")
+    elif isinstance(culprit, Shard):
         tally.equal(culprit.ids, halt.ids, "the halt names other samples", **place)
+    if unnamed:
+        unknown = ", ".join(unnamed)
+        tally.miss(f"the halt in step {halt.step} does not name its {unknown}: record them in it")
+    planted = _planted_tensors(trace, culprit)
+    if halt.tensor is not None and planted:
+        right_one = halt.tensor if halt.tensor in planted else planted[0]
+        message = "the halt names another tensor than was made non-finite"
+        tally.equal(right_one, halt.tensor, message, **place, tensor=right_one)
+
+
+def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
+    """The tensors in which a value was planted at the culprit's place; by default the first."""
+    first = [name for start in trace.of(Start)[:1] for name in start.trainable[:1]]
+    return [
+        name
+        for event in trace.of(Injected)
+        if event.fault.get("kind") == "non_finite_gradient" and _same_place(event, culprit)
+        for name in ([event.fault["tensor"]] if event.fault.get("tensor") else first)
+    ]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import takewhile
 
 import numpy as np
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, history
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
-# A trainable tensor may rest while its gradient is exactly zero (LoRA's A while B is still zero);
-# after this many steps with a positive learning rate it must have moved.
+# A trainable tensor may rest while its gradient is exactly zero (LoRA's A while B is still zero, an
+# expert that nothing was routed to); one with a gradient must have moved after this many steps with
+# a positive learning rate.
 STEPS_TO_MOVE = 3
 # A float32 weight w moves if it is to move by more than this times |w|. A step of any optimizer
 # here is at least rate times gradient, unless larger gradients came before it, which moved it.
@@ -23,7 +24,7 @@ HALF_ULP = 2.0**-24
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Trainable and frozen as the trainer declared them at its start."""
     tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
+    for trace in map(history.standing, evidence.usable(traces, tally)):
         starts = {start.rank: start for start in reversed(trace.of(Start))}
         by_rank: dict[int, list[Update]] = {rank: [] for rank in starts}
         for update in trace.of(Update):
@@ -45,39 +46,55 @@ def _frozen(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update])
 
 
 def _moving(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update]) -> None:
-    live = [update for update in updates if update.learning_rate > 0][:STEPS_TO_MOVE]
+    live = [update for update in updates if update.learning_rate > 0]
     if len(live) < STEPS_TO_MOVE:
         return
-    last = live[-1]
     for name in start.trainable:
-        seen = [start.weights, *(update.weights for update in live)]
-        if not all(name in weights for weights in seen):
+        first = [start.weights, *(update.weights for update in live[:STEPS_TO_MOVE])]
+        if not all(name in weights for weights in first):
             tally.miss(f"the weights of {name} on rank {start.rank} were not recorded")
             continue
-        moved = any(before[name].digest != after[name].digest for before, after in pairwise(seen))
-        if not moved and _may_rest(tally, trace, start, name, live):
-            continue
-        tally.check(
-            moved,
-            f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps",
-            step=last.step,
-            rank=start.rank,
-            tensor=name,
-            expected="a change",
-            got=last.weights[name].digest,
-            scenario=trace.scenario.to_dict(),
-        )
+        rest = _rest(start, name, live)
+        moved = len(rest) < sum(name in update.weights for update in live)
+        late = len(rest) >= STEPS_TO_MOVE
+        if late and not _may_rest(tally, start, name, rest, moved=moved):
+            _dead(tally, trace, start, name, rest)
+        elif moved:
+            tally.compared += 1
 
 
-def _may_rest(tally: Tally, trace: Trace, start: Start, name: str, live: Sequence[Update]) -> bool:
+def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
+    """The updates before the first one that moved `name`, of those that recorded it."""
+    known = [update for update in live if name in update.weights]
+    held = start.weights[name].digest
+    return list(takewhile(lambda update: update.weights[name].digest == held, known))
+
+
+def _dead(tally: Tally, trace: Trace, start: Start, name: str, rest: Sequence[Update]) -> None:
+    last = rest[STEPS_TO_MOVE - 1]
+    tally.check(
+        False,
+        f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps",
+        step=last.step,
+        rank=start.rank,
+        tensor=name,
+        expected="a change",
+        got=last.weights[name].digest,
+        scenario=trace.scenario.to_dict(),
+    )
+
+
+def _may_rest(
+    tally: Tally, start: Start, name: str, rest: Sequence[Update], *, moved: bool
+) -> bool:
     """Whether arithmetic explains that `name` rested: gradients too small to show in its weights.
 
-    Gradients of exactly zero are explained by dropout alone; else the tensor was cut off. Where
-    values were not recorded the question stays open, and is counted as missing.
+    Gradients of exactly zero explain it too if it `moved` later. If it never did it was cut off, or
+    never used: the question stays open, as where values were not recorded, and is missing.
     """
     weight = start.weights[name].values()
     some_gradient = False
-    for update in live:
+    for update in rest:
         gradient = update.gradient[name].values() if name in update.gradient else None
         if weight is None or gradient is None or gradient.size != weight.size:
             tally.miss(f"{name} rested, its gradient is unknown: record it with detail: values")
@@ -86,7 +103,12 @@ def _may_rest(tally: Tally, trace: Trace, start: Start, name: str, live: Sequenc
         if (step > HALF_ULP * np.abs(weight)).any():
             return False
         some_gradient |= bool(gradient.any())
-    return some_gradient or trace.scenario.dropout > 0
+    if not (moved or some_gradient):
+        tally.miss(
+            f"{name} never moved and never had a gradient on rank {start.rank}: it is cut off from "
+            "the loss, or nothing used it; run longer, or declare it frozen"
+        )
+    return True
 
 
 def _shrunk(update: Update) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from entrenar_py.checks import evidence, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 PUBLISHED_FROM_STEP = 100
@@ -96,7 +96,7 @@ def compare_with_oracle(tally: Tally, traces: Sequence[Trace], tolerance: float 
             model = _model_of(tally, trace, group)
             if model is None:
                 continue
-            if trace.scenario.dropout:
+            if not _same_masks(model, trace):
                 tally.note("not compared with a single device, whose dropout draws other masks")
                 continue
             num_gradients += _compare(tally, model, trace, tolerance)
@@ -114,6 +114,20 @@ def _model_of(tally: Tally, trace: Trace, group: Sequence[Trace]) -> Trace | Non
         return None
     tally.note("compared with its own run on one worker, which may have the same bug")
     return alone[0]
+
+
+def _same_masks(model: Trace, trace: Trace) -> bool:
+    """Whether dropout, if any, drops in `trace` what it drops in the model.
+
+    A single device draws what its logical shards would draw; who promises bits keys its dropout by
+    shard too. Of others the first stream tells. Micro-batches draw in another order.
+    """
+    if not trace.scenario.dropout:
+        return True
+    if trace.scenario.accumulation > 1:
+        return False
+    mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
+    return "bitwise" in trace.promises or mine == theirs
 
 
 def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> int:

@@ -78,6 +78,7 @@ def parity(invariant: Invariant) -> list[Scenario]:
     return [
         *(_mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
         _mlp(clip_norm=0.05, detail="values"),
+        _mlp(dropout=0.2, detail="values"),
         _mlp(optimizer="momentum", schedule="linear", detail="values"),
         _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
         _mlp(workload="decoder", learning_rate=0.5, num_steps=3, detail="values"),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, history
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Membership, Saved, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -24,8 +25,10 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             _compare_ranks(tally, trace, step - 1, starts, PARTS)
         _compare_joined(tally, trace)
         _updated_once(tally, trace)
+        _all_heard(tally, trace)
+        stays = history.stays(trace)
         for step, by_rank in evidence.ranks_by_step(trace):
-            _all_updated(tally, trace, step, by_rank)
+            _all_updated(tally, trace, step, history.members(stays, step) - set(by_rank))
             _compare_ranks(tally, trace, step, by_rank, PARTS)
     return tally.finding(nothing="no run with two workers whose weights were recorded")
 
@@ -42,7 +45,7 @@ def judge_state(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
     found: dict[int, dict[int, Start]] = {}
-    for start in trace.of(Start):
+    for start in history.standing(trace).of(Start):
         found.setdefault(start.step, {})[start.rank] = start
     return found
 
@@ -50,32 +53,41 @@ def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
 def _compare_joined(tally: Tally, trace: Trace) -> None:
     """Who joins before a step holds what the others held after the one before it."""
     updates = evidence.updates(trace)
-    for start in trace.of(Start):
+    for start in history.standing(trace).of(Start):
         others = updates.get(start.step - 1, {})
         if start.resumed or not others:
             continue
         one = evidence.any_rank(others)
         for part in PARTS:
-            evidence.compare_exact(
+            _compare_part(
                 tally,
-                getattr(one, part),
-                getattr(start, part),
+                part,
+                one,
+                start,
                 f"rank {start.rank} joined with other {part} than rank {one.rank} holds",
+                sharded=_is_sharded(tally, others),
                 step=start.step - 1,
                 rank=start.rank,
                 scenario=trace.scenario.to_dict(),
             )
 
 
-def _all_updated(tally: Tally, trace: Trace, step: int, by_rank: Mapping[int, Update]) -> None:
+def _all_heard(tally: Tally, trace: Trace) -> None:
+    """A worker that the scenario has and the trace does not know was compared with no one."""
+    seen = {event.rank for event in trace.events if isinstance(event, Start | Update | Membership)}
+    moved = {fault.rank for fault in trace.scenario.faults if fault.kind in ("leave", "join")}
+    world_size = trace.scenario.world_size
+    silent = sorted(set(range(world_size)) - seen - moved)
+    if seen and silent:
+        tally.miss(
+            f"of world_size={world_size} workers ranks {silent[:8]} never started: record a start "
+            "and updates on every rank"
+        )
+
+
+def _all_updated(tally: Tally, trace: Trace, step: int, idle: set[int]) -> None:
     """No member may sit out a step that another member makes."""
-    members = {start.rank for start in trace.of(Start) if start.step <= step}
-    for change in trace.of(Membership):
-        if change.change == "left" and change.step <= step:
-            later = [s for s in trace.of(Start) if s.rank == change.rank and s.step > change.step]
-            if not any(start.step <= step for start in later):
-                members.discard(change.rank)
-    for rank in sorted(members - set(by_rank)):
+    for rank in sorted(idle):
         tally.check(
             False,
             f"rank {rank} made no optimizer step, the others did",
@@ -86,11 +98,11 @@ def _all_updated(tally: Tally, trace: Trace, step: int, by_rank: Mapping[int, Up
 
 
 def _updated_once(tally: Tally, trace: Trace) -> None:
-    """No second optimizer step after one that already stepped, unless the rank started again."""
+    """No second optimizer step after one that already stepped, unless the rank went back."""
     made: dict[int, set[int]] = {}
     for event in trace.events:
         if isinstance(event, Start):
-            made[event.rank] = set()
+            made[event.rank] = {step for step in made.get(event.rank, ()) if step < event.step}
         elif isinstance(event, Update):
             steps = made.setdefault(event.rank, set())
             if event.step in steps:
@@ -102,6 +114,39 @@ def _updated_once(tally: Tally, trace: Trace) -> None:
                     scenario=trace.scenario.to_dict(),
                 )
             steps.add(event.step)
+
+
+def _is_sharded(tally: Tally, by_rank: Mapping[int, Start] | Mapping[int, Update]) -> bool:
+    """Whether ranks keep the optimizer state of different tensors (ZeRO-1); says so in a note.
+
+    No rank has all of it then. Where one has, the others have lost what they lack.
+    """
+    held = [set(holder.optimizer) for holder in by_rank.values()]
+    everything = set().union(*held)
+    sharded = all(names < everything for names in held)
+    if sharded:
+        tally.note("optimizer state is sharded over ranks: compared is what two of them hold")
+    return sharded
+
+
+def _compare_part(
+    tally: Tally,
+    part: str,
+    expected: Start | Update | Saved,
+    got: Start | Update | Saved,
+    message: str,
+    *,
+    sharded: bool,
+    **place: Any,
+) -> None:
+    """One part of two states; of sharded optimizer state only what both hold."""
+    left, right = getattr(expected, part), getattr(got, part)
+    if sharded and part == "optimizer":
+        left, right = (
+            {name: record for name, record in one.items() if name in other}
+            for one, other in ((left, right), (right, left))
+        )
+    evidence.compare_exact(tally, left, right, message, **place)
 
 
 def _compare_ranks(
@@ -124,50 +169,70 @@ def _compare_ranks(
             and not holder.optimizer
         ):
             tally.miss(f"rank {rank} did not record its optimizer state in step {step}")
+    sharded = "optimizer" in parts and _is_sharded(tally, by_rank)
     for part in parts:
         held: dict[int, Tensors] = {rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)}
-        names = list(dict.fromkeys(name for tensors in held.values() for name in tensors))
-        for name in names:
-            digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}
-            usual = Counter(digests.values()).most_common(1)[0][0]
-            model = next(rank for rank, digest in digests.items() if digest == usual)
-            for rank in digests:
-                if rank != model:
-                    evidence.compare_exact(
-                        tally,
-                        {name: held[model][name]} if name in held[model] else {},
-                        {name: held[rank][name]} if name in held[rank] else {},
-                        f"rank {rank} and rank {model} hold different {part}",
-                        step=step,
-                        rank=rank,
-                        scenario=trace.scenario.to_dict(),
-                    )
+        for name in dict.fromkeys(name for tensors in held.values() for name in tensors):
+            among = held
+            if sharded and part == "optimizer":
+                among = _sharers(held, name)
+            _compare_tensor(tally, trace, step, part, name, among)
+
+
+def _sharers(held: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
+    """The ranks that share a tensor of sharded state; all, if all but one of three or more do."""
+    sharers = {rank: tensors for rank, tensors in held.items() if name in tensors}
+    return dict(held) if len(held) - 1 == len(sharers) > 1 else sharers
+
+
+def _compare_tensor(
+    tally: Tally, trace: Trace, step: int, part: str, name: str, held: Mapping[int, Tensors]
+) -> None:
+    digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}
+    usual = Counter(digests.values()).most_common(1)[0][0]
+    model = next(rank for rank, digest in digests.items() if digest == usual)
+    for rank in digests:
+        if rank != model:
+            evidence.compare_exact(
+                tally,
+                {name: held[model][name]} if name in held[model] else {},
+                {name: held[rank][name]} if name in held[rank] else {},
+                f"rank {rank} and rank {model} hold different {part}",
+                step=step,
+                rank=rank,
+                scenario=trace.scenario.to_dict(),
+            )
 
 
 def _compare_restored(tally: Tally, trace: Trace) -> None:
-    updates = evidence.updates(trace)
-    for saved in trace.of(Saved):
+    kept, updates = history.standing(trace), evidence.updates(trace)
+    for saved in kept.of(Saved):
         place = {"step": saved.step, "scenario": trace.scenario.to_dict()}
-        before = updates.get(saved.step - 1, {}).get(saved.rank)
-        for part in PARTS if before is not None else ():
-            evidence.compare_exact(
+        holders = updates.get(saved.step - 1, {})
+        sharded = _is_sharded(tally, holders)
+        for part in PARTS if saved.rank in holders else ():
+            _compare_part(
                 tally,
-                getattr(before, part),
-                getattr(saved, part),
+                part,
+                holders[saved.rank],
+                saved,
                 f"the checkpoint holds other {part} than rank {saved.rank} had",
+                sharded=sharded,
                 rank=saved.rank,
                 **place,
             )
-        resumed = [s for s in trace.of(Start) if s.resumed and s.step == saved.step]
+        resumed = [s for s in kept.of(Start) if s.resumed and s.step == saved.step]
         if not resumed:
             tally.miss(f"a checkpoint before step {saved.step} was never loaded")
         for start in resumed:
             for part in PARTS:
-                evidence.compare_exact(
+                _compare_part(
                     tally,
-                    getattr(saved, part),
-                    getattr(start, part),
+                    part,
+                    saved,
+                    start,
                     f"rank {start.rank} resumed with other {part} than were saved",
+                    sharded=sharded,
                     rank=start.rank,
                     **place,
                 )

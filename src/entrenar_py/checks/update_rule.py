@@ -2,8 +2,9 @@
 
 Written from the formulas of torch.optim's SGD and AdamW, independently of every trainer here. The
 constants are torch's defaults (0.9 for momentum); a trainer of one's own declares others in its
-scenario's `options`: momentum, dampening, nesterov, betas, eps. Since the recorded gradient goes in, what is rounding noise in
-the gradient is no difference in the step: this sees under Adam what parity can't.
+scenario's `options`: momentum, dampening, nesterov, betas, eps. Since the recorded gradient goes
+in, what is rounding noise in the gradient is no difference in the step: this sees under Adam what
+parity can't.
 """
 
 from __future__ import annotations

@@ -123,9 +123,7 @@ def scenarios(root: MapNode, problems: Problems) -> None:
 
 
 def _num_scenarios(node: MapNode, *, limit: int, what: str, problems: Problems) -> int:
-    expanded = scenario.expand(
-        plain(node), system="reference", workload="linear", world_size=1, seed=0
-    )
+    expanded = scenario.expand(plain(node))
     num = 0
     try:
         num = sum(1 for _ in islice(expanded, limit))

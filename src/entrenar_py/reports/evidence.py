@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from entrenar_py.reports.report import Entry
+from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import Scenario
 
 # Longest text printed for one label; the JSON report always has all of it.
@@ -33,17 +33,18 @@ def one_line(text: str) -> str:
     return f"{line[:TEXT_CHARS_MAX]}... ({len(line) - TEXT_CHARS_MAX} more, see the JSON report)"
 
 
-def describe(entry: Entry) -> list[tuple[str, str]]:
-    """(label, text) pairs that say where an entry broke and where its clause stands.
+def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
+    """(label, text) pairs that say where an entry broke, what that means, and where to look.
 
-    Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `contract`,
-    `scenario`; those that do not apply are left out.
+    Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `means` (one
+    for each falsification test), `contract`, `scenario`; those that do not apply are left out.
     """
     position = entry.invariant.position
     found = entry.finding.counterexample
     rows = [] if found is None else [("at", found.place())]
     if found is not None:
         rows += [("expected", found.expected or ""), ("got", found.got or "")]
+    rows += [("means", meaning) for meaning in report.meanings(entry)]
     rows.append(("contract", f"{position.file}:{position.line}"))
     if found is not None and found.scenario is not None:
         rows.append(("scenario", describe_scenario(found.scenario)))

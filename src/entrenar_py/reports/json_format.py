@@ -90,6 +90,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         "line": clause.position.line,
         "column": clause.position.column,
         **{name: value for name, value in finding.items() if name != "invariant"},
+        "means": report.meanings(entry),
         "num_scenarios": entry.num_scenarios,
         "num_explored": entry.num_explored,
         "elapsed_s": entry.elapsed_s,

@@ -89,7 +89,8 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
 
 
 def _evidence_text(report: Report, entry: Entry) -> str:
-    rows = [*evidence.describe(entry), ("statement", evidence.one_line(entry.invariant.statement))]
+    rows = evidence.describe(report, entry)
+    rows.append(("statement", evidence.one_line(entry.invariant.statement)))
     command = report.replay_command(entry)
     if command is not None:
         rows.append(("replay", evidence.printable(command)))

@@ -135,6 +135,17 @@ class Report:
         words = ("entrenar-check", "--contract", self.contract_given, "--replay", entry.replay)
         return shlex.join(words)
 
+    def meanings(self, entry: Entry) -> tuple[str, ...]:
+        """What the contract says that it means if `entry` was falsified; none if it was not.
+
+        The `if_fails` of every falsification test whose `rule` is the clause's id or name.
+        """
+        if entry.verdict is not Verdict.FALSIFIED:
+            return ()
+        attacked = (entry.invariant.id, entry.invariant.name)
+        tests = self.contract.falsification_tests
+        return tuple(test.if_fails for test in tests if test.rule in attacked and test.if_fails)
+
     def _gate_demands(self) -> tuple[list[str], list[str]]:
         """Ids of the clauses the gate demands, and the names in it that no clause has."""
         gate = self.contract.gate

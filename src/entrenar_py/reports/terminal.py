@@ -40,10 +40,10 @@ def render(report: Report, console: Console, *, quiet: bool) -> None:
         name = f"{report.contract.name} {report.contract.version}"
         _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
     if shown:
-        _print_table(console, shown)
+        _print_entries(console, shown)
     for entry in shown:
         if entry.verdict is not Verdict.HELD:
-            _print_evidence(console, entry)
+            _print_evidence(console, report, entry)
     if not quiet:
         _print_notes(console, report)
     if shown:
@@ -97,7 +97,18 @@ class Progress:
         )
 
 
-def _print_table(console: Console, entries: list[Entry]) -> None:
+def print_table(console: Console, table: Table) -> None:
+    """Prints `table`: folded to fit a terminal, but in a pipe a row is a line, however long.
+
+    Sets the table's width.
+    """
+    if not console.is_terminal:
+        endless = console.options.update(max_width=_PIPE_CHARS_MAX)
+        table.width = console.measure(table, options=endless).maximum
+    console.print(table, crop=False)
+
+
+def _print_entries(console: Console, entries: list[Entry]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("verdict", no_wrap=True)
     table.add_column("id", width=_id_width(console, entries), overflow="fold")
@@ -117,10 +128,7 @@ def _print_table(console: Console, entries: list[Entry]) -> None:
             Text(f"{entry.elapsed_s:.1f}"),
         )
         table.add_row(*cells)
-    if not console.is_terminal:
-        endless = console.options.update(max_width=_PIPE_CHARS_MAX)
-        table.width = console.measure(table, options=endless).maximum
-    console.print(table, crop=False)
+    print_table(console, table)
 
 
 def _id_width(console: Console, entries: list[Entry]) -> int | None:
@@ -130,7 +138,7 @@ def _id_width(console: Console, entries: list[Entry]) -> int | None:
     return min(max(len(entry.invariant.id) for entry in entries), _ID_CHARS_MAX)
 
 
-def _print_evidence(console: Console, entry: Entry) -> None:
+def _print_evidence(console: Console, report: Report, entry: Entry) -> None:
     word, style = _WORDS[entry.verdict]
     heading = f"{evidence.one_line(entry.invariant.id)} {word}"
     reason = _wrap(console, f"{heading}: {evidence.one_line(entry.finding.reason)}", indent=2)
@@ -140,7 +148,7 @@ def _print_evidence(console: Console, entry: Entry) -> None:
         if number == 0:
             text.stylize(style, 0, len(heading))
         console.print(text, soft_wrap=True)
-    for label, value in evidence.describe(entry):
+    for label, value in evidence.describe(report, entry):
         _labelled(console, label, value)
 
 

@@ -7,20 +7,65 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 
 from entrenar_py import mutants, trace
+from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 
+# The name under which a trainer takes the first backend of the fallback chain that serves.
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """What a system is, whether it trains a workload, and what it takes from a scenario.
+
+    `faults` are the kinds it can inject, `options` the names it knows; it has no others.
+    """
+
+    what: str
+    trains: bool = False
+    faults: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The names of backends that it can be asked for."""
+        return (*BACKENDS, AUTO) if self.trains else tuple(BACKENDS)
+
+
+_TRAINING_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
+
 # name -> what it is; the module of the same name holds `run`.
-SYSTEMS: dict[str, str] = {
-    "reference": "the deterministic data-parallel trainer, all workers in this process",
-    "textbook": "a plain torch data-parallel loop, independent of the reference",
-    "matmul": "matrix products on one backend against the CPU and float64",
-    "backend_chain": "the fallback chain under failing backends",
-    "manifest": "the gradients that each backend really produces",
-    "memory": "one worker's share in a process of its own, its memory measured",
+SYSTEMS: dict[str, System] = {
+    "reference": System(
+        what="the deterministic data-parallel trainer, all workers in this process",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+    ),
+    "textbook": System(
+        what="a plain torch data-parallel loop, independent of the reference",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+    ),
+    "matmul": System(
+        what="matrix products on one backend against the CPU and float64",
+        options=("m", "k", "n", "shapes", "layout", "magnitude"),
+    ),
+    "backend_chain": System(
+        what="the fallback chain under failing backends",
+        faults=("absent", "init_error", "out_of_memory", "non_finite_output"),
+        options=("m", "k", "n", "layout", "magnitude"),
+    ),
+    "manifest": System(what="the gradients that each backend really produces"),
+    "memory": System(
+        what="one worker's share in a process of its own, its memory measured",
+        options=("budget_bytes",),
+    ),
 }
 
 
@@ -28,17 +73,64 @@ def run(scenario: Scenario) -> trace.Trace:
     """Runs `scenario`, with its mutant planted if it names one, on one thread.
 
     Raises UsageError for an unknown system or mutant; whatever goes wrong in the run itself ends
-    the trace as `failed`, with the reason.
+    the trace as `failed`, with the reason: also what the system can't do, and a planned fault that
+    never struck.
     """
-    if scenario.system not in SYSTEMS:
-        raise UsageError(f"system={scenario.system!r}: allowed are {', '.join(SYSTEMS)}")
+    _require("system", scenario.system, tuple(SYSTEMS))
     module = import_module(f"entrenar_py.systems.{scenario.system}")
     with mutants.planted(scenario.mutant), _one_thread():
         try:
+            require_possible(scenario)
             result: trace.Trace = module.run(scenario)
         except Exception as error:  # noqa: BLE001  (a system's crash is a result: inconclusive)
             return _failed(scenario, f"{type(error).__name__}: {error}")
+    missed = _missed(result) if SYSTEMS[scenario.system].trains else None
+    if missed is not None:
+        return _failed(scenario, f"fault {missed.to_dict()} never struck: no one computes there")
     return result
+
+
+def require_possible(scenario: Scenario) -> None:
+    """Returns if `scenario` can be run as it is written, on a machine that has its backends.
+
+    Raises UsageError with what its system does not know or can't do: a backend's name, an option,
+    a fault or the place of one, a workload of that size, a worker who leaves but is not there.
+    """
+    _require("system", scenario.system, tuple(SYSTEMS))
+    system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
+    for backend in scenario.backends:
+        _require("backend", backend, system.backends, where)
+    for option in scenario.options:
+        _require("option", option, system.options, where)
+    for fault in scenario.faults:
+        _require("fault kind", fault.kind, system.faults, where)
+        if fault.backend is not None:
+            _require(f"fault {fault.kind} backend", fault.backend, tuple(BACKENDS))
+    if system.trains:
+        from entrenar_py.systems import membership, models  # bring torch
+
+        membership.require_possible(scenario)
+        models.require_places(scenario)
+
+
+def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") -> None:
+    if name not in allowed:
+        raise UsageError(f"{what}={name!r}{where}: allowed are {', '.join(allowed) or 'none'}")
+
+
+def _missed(result: trace.Trace) -> Fault | None:
+    """The first planned fault that did not take place although training got that far."""
+    halts = result.of(trace.Halt)
+    reached = halts[0].step if halts else result.scenario.num_steps
+    struck = [event.fault for event in result.of(trace.Injected)]
+    return next(
+        (
+            fault
+            for fault in result.scenario.faults
+            if (fault.step or 0) < reached and fault.to_dict() not in struck
+        ),
+        None,
+    )
 
 
 def _failed(scenario: Scenario, reason: str) -> trace.Trace:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
 
 from entrenar_py import backends, trace
-from entrenar_py.backends import Backend, chain
+from entrenar_py.backends import Backend, chain, cpu
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import products
 from entrenar_py.systems.recorder import Recorder
 
-OPENING_FAULTS = ("absent", "init_error")
-COMPUTING_FAULTS = ("out_of_memory", "non_finite_output")
 SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
 
 
 def run(scenario: Scenario) -> trace.Trace:
     """Attempt events in order, then the Product of the backend that served, or a Halt.
 
-    A fault strikes a backend that really works; where it is really absent, its own failure is
-    what the trace shows, and no Injected event. Raises UsageError for faults this system can't
-    inject and options no product can have.
+    The scenario's `backends` are the chain. Every fault whose turn comes strikes, on any machine:
+    see `Saboteur`. Raises UsageError for a chain in another order, two faults of one backend or
+    one of a backend outside the chain, and options no product can have.
     """
-    for fault in scenario.faults:
-        _check(fault)
-    if "shapes" in scenario.options:
-        raise UsageError(
-            f"options shapes={scenario.options['shapes']!r} on system backend_chain: "
-            "it computes one product; use m, k, n"
-        )
+    order = _order(scenario)
+    _check_faults(scenario.faults, order)
     wanted = products.request({**SHAPE, **scenario.options})
     (pair,) = products.operands(scenario, wanted)
     recorder = Recorder(scenario)
@@ -42,7 +35,8 @@ def run(scenario: Scenario) -> trace.Trace:
     try:
         backend, result = chain.first_finite(
             lambda backend: saboteur.compute(backend, *pair),
-            table={name: saboteur.opener(name) for name in backends.BACKENDS},
+            order=order,
+            table={name: saboteur.opener(name) for name in order},
             on_attempt=lambda attempt: recorder.emit(trace.Attempt(**asdict(attempt))),
         )
     except (BackendUnavailable, MemoryError, RuntimeError) as error:
@@ -54,34 +48,54 @@ def run(scenario: Scenario) -> trace.Trace:
     return recorder.finish(status="completed")
 
 
-def _check(fault: Fault) -> None:
-    kinds = (*OPENING_FAULTS, *COMPUTING_FAULTS)
-    if fault.kind not in kinds:
+def _order(scenario: Scenario) -> tuple[str, ...]:
+    """The chain that `scenario` asks for."""
+    order = tuple(name for name in chain.ORDER if name in scenario.backends)
+    if order != scenario.backends:
         raise UsageError(
-            f"fault kind={fault.kind!r} on system backend_chain: it can inject {', '.join(kinds)}"
+            f"backends={list(scenario.backends)} on system backend_chain: "
+            f"use {', '.join(chain.ORDER)} in this order, each once, or leave some out"
         )
-    if fault.backend not in backends.BACKENDS:
-        raise UsageError(
-            f"fault {fault.kind} backend={fault.backend!r}: "
-            f"allowed are {', '.join(backends.BACKENDS)}"
-        )
+    return order
+
+
+def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
+    for position, fault in enumerate(faults):
+        if fault.backend not in order:
+            raise UsageError(
+                f"fault {fault.kind} backend={fault.backend!r}: the chain has {', '.join(order)}"
+            )
+        if fault.backend in {earlier.backend for earlier in faults[:position]}:
+            raise UsageError(
+                f"fault {fault.kind} backend={fault.backend!r}: a backend fails once in a run; "
+                "use one fault for each"
+            )
 
 
 class Saboteur:
-    """Makes backends fail where `faults` say, and records each fault that took effect."""
+    """Makes backends fail where `faults` say, one fault a backend, and records those that struck.
+
+    The part of a device that is not on this machine is played by the CPU under its name, but only
+    to fail: a stand-in is opened for a fault and nothing else, and `compute` spoils its product.
+    """
 
     def __init__(self, faults: tuple[Fault, ...], recorder: Recorder) -> None:
-        self._faults = faults
+        self._faults = {fault.backend: fault for fault in faults}
         self._recorder = recorder
 
     def opener(self, name: str) -> Callable[[], Backend]:
-        """Opens the real backend first, then fails if a fault says so."""
+        """Opens backend `name` unless a fault says that it is absent or can't be opened."""
 
         def open_backend() -> Backend:
-            backend = backends.open_backend(name)
-            for fault in self._struck(name, OPENING_FAULTS):
-                if fault.kind == "absent":
-                    raise BackendUnavailable(f"backend {name}: no such device (injected)")
+            if self._strikes(name, "absent"):
+                raise BackendUnavailable(f"backend {name}: no such device (injected)")
+            try:
+                backend = backends.open_backend(name)
+            except BackendUnavailable as error:
+                if name not in self._faults:
+                    raise
+                backend = replace(cpu.open_cpu(), name=name, device=f"stand-in, for {error}")
+            if self._strikes(name, "init_error"):
                 raise RuntimeError(f"backend {name}: initialization failed (injected)")
             return backend
 
@@ -89,16 +103,18 @@ class Saboteur:
 
     def compute(self, backend: Backend, a: Tensor, b: Tensor) -> Tensor:
         """The real product on `backend`, spoilt if a fault says so."""
+        if self._strikes(backend.name, "out_of_memory"):
+            raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
         result = backend.matmul(a, b)
-        for fault in self._struck(backend.name, COMPUTING_FAULTS):
-            if fault.kind == "out_of_memory":
-                raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
-            result.view(-1)[(fault.element or 0) % result.numel()] = float("nan")
+        if self._strikes(backend.name, "non_finite_output"):
+            element = self._faults[backend.name].element or 0
+            result.view(-1)[element % result.numel()] = float("nan")
         return result
 
-    def _struck(self, name: str, kinds: tuple[str, ...]) -> Iterator[Fault]:
-        """The faults of `kinds` planned for backend `name`, each recorded when its turn comes."""
-        for fault in self._faults:
-            if fault.backend == name and fault.kind in kinds:
-                self._recorder.emit(trace.Injected(fault=fault.to_dict()))
-                yield fault
+    def _strikes(self, name: str, kind: str) -> bool:
+        """Whether the fault of backend `name` is of this kind; recorded if so."""
+        fault = self._faults.get(name)
+        if fault is None or fault.kind != kind:
+            return False
+        self._recorder.emit(trace.Injected(fault=fault.to_dict()))
+        return True

@@ -29,14 +29,11 @@ def _versions() -> dict[str, str]:
 
 
 def _wgpu() -> dict[str, str]:
-    if "entrenar_py.backends.wgpu" not in sys.modules:  # its import costs 0.2 s
-        return {}
-    import wgpu
-
-    from entrenar_py.backends import wgpu as backend
-
-    opened = backend.opened()
+    backend = sys.modules.get("entrenar_py.backends.wgpu")  # its import costs 0.2 s
+    opened = None if backend is None else backend.opened()
     if opened is None:
         return {}
+    import wgpu  # not before: whoever opened no adapter may not have it
+
     adapter = f"{opened.device}{', software' if opened.software else ''}"
     return {"wgpu": wgpu.__version__, "wgpu_adapter": adapter}

@@ -1,39 +1,33 @@
-"""One real gradient of a workload on every backend that opens, and what it consists of."""
+"""The gradients that a worker would send, on every backend that opens: what they consist of."""
 
 from __future__ import annotations
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
-from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import dropout, engine, workload
 
-ORDER = ("cpu", "wgpu", "cuda")
+DECLARED = "model"  # stands in a Manifest's `backend` for the workload's own word
+
+Entries = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """A Manifest event per backend, or a failed Attempt that says why one was skipped.
+    """The Manifest that the model declares, then one per backend, or a failed Attempt that says why
+    a backend was skipped.
 
-    Every backend starts from the same weights and sees the same batch. Raises UsageError for
-    faults and options: this system has none.
+    Each of the scenario's `backends` starts from the same weights and sees the same batch.
     """
-    if scenario.faults or scenario.options:
-        raise UsageError(
-            f"faults={[fault.kind for fault in scenario.faults]} "
-            f"options={sorted(scenario.options)} on system manifest: it takes none"
-        )
-    model = workload.build(
-        scenario.workload,
-        num_samples=scenario.num_samples,
-        width=scenario.width,
-        data=scenario.rng("data"),
-    )
+    model = models.model_of(scenario)
     recorder = Recorder(scenario)
-    for name in ORDER:
+    recorder.emit(trace.Manifest(backend=DECLARED, entries=declared(model)))
+    for name in scenario.backends:
         try:
             backend = backends.open_backend(name)
-            entries = gradient_entries(scenario, model, backend)
+            entries = sent(scenario, model, backend)
         except BackendUnavailable as error:
             recorder.emit(trace.Attempt(backend=name, served=False, reason=str(error)))
             continue
@@ -45,22 +39,29 @@ def run(scenario: Scenario) -> trace.Trace:
     return recorder.finish(status="completed")
 
 
-def gradient_entries(
-    scenario: Scenario, model: workload.Workload, backend: Backend
-) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """(name, shape, dtype) of each gradient that autograd left on a replica, in replica order.
+def declared(model: workload.Workload) -> Entries:
+    """(name, shape, dtype) of the gradients as whoever receives them expects them."""
+    return tuple((s.name, s.shape, "float32") for s in model.specs if s.role == "trainable")
 
-    The order in which autograd reaches the leaves is not recorded: it depends on the scheduling of
-    threads as soon as a GPU takes part, and no trainer here sends gradients by it.
+
+def sent(scenario: Scenario, model: workload.Workload, backend: Backend) -> Entries:
+    """(name, shape, dtype) of each array that `model` gives a worker on `backend` to send.
+
+    Arrays travel without names: the receiver gives them those of the model, in order, and has none
+    for arrays beyond the last.
     """
     replica = engine.Engine(
         model, backend.linear, model.initial(scenario.rng("initial")), scale=1.0
     )
-    ids = range(scenario.batch_size)
-    loss = model.loss_sum(replica.tensors, ids, linear=backend.linear, drop=dropout.none)
-    loss.backward()  # type: ignore[no-untyped-call]
+    _, arrays = model.gradients(
+        replica.tensors,
+        range(scenario.batch_size),
+        linear=backend.linear,
+        drop=dropout.none,
+        scale=1.0,
+    )
+    names = [name for name, _, _ in declared(model)]
+    names += ["without a name"] * (len(arrays) - len(names))
     return tuple(
-        (name, tuple(tensor.grad.shape), str(tensor.grad.dtype).removeprefix("torch."))
-        for name, tensor in replica.tensors.items()
-        if tensor.grad is not None
+        (name, array.shape, array.dtype.name) for name, array in zip(names, arrays, strict=False)
     )

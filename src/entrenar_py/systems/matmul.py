@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from entrenar_py import backends, trace
-from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import products
 from entrenar_py.systems.recorder import Recorder
@@ -13,12 +13,8 @@ def run(scenario: Scenario) -> trace.Trace:
     """One Product event per product of the options; all computed in one submission.
 
     The run is `failed`, with the reason, when the device is not there or can't do it. Raises
-    UsageError for options no product can have, and for faults: this system injects none.
+    UsageError for options no product can have.
     """
-    if scenario.faults:
-        raise UsageError(
-            f"fault kind={scenario.faults[0].kind!r} on system matmul: it can inject none"
-        )
     wanted = products.request(scenario.options)
     recorder = Recorder(scenario)
     pairs = products.operands(scenario, wanted)

@@ -1,7 +1,7 @@
-"""One worker's share of a training run in a process of its own, with its memory measured.
+"""Every worker's share of a training run, each in a process of its own, with its memory measured.
 
-The estimate is made before anything is built, from the manifest alone; the peak is the kernel's
-(`VmHWM` of /proc/self/status, reset after the imports).
+The estimate is made before a worker is built, from the scenario and the manifest alone; the peak is
+the kernel's (`VmHWM` of /proc/self/status, reset when all code is loaded).
 """
 
 from __future__ import annotations
@@ -9,136 +9,209 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+
+import torch
 
 from entrenar_py import backends, mutants, trace
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
 from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import (
-    dropout,
-    engine,
-    layout,
-    optimizer,
-    reduction,
-    sharding,
-    workload,
-)
+from entrenar_py.training import dropout, engine, optimizer, reduction, schedule, sharding
+from entrenar_py.training.tensors import Array, TensorSpec
 
 DEADLINE_S = 120
 FLOAT_BYTES = 4
-# Vectors as long as the parameters that a worker holds at the worst moment beside its tree nodes:
-# weights, their initial values, autograd's gradients, the averaged gradient, and in the optimizer's
-# expression up to four temporaries.
-PARAMETER_VECTORS = 8
+# Allocator, and code first used at this size (BLAS).
+FIXED_BYTES = 16 * 2**20
+# Vectors as long as the trainable tensors that a worker holds at the worst moment beside its tree
+# nodes and the optimizer's state: weights, autograd's gradients and what they are made of, the
+# averaged gradient, its squares in float64, the clipped one, the optimizer's temporaries.
+PARAMETER_VECTORS = 9
 OPTIMIZER_VECTORS = {"sgd": 0, "momentum": 1, "adamw": 2}
-# Allocator, code first used while training (autograd, BLAS), and the trace.
-FIXED_BYTES = 48 * 2**20
+# Floats per sample of the data set: the sample, what it is made of, its place in the epoch's order.
+DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Rank 0's share of `scenario` as system reference would give it, in a fresh process.
+    """A Memory event per rank: its share of `scenario` as system reference would give it.
 
-    SystemFailure if the process dies or takes longer than its deadline; UsageError for faults and
-    for options other than `budget_bytes`.
+    SystemFailure if a process dies or takes longer than its deadline; UsageError for a budget that
+    is not stated, and for what a share has not: stops, recorded values, memory of another device.
     """
     budget = scenario.options.get("budget_bytes")
-    if scenario.faults or set(scenario.options) != {"budget_bytes"} or type(budget) is not int:
+    if type(budget) is not int:
         raise UsageError(
-            f"faults={[fault.kind for fault in scenario.faults]} options={scenario.options!r} on "
-            "system memory: it takes no faults, and budget_bytes, a whole number, as only option"
+            f"options budget_bytes={budget!r} on system memory: use a whole number of bytes"
         )
-    command = [sys.executable, "-m", "entrenar_py.systems.memory"]
+    for name, honoured in (("stops", ()), ("detail", "digests"), ("backends", ("cpu",))):
+        if getattr(scenario, name) != honoured:
+            raise UsageError(
+                f"{name}={getattr(scenario, name)!r} on system memory: use {honoured!r}"
+            )
+    specs = models.model_of(scenario).specs
+    recorder = Recorder(scenario)
+    for rank in range(scenario.world_size):
+        estimate = estimate_bytes(scenario, rank, specs)
+        baseline, peak = _measured_apart(scenario, rank)
+        recorder.emit(
+            trace.Memory(
+                rank=rank,
+                backend=scenario.backend_of(rank),
+                baseline_bytes=baseline,
+                peak_bytes=peak,
+                estimate_bytes=estimate,
+                budget_bytes=budget,
+            )
+        )
+    return recorder.finish(status="completed")
+
+
+def estimate_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
+    """Bytes that the share of worker `rank` will need on top of the interpreter and its libraries.
+
+    Source: distributed-training-v1, F-HET-002.
+    """
+    trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
+    others = sum(prod(spec.shape) for spec in specs) - trainable
+    vectors = (
+        PARAMETER_VECTORS
+        + OPTIMIZER_VECTORS[scenario.optimizer]
+        + _nodes_max(_run_of(scenario, rank))
+        + (_nodes_max(range(scenario.accumulation)) if scenario.accumulation > 1 else 0)
+    )
+    samples = -(-scenario.batch_size // (scenario.num_shards * scenario.accumulation))
+    floats = (
+        vectors * trainable
+        + 2 * others
+        + samples * _activations(scenario)
+        + scenario.num_samples * DATA_FLOATS[scenario.workload]
+    )
+    return FIXED_BYTES + FLOAT_BYTES * floats
+
+
+def _activations(scenario: Scenario) -> int:
+    """Floats that one sample needs in the forward and the backward pass."""
+    masks = 4 if scenario.dropout else 0
+    per_sample = {
+        "linear": 16,
+        "mlp": (10 + masks) * scenario.width + 256,
+        "decoder": 110_000 + masks * 5_000,
+    }
+    return per_sample[scenario.workload]
+
+
+def _nodes_max(run: Sequence[int]) -> int:
+    """The most nodes that `reduction.fold` holds at once: of the leaves before, and the next."""
+    return 1 + max(num_nodes(run[0], leaf) for leaf in run)
+
+
+def num_nodes(start: int, end: int) -> int:
+    """Into how few nodes of the reduction tree the shards `start` to `end - 1` fold."""
+    count = 0
+    while start < end:
+        longest = 1 << ((end - start).bit_length() - 1)
+        start += min(start & -start or longest, longest)  # a node starts at a multiple of its width
+        count += 1
+    return count
+
+
+def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
+    """The shards of worker `rank`."""
+    return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
+
+
+def _measured_apart(scenario: Scenario, rank: int) -> tuple[int, int]:
+    """`measure` in a fresh process."""
     try:
         child = subprocess.run(
-            command,
-            input=json.dumps(scenario.to_dict()),
+            [sys.executable, "-m", "entrenar_py.systems.memory"],
+            input=json.dumps({"scenario": scenario.to_dict(), "rank": rank}),
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SystemFailure(f"the worker's process took longer than {DEADLINE_S} s") from error
+        raise SystemFailure(
+            f"the process of rank {rank} took longer than {DEADLINE_S} s"
+        ) from error
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise SystemFailure(f"the worker's process exited with {child.returncode}: {last[0]}")
-    measured = json.loads(child.stdout.splitlines()[-1])
-    recorder = Recorder(scenario)
-    recorder.emit(
-        trace.Memory(
-            rank=0,
-            backend=scenario.backend_of(0),
-            budget_bytes=budget,
-            **measured,
-        )
-    )
-    return recorder.finish(status="completed")
+        raise SystemFailure(f"the process of rank {rank} exited with {child.returncode}: {last[0]}")
+    baseline, peak = json.loads(child.stdout.splitlines()[-1])
+    return baseline, peak
 
 
-def estimate_bytes(scenario: Scenario, num_parameters: int, activations: int) -> int:
-    """Bytes that one worker's share will need on top of the interpreter and its libraries.
-
-    `activations` is the number of floats that one sample keeps for its backward pass. The worker
-    holds at most log2(shards) + 1 nodes of the reduction tree.
-    """
-    nodes = (scenario.num_shards - 1).bit_length() + 1
-    vectors = PARAMETER_VECTORS + OPTIMIZER_VECTORS[scenario.optimizer] + nodes
-    shard = -(-scenario.batch_size // scenario.num_shards)
-    return FIXED_BYTES + FLOAT_BYTES * (vectors * num_parameters + shard * activations)
-
-
-def measure(scenario: Scenario) -> dict[str, int]:
-    """Does this process's share; baseline, peak and estimate in bytes."""
-    work(scenario.with_(width=8))  # loads what is loaded at first use
-    model = _model(scenario)
-    estimate = estimate_bytes(
-        scenario, layout.Layout(model.specs).num_trainable, activations=4 * scenario.width
-    )
+def measure(scenario: Scenario, rank: int) -> tuple[int, int]:
+    """Does this process's share; its resident bytes before, and the most during it."""
+    tiny = {"world_size": 1, "num_shards": 1, "batch_size": 1, "num_steps": 1, "width": 8}
+    work(scenario.with_(**tiny), 0)  # loads all code
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
     baseline = _peak_bytes()
-    work(scenario)
-    return {
-        "baseline_bytes": baseline,
-        "peak_bytes": _peak_bytes(),
-        "estimate_bytes": estimate,
-    }
+    work(scenario, rank)
+    return baseline, _peak_bytes()
 
 
-def work(scenario: Scenario) -> None:
-    """What worker 0 does in every step: its run of shards, its tree nodes, an optimizer step.
+def work(scenario: Scenario, rank: int) -> None:
+    """What worker `rank` does in every step: its run of shards, its tree nodes, an optimizer step.
 
-    The other workers' nodes never come, so the step is made on this worker's own mean: other
-    numbers, the same memory.
+    The other workers' nodes never come, so it steps on its own first node: other numbers, the same
+    memory. Every step sees the first batch.
     """
-    model = _model(scenario)
+    model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
-    linear = backends.open_backend(scenario.backend_of(0)).linear
+    linear = backends.open_backend(scenario.backend_of(rank)).linear
     replica = engine.Engine(model, linear, model.initial(scenario.rng("initial")), scale=scale)
     state = optimizer.initial_state(scenario.optimizer, replica.layout.num_trainable)
-    rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
-    shards = sharding.cut(range(scenario.batch_size), scenario.num_shards)
-    run = sharding.runs(range(scenario.num_shards), range(scenario.world_size))[0]
-    for _ in range(scenario.num_steps):
-        leaves = (
-            reduction.Node(
-                0, shard, *replica.shard(shards[shard], accumulation=1, drop=dropout.none)
-            )
-            for shard in run
+    visit = sharding.order(scenario.num_samples, scenario.rng("order", 0))
+    ids = sharding.batch(visit, sharding.Position(), scenario.batch_size)
+    for step in range(scenario.num_steps):
+        node = _share(scenario, rank, replica, step, ids)[0]
+        average = optimizer.mean(node.vector, model.weight(ids) * scale)
+        _step(scenario, replica, state, average, step)
+
+
+def _share(
+    scenario: Scenario, rank: int, replica: engine.Engine, step: int, ids: sharding.Ids
+) -> list[reduction.Node]:
+    """What worker `rank` sends in `step`."""
+    shards = sharding.cut(ids, scenario.num_shards)
+
+    def leaf(shard: int) -> reduction.Node:
+        drop = dropout.Dropout(scenario.dropout, scenario.rng("dropout", step, shard))
+        vector, loss, weight = replica.shard(
+            shards[shard],
+            accumulation=scenario.accumulation,
+            drop=drop if scenario.dropout else dropout.none,
         )
-        node = reduction.fold(leaves, scenario.num_shards)[0]
-        average = optimizer.mean(node.vector, node.weight * scale)
-        gradient = average[: replica.layout.num_trainable]
-        optimizer.step(rule, replica.parameters, gradient, state, scenario.learning_rate)
+        return reduction.Node(0, shard, vector, loss, weight)
+
+    return reduction.fold(map(leaf, _run_of(scenario, rank)), scenario.num_shards)
 
 
-def _model(scenario: Scenario) -> workload.Workload:
-    return workload.build(
-        scenario.workload,
-        num_samples=scenario.num_samples,
-        width=scenario.width,
-        data=scenario.rng("data"),
+def _step(
+    scenario: Scenario,
+    replica: engine.Engine,
+    state: optimizer.State,
+    average: Array,
+    step: int,
+) -> None:
+    rate = schedule.learning_rate(
+        step,
+        peak=scenario.learning_rate,
+        kind=scenario.schedule,
+        warmup_steps=scenario.warmup_steps,
+        num_steps=scenario.num_steps,
     )
+    rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
+    gradient = average[: replica.layout.num_trainable]
+    clipped = optimizer.clip(gradient, optimizer.norm_l2(gradient), scenario.clip_norm)
+    optimizer.step(rule, replica.parameters, clipped, state, rate)
+    replica.average_buffers(average)
 
 
 def _peak_bytes() -> int:
@@ -148,7 +221,14 @@ def _peak_bytes() -> int:
     raise SystemFailure("/proc/self/status has no VmHWM line: peak memory can't be read here")
 
 
+def main() -> None:
+    """Reads a scenario and a rank from standard input, prints what `measure` gives."""
+    asked = json.load(sys.stdin)
+    scenario = Scenario.from_dict(asked["scenario"])
+    torch.set_num_threads(1)  # as in `systems.run`
+    with mutants.planted(scenario.mutant):
+        print(json.dumps(measure(scenario, asked["rank"])))
+
+
 if __name__ == "__main__":
-    asked = Scenario.from_dict(json.load(sys.stdin))
-    with mutants.planted(asked.mutant):
-        print(json.dumps(measure(asked)))
+    main()

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import backends, trace
-from entrenar_py.errors import UsageError
+from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import membership, models
+from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import (
     checkpoint,
@@ -28,29 +29,16 @@ from entrenar_py.training import (
     reduction,
     schedule,
     sharding,
-    workload,
 )
 from entrenar_py.training.tensors import Array
 
-FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
-
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says. UsageError if it names a fault this system can't inject."""
-    for fault in scenario.faults:
-        if fault.kind not in FAULTS:
-            raise UsageError(
-                f"fault kind={fault.kind!r} on system reference: it can inject {', '.join(FAULTS)}"
-            )
+    """Trains as `scenario` says; it promises the same bits where all compute on one backend."""
     trainer = Trainer(scenario)
     status = trainer.train()
-    return trainer.recorder.finish(promises=promises(scenario), status=status)
-
-
-def promises(scenario: Scenario) -> tuple[str, ...]:
-    """`bitwise` where all workers compute on one backend; kernels of two round differently."""
-    backends_used = {scenario.backend_of(rank) for rank in range(scenario.world_size)}
-    return ("bitwise",) if len(backends_used) == 1 else ()
+    promises = ("bitwise",) if trainer.devices.alike else ()
+    return trainer.recorder.finish(promises=promises, status=status)
 
 
 @dataclass
@@ -68,12 +56,8 @@ class Trainer:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.recorder = Recorder(scenario)
-        self.workload = workload.build(
-            scenario.workload,
-            num_samples=scenario.num_samples,
-            width=scenario.width,
-            data=scenario.rng("data"),
-        )
+        self.devices = Devices(scenario, self.recorder)
+        self.workload = models.model_of(scenario)
         self.layout = layout.Layout(self.workload.specs)
         self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
         self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
@@ -81,7 +65,8 @@ class Trainer:
         self.schedule_step = 0
         self._visit: tuple[int, sharding.Ids] | None = None
         initial = self.workload.initial(scenario.rng("initial"))
-        self.workers = {rank: self._worker(rank, initial) for rank in self._initial_ranks()}
+        ranks = membership.initial_ranks(scenario)
+        self.workers = {rank: self._worker(rank, initial) for rank in ranks}
 
     def train(self) -> str:
         """Runs all steps; `completed`, or `halted` if a non-finite value stopped it."""
@@ -212,22 +197,8 @@ class Trainer:
 
     # --- membership, faults, checkpoints --------------------------------------------------------
 
-    def _initial_ranks(self) -> list[int]:
-        """Everyone but those who are first heard of when they join."""
-        moves = [fault for fault in self.scenario.faults if fault.kind in ("join", "leave")]
-        moves.sort(key=lambda fault: (fault.step, fault.kind))  # of one step, joins come first
-        first = {fault.rank: fault.kind for fault in reversed(moves)}
-        ranks = [r for r in range(self.scenario.world_size) if first.get(r) != "join"]
-        if not ranks:
-            raise UsageError("faults join for every rank: leave one worker there to start with")
-        return ranks
-
     def _leave(self, fault: Fault, step: int) -> int:
         rank = self._rank_of(fault)
-        if rank not in self.workers:
-            raise UsageError(f"fault leave rank={rank} step={step}: that worker is not there")
-        if len(self.workers) == 1:
-            raise UsageError(f"fault leave rank={rank} step={step}: no other worker would be left")
         del self.workers[rank]
         self._record_fault(fault, step)
         self.recorder.emit(
@@ -237,8 +208,6 @@ class Trainer:
 
     def _join(self, fault: Fault, step: int) -> None:
         rank = self._rank_of(fault)
-        if rank in self.workers:
-            raise UsageError(f"fault join rank={rank} step={step}: that worker is there already")
         donor = next(iter(self.workers.values()))
         worker = self._worker(rank, donor.replica.arrays)
         worker.state = {name: vector.copy() for name, vector in donor.state.items()}
@@ -259,9 +228,9 @@ class Trainer:
             if fault.kind == "non_finite_loss":
                 loss = value
             else:
-                part = self.layout.trainable[fault.tensor or next(iter(self.layout.trainable))]
+                tensor, element = models.place_of(fault, self.workload)
                 times = count * self.scale if fault.kind == "huge_gradient" else 1.0
-                vector[part.start + (fault.element or 0)] = value * times
+                vector[self.layout.trainable[tensor].start + element] = value * times
             self._record_fault(fault, step, worker.rank, shard)
         return loss
 
@@ -296,7 +265,7 @@ class Trainer:
     # --- small things ---------------------------------------------------------------------------
 
     def _worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
-        linear = backends.open_backend(self.scenario.backend_of(rank)).linear
+        linear = self.devices.of(rank).linear
         replica = engine.Engine(self.workload, linear, tensors, scale=self.scale)
         state = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
         return Worker(rank, replica, state)

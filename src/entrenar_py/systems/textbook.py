@@ -16,25 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import backends, trace
-from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
+from entrenar_py import trace
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import textbook_replica
+from entrenar_py.systems import membership, models, textbook_faults, textbook_replica
+from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.systems.textbook_replica import Replica, Setup
-from entrenar_py.training import dropout, engine, sharding, workload
-
-FAULTS = ("non_finite_gradient", "non_finite_loss", "leave")
+from entrenar_py.training import dropout, engine, sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says. UsageError if it names a fault this system can't inject."""
-    for fault in scenario.faults:
-        if fault.kind not in FAULTS:
-            raise UsageError(
-                f"fault kind={fault.kind!r} on system textbook: it can inject {', '.join(FAULTS)}"
-            )
+    """Trains as `scenario` says."""
     recorder = Recorder(scenario)
     status = train(scenario, recorder)
     return recorder.finish(status=status)
@@ -42,14 +34,9 @@ def run(scenario: Scenario) -> trace.Trace:
 
 def train(scenario: Scenario, recorder: Recorder) -> str:
     """The whole run; `completed` or `halted`."""
-    model = workload.build(
-        scenario.workload,
-        num_samples=scenario.num_samples,
-        width=scenario.width,
-        data=scenario.rng("data"),
-    )
-    setup = Setup(scenario, model, recorder)
-    replicas = [textbook_replica.build_replica(setup, rank) for rank in range(scenario.world_size)]
+    setup = Setup(scenario, models.model_of(scenario), recorder, Devices(scenario, recorder))
+    ranks = membership.initial_ranks(scenario)
+    replicas = [textbook_replica.build_replica(setup, rank) for rank in ranks]
     textbook_replica.broadcast(replicas)
     position = sharding.Position()
     for replica in replicas:
@@ -57,9 +44,8 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
     for step in range(scenario.num_steps):
         if step in scenario.stops:
             replicas, position = stop_and_resume(setup, replicas, step, position)
-        replicas = [r for r in replicas if not leaves(setup, r.rank, step)]
-        if not replicas:
-            raise UsageError(f"faults leave at step {step}: no worker would be left")
+        replicas = textbook_faults.join(setup, replicas, step, position)
+        replicas = textbook_faults.leave(setup, replicas, step)
         ids = global_batch(setup, position)
         if not train_step(setup, replicas, step, position.epoch, ids):
             return "halted"
@@ -71,7 +57,7 @@ def global_batch(setup: Setup, position: sharding.Position) -> sharding.Ids:
     """The samples of this step, over all ranks."""
     scenario = setup.scenario
     visit = sharding.order(scenario.num_samples, order_rng(scenario, position.epoch))
-    return sharding.batch(visit, position, scenario.batch_size)
+    return visit[position.offset : position.offset + scenario.batch_size]
 
 
 def order_rng(scenario: Scenario, epoch: int) -> np.random.Generator:
@@ -81,7 +67,12 @@ def order_rng(scenario: Scenario, epoch: int) -> np.random.Generator:
 
 def local_batch(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
     """What the rank at `index` of `num_ranks` takes of the global batch."""
-    return sharding.cut(ids, num_ranks)[index]
+    return split(ids, num_ranks)[index]
+
+
+def split(ids: sharding.Ids, num_parts: int) -> list[sharding.Ids]:
+    """`ids` in order in parts that differ by at most one sample, the larger ones first."""
+    return [part.tolist() for part in np.array_split(np.asarray(ids, np.int64), num_parts)]
 
 
 def train_step(
@@ -89,14 +80,12 @@ def train_step(
 ) -> bool:
     """Forward and backward on every rank, one sum over ranks, one optimizer step; False on halt."""
     weight = float(setup.model.weight(ids))
-    losses = [0.0] * len(replicas)
     shards: list[trace.Shard] = []
     for index, replica in enumerate(replicas):
         local = local_batch(ids, index, len(replicas))
         zero_grad(replica)
-        for micro, part in enumerate(sharding.cut(local, setup.scenario.accumulation)):
+        for micro, part in enumerate(split(local, setup.scenario.accumulation)):
             shards.append(micro_step(setup, replica, step, epoch, micro, part, weight))
-            losses[index] += shards[-1].loss_sum
     culprit = non_finite_shard(shards)
     if culprit is not None:
         setup.recorder.emit(
@@ -133,14 +122,15 @@ def micro_step(
 ) -> trace.Shard:
     """Adds one micro-batch's share of the global mean gradient to `.grad`."""
     scenario = setup.scenario
-    drop = dropout.Dropout(scenario.dropout, replica.rng) if scenario.dropout else None
+    drop = masks(setup, replica, step, ids)
+    faults = textbook_faults.MicroBatchFaults(setup, replica, step, micro, ids)
     loss_sum = 0.0
     if len(ids):
-        linear = backends.open_backend(scenario.backend_of(replica.rank)).linear
+        linear = setup.devices.of(replica.rank).linear
         loss = setup.model.loss_sum(replica.tensors, ids, linear=linear, drop=drop or dropout.none)
         backward(loss, weight, setup, ids)
         loss_sum = loss.item()
-    loss_sum = inject(setup, replica, step, micro, loss_sum)
+    loss_sum = faults.apply(loss_sum, len(ids) / weight)
     shard = trace.Shard(
         step=step,
         epoch=epoch,
@@ -154,6 +144,20 @@ def micro_step(
     )
     setup.recorder.emit(shard)
     return shard
+
+
+def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropout.Dropout | None:
+    """Dropout from the rank's own stream; on a single device from the streams of the logical
+    shards, which makes it the oracle of trainers that key dropout by shard.
+    """
+    scenario = setup.scenario
+    if not scenario.dropout:
+        return None
+    if scenario.world_size > 1 or scenario.accumulation > 1:
+        return dropout.Dropout(scenario.dropout, replica.rng)
+    shards = enumerate(sharding.cut(ids, scenario.num_shards))
+    streams = [(scenario.rng("dropout", step, shard), len(part)) for shard, part in shards]
+    return dropout.Dropout(scenario.dropout, dropout.ShardStreams(streams))
 
 
 def backward(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
@@ -242,10 +246,11 @@ def grad_norm(setup: Setup, replica: Replica) -> float:
 
 
 def clip(setup: Setup, replica: Replica) -> None:
-    """Clips the reduced gradient, in place."""
+    """Clips the reduced gradient, in place, by its float64 norm: in float32 squares overflow."""
     if setup.scenario.clip_norm is not None:
         tensors = [replica.tensors[name] for name in setup.trainable]
-        torch.nn.utils.clip_grad_norm_(tensors, setup.scenario.clip_norm)
+        norm = torch.tensor(grad_norm(setup, replica), dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(tensors, setup.scenario.clip_norm, norm)
 
 
 def optimizer_step(replica: Replica) -> None:
@@ -256,43 +261,6 @@ def optimizer_step(replica: Replica) -> None:
 def scheduler_step(setup: Setup, replica: Replica) -> None:
     """One scheduler step per optimizer step."""
     replica.scheduler.step()
-
-
-def leaves(setup: Setup, rank: int, step: int) -> bool:
-    """Whether `rank` leaves the run before it computes `step`; its samples go to the others."""
-    for fault in setup.scenario.faults:
-        if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
-            setup.recorder.emit(trace.Injected(fault=fault.to_dict(), step=step, rank=rank))
-            setup.recorder.emit(trace.Membership(step=step, rank=rank, change="left"))
-            return True
-    return False
-
-
-def inject(setup: Setup, replica: Replica, step: int, micro: int, loss_sum: float) -> float:
-    """Applies the scenario's non-finite faults to this rank; the loss as it is afterwards."""
-    for fault in setup.scenario.faults:
-        if fault.value is None or micro or not _meant(fault, step, replica.rank):
-            continue
-        if fault.kind == "non_finite_loss":
-            loss_sum = float(fault.value)
-        else:
-            name = fault.tensor or setup.trainable[0]
-            gradient = gradient_of(replica, name)
-            gradient.view(-1)[fault.element or 0] = float(fault.value)
-            replica.tensors[name].grad = gradient  # a rank without samples had none
-        setup.recorder.emit(
-            trace.Injected(
-                fault=fault.to_dict(),
-                step=step,
-                rank=replica.rank,
-                shard=replica.rank * setup.scenario.accumulation,
-            )
-        )
-    return loss_sum
-
-
-def _meant(fault: Fault, step: int, rank: int) -> bool:
-    return fault.step == step and (fault.rank or 0) == rank
 
 
 def stop_and_resume(

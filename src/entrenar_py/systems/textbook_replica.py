@@ -13,6 +13,7 @@ from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import checkpoint, schedule, sharding, workload
 
@@ -35,6 +36,7 @@ class Setup:
     scenario: Scenario
     model: workload.Workload
     recorder: Recorder
+    devices: Devices
 
     @property
     def trainable(self) -> list[str]:

@@ -153,7 +153,8 @@ class LinearRegression:
             prediction = linear(torch.from_numpy(x[:, None]), tensors["weight"], tensors["bias"])
             error = prediction.numpy()[:, 0] - y
             slope = np.float32(2 * scale) * error
-            return float((error * error).sum()), [(slope * x).sum(), slope.sum()]
+            gradients = [(slope * x).sum(keepdims=True)[None], slope.sum(keepdims=True)]
+            return float((error * error).sum()), gradients  # [1, 1] and [1]
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
         return {}

@@ -1,0 +1,114 @@
+"""Bugs of what a worker on a device sends, on a stand-in: gradients that are not as declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py.mutants import Variant
+from entrenar_py.scenario import Scenario
+from entrenar_py.training import workload
+from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+
+from .devices import OPEN, StandIn, standing_in
+from .subjects import TRAINING
+
+_gradients = workload.DigitClassifier.gradients
+
+
+def sending(change: Callable[[list[Array]], list[Array]]) -> Callable[..., Any]:
+    """`gradients`, with `change` applied to what a worker on the stand-in sends."""
+
+    def gradients(
+        self: workload.DigitClassifier,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+        scale: float,
+    ) -> tuple[float, list[Array]]:
+        loss, arrays = _gradients(self, tensors, ids, linear=linear, drop=drop, scale=scale)
+        on_stand_in = isinstance(getattr(linear, "__self__", None), StandIn)
+        return loss, change(arrays) if on_stand_in else arrays
+
+    return gradients
+
+
+def halved(arrays: list[Array]) -> list[Any]:
+    """Gradients of biases in half precision."""
+    return [array.astype(np.float16) if array.ndim == 1 else array for array in arrays]
+
+
+_MANIFEST = Scenario(
+    system="manifest", workload="mlp", world_size=1, seed=0, backends=("cpu", "wgpu")
+)
+
+
+def _sent(
+    name: str, summary: str, change: Callable[[list[Array]], list[Array]], tensor: str
+) -> Variant:
+    """A mutant of what a worker on a device sends; `tensor` is the first that shows it."""
+    return Variant(
+        name=name,
+        summary=summary,
+        source="classic",
+        plants={
+            OPEN: standing_in(),
+            f"{TRAINING}.workload.DigitClassifier.gradients": sending(change),
+        },
+        scenario=_MANIFEST,
+        invariants=("F-HET-001",),
+        place={"tensor": tensor},
+    )
+
+
+VARIANTS = (
+    Variant(
+        name="manifest-dtype",
+        summary="one backend's linear layer answers in float64, and its gradients follow",
+        source="classic",
+        plants={OPEN: standing_in(linear_dtype=torch.float64)},
+        scenario=_MANIFEST.with_(workload="linear"),
+        invariants=("F-HET-001",),
+        place={
+            "tensor": "weight",
+            "expected": "('weight', (1, 1), 'float32')",
+            "got": "('weight', (1, 1), 'float64')",
+        },
+    ),
+    _sent(
+        "manifest-half",
+        "a device keeps the gradients of biases in half precision",
+        halved,
+        "hidden1.bias",
+    ),
+    _sent(
+        "manifest-order",
+        "a device sends its gradients from the last layer to the first",
+        lambda arrays: arrays[::-1],
+        "hidden1.weight",
+    ),
+    _sent(
+        "manifest-transposed",
+        "a device sends matrices as it keeps them, columns first",
+        lambda arrays: [array.T for array in arrays],
+        "hidden1.weight",
+    ),
+    _sent(
+        "manifest-flat",
+        "a device sends every gradient as a flat vector",
+        lambda arrays: [array.reshape(-1) for array in arrays],
+        "hidden1.weight",
+    ),
+    _sent(
+        "manifest-missing",
+        "a device leaves the last bias out",
+        lambda arrays: arrays[:-1],
+        "output.bias",
+    ),
+)

@@ -1,0 +1,87 @@
+"""Who took part when, and what a resume undid; judges nothing.
+
+The events of a trace are taken to be in the order of time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from entrenar_py.trace import Event, Membership, Saved, Shard, Start, Trace, Update
+
+
+class Stay(NamedTuple):
+    """The steps from `first` up to, but without, `end`: a rank was there."""
+
+    first: int
+    end: float
+
+
+def standing(trace: Trace) -> Trace:
+    """`trace` without what a resume undid: who goes back to a checkpoint makes its steps again.
+
+    A resumed start before step s voids what its rank recorded earlier of step s and later; and of
+    those who had left by then, since they can't void their own. Faults, halts and departures
+    happened all the same and stay.
+    """
+    if not any(start.resumed for start in trace.of(Start)):
+        return trace
+    gone: set[int] = set()
+    kept: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Start):
+            gone.discard(event.rank)
+            if event.resumed:
+                ranks = {event.rank, *gone}
+                kept = [one for one in kept if not _undone(one, ranks, event.step)]
+        elif isinstance(event, Membership) and event.change == "left":
+            gone.add(event.rank)
+        kept.append(event)
+    return replace(trace, events=tuple(kept))
+
+
+def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
+    """Whether `event` is of one of `ranks`, and later than the state before step `back_to`."""
+    if isinstance(event, Shard | Update):
+        return event.rank in ranks and event.step >= back_to
+    if isinstance(event, Start | Saved):
+        return event.rank in ranks and event.step > back_to
+    return False
+
+
+def stays(trace: Trace) -> dict[int, list[Stay]]:
+    """Rank -> when it was there: from each start until it left. Without those that never started.
+
+    Where others go back to an earlier step, who had left by then is not there when it is made
+    again.
+    """
+    found: dict[int, list[Stay]] = {}
+    for event in standing(trace).events:
+        if isinstance(event, Start):
+            if event.resumed:
+                found = {rank: _cut(of_rank, event.step) for rank, of_rank in found.items()}
+            of_rank = found.setdefault(event.rank, [])
+            if not of_rank or of_rank[-1].end < math.inf:
+                of_rank.append(Stay(event.step, math.inf))
+        elif isinstance(event, Membership) and event.change == "left":
+            of_rank = found.get(event.rank, [])
+            if of_rank and of_rank[-1].end == math.inf:
+                of_rank[-1] = of_rank[-1]._replace(end=event.step)
+    return found
+
+
+def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
+    """Stays that are over end by `step` at the latest; an open one stays open."""
+    return [one if one.end == math.inf else one._replace(end=min(one.end, step)) for one in of_rank]
+
+
+def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
+    """The ranks that were there when `step` was made."""
+    return {
+        rank
+        for rank, of_rank in stays_of.items()
+        if any(one.first <= step < one.end for one in of_rank)
+    }

@@ -1,0 +1,125 @@
+"""Who checks the checker: every planted bug against the clauses that claim to see it.
+
+A mutant is killed when such a clause is falsified, and for the right reason only when the finding
+names the planted place. Benign variants must leave every clause they are tried on held, and may
+make no clause alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+
+from entrenar_py import checks, contract, mutants, shipped
+from entrenar_py.contract import Invariant
+from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.kill_matrix import tables
+from entrenar_py.kill_matrix.page import markdown
+from entrenar_py.kill_matrix.rows import Row, all_right, summary
+from entrenar_py.mutants import Variant
+from entrenar_py.reports import terminal
+from entrenar_py.runner import Runner
+
+__all__ = [
+    "Row",
+    "all_right",
+    "invariants",
+    "judges",
+    "markdown",
+    "run",
+    "show",
+    "summary",
+    "unknown_mutants",
+]
+
+
+def invariants() -> dict[str, Invariant]:
+    """Every clause of the shipped contracts that a check decides, by id.
+
+    Raises ContractError if a clause names a mutant that the catalogue has not.
+    """
+    loaded = [
+        contract.load(path, covers=lambda clause: checks.bind(clause) is not None)
+        for path in shipped.shipped_contracts()
+    ]
+    clauses = [clause for one in loaded for clause in one.invariants]
+    unknown = unknown_mutants(clauses)
+    if unknown:
+        raise ContractError(unknown)
+    return {clause.id: clause for clause in clauses if checks.bind(clause)}
+
+
+def unknown_mutants(clauses: Sequence[Invariant]) -> list[str]:
+    """A line `file:line:column: ...` for each name in `mutants` that no planted bug has."""
+    known = [variant.name for variant in mutants.catalogue().values() if not variant.benign]
+    return [
+        f"{clause.position}: clause {clause.id}: mutants: {name!r} is no planted bug; "
+        f"known are {', '.join(known)}"
+        for clause in clauses
+        for name in clause.mutants
+        if name not in known
+    ]
+
+
+def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
+    """The ids of the clauses that judge `variant`, each once.
+
+    A mutant: those it names, and those that name it. A benign variant: those it is tried on, and
+    every other one whose check makes sense of any training.
+    """
+    if variant.benign:
+        others = [name for name, clause in invariants.items() if _explores(clause)]
+        return list(dict.fromkeys((*variant.tried, *others)))
+    claiming = [name for name, clause in invariants.items() if variant.name in clause.mutants]
+    return list(dict.fromkeys((*variant.invariants, *claiming)))
+
+
+def run(
+    variants: Sequence[Variant],
+    invariants: Mapping[str, Invariant],
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """A row for each variant and each clause that judges it; `on_row` hears of each at once.
+
+    Raises UsageError for a clause that is not among `invariants`.
+    """
+    runner = Runner()
+    rows = []
+    for variant in variants:
+        for wanted in judges(variant, invariants):
+            if wanted not in invariants:
+                raise UsageError(
+                    f"variant {variant.name}: clause {wanted!r} is not in the contracts; "
+                    f"they have {', '.join(invariants)}"
+                )
+            clause = invariants[wanted]
+            check = checks.bind(clause)
+            assert check is not None, "invariants() gives no other"
+            finding = runner.try_scenario(clause, check, variant.subject())
+            rows.append(Row(variant=variant, invariant=wanted, finding=finding))
+            on_row(rows[-1])
+    return rows
+
+
+def show(console: Console) -> int:
+    """Runs the whole matrix and prints it to `console`; 0 if all is right, 1 if not."""
+    with console.status("planting bugs") as status:
+        rows = run(
+            list(mutants.catalogue().values()),
+            invariants(),
+            on_row=lambda row: status.update(f"{row.variant.name} against {row.invariant}"),
+        )
+    for table in (tables.mutants(rows), tables.benign(rows)):
+        terminal.print_table(console, table)
+    console.print(summary(rows), soft_wrap=True)
+    for row in rows:
+        if not row.right:
+            line = f"{row.variant.name}, {row.invariant}: {row.complaint}"
+            console.print(line, markup=False, soft_wrap=True)
+    return 0 if all_right(rows) else 1
+
+
+def _explores(clause: Invariant) -> bool:
+    check = checks.bind(clause)
+    return check is not None and check.explores

@@ -1,0 +1,92 @@
+"""The kill matrix as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from entrenar_py.kill_matrix import rows as matrix
+from entrenar_py.kill_matrix.rows import Row
+
+# Bugs known from elsewhere that no data-parallel trainer can have: what they need, and their names.
+NOT_EXPRESSIBLE: Mapping[str, str] = {
+    "tensor parallelism": "CLIP-TP-RANK, CLIP-COUNT, TP-PARTIAL, SP-LN-AVG, DISPATCH-DP",
+    "pipeline stages": "TIED-PP, PP-GAS-POW, CKPT-RESHARD-NAME",
+    "experts": "EP-SCALE",
+    "a sharded average of the weights": "EMA-SHARD",
+}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The whole page; the same on every machine where all is right."""
+    return "\n".join(_lines(rows)) + "\n"
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield "# The kill matrix"
+    yield ""
+    yield "<!-- Written by `make docs`; a test says when it is out of date. -->"
+    yield ""
+    yield (
+        "A check that can't fail is worth nothing. So bugs are planted in the trainers, most of "
+        "them bugs that shipped in well-known projects, and each must be *killed*: every clause "
+        "whose `mutants` name it is falsified, and the finding names the planted place. Trainers "
+        "that are right in another way must leave every check silent. `entrenar-check --mutants` "
+        "runs all of it; the code is in `falsification/`."
+    )
+    yield ""
+    yield f"{matrix.summary(rows)}."
+    yield ""
+    yield "## Mutants"
+    yield ""
+    yield "| mutant | bug | source | clause | verdict | planted and found at | place |"
+    yield "|---|---|---|---|---|---|---|"
+    yield from map(_mutant_line, matrix.of_mutants(rows))
+    yield ""
+    yield "## Benign variants"
+    yield ""
+    yield (
+        "Each is judged by every clause whose check explores random scenarios. Inconclusive: the "
+        "run has nothing that the clause compares, for instance no stop to resume from."
+    )
+    yield ""
+    yield "| variant | what it does | held | inconclusive | wrong |"
+    yield "|---|---|---|---|---|"
+    yield from map(_benign_line, matrix.of_benign(rows).values())
+    yield ""
+    yield "## Not expressible here"
+    yield ""
+    yield "Bugs that need what a data-parallel trainer does not have:"
+    yield ""
+    for what, names in NOT_EXPRESSIBLE.items():
+        yield f"- {what}: {names}"
+
+
+def _mutant_line(row: Row) -> str:
+    variant = row.variant
+    return _line(
+        f"`{variant.name}`",
+        variant.summary,
+        variant.source,
+        row.invariant,
+        row.outcome,
+        matrix.planted(variant),
+        "right" if row.place_right else "**wrong**",
+    )
+
+
+def _benign_line(tried: Sequence[Row]) -> str:
+    return _line(
+        f"`{tried[0].variant.name}`",
+        tried[0].variant.summary,
+        _ids(row.invariant for row in tried if row.silent),
+        _ids(row.invariant for row in tried if row.right and not row.silent),
+        _ids(f"**{row.invariant} {row.outcome}**" for row in tried if not row.right),
+    )
+
+
+def _ids(found: Iterator[str]) -> str:
+    return ", ".join(sorted(found)) or "none"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,104 @@
+"""What the kill matrix is made of: one variant as one clause judged it, and when that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entrenar_py.mutants import Variant
+from entrenar_py.verdict import Counterexample, Finding, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant judged by one clause."""
+
+    variant: Variant
+    invariant: str
+    finding: Finding
+
+    @property
+    def killed(self) -> bool:
+        """Whether the clause was falsified; a crashed run is inconclusive and kills nothing."""
+        return self.finding.verdict is Verdict.FALSIFIED
+
+    @property
+    def silent(self) -> bool:
+        """Whether the clause held, with something compared."""
+        return self.finding.verdict is Verdict.HELD
+
+    @property
+    def place_right(self) -> bool:
+        """Whether the counterexample names the planted place, in every field that is known."""
+        found = self.finding.counterexample
+        return found is not None and all(
+            getattr(found, name) == value for name, value in self.variant.place.items()
+        )
+
+    @property
+    def right(self) -> bool:
+        """A mutant killed for the right reason, or a benign variant left alone.
+
+        A benign variant must be held by the clauses it is tried on. Every other clause may have
+        nothing to compare in so small a run, but may not alarm.
+        """
+        if not self.variant.benign:
+            return self.killed and self.place_right
+        return self.silent or not (self.killed or self.invariant in self.variant.tried)
+
+    @property
+    def outcome(self) -> str:
+        """In a word: `killed`, `SURVIVED`, or the verdict on a benign variant, shouted if wrong."""
+        if not self.variant.benign:
+            return "killed" if self.killed else "SURVIVED"
+        verdict = self.finding.verdict
+        return str(verdict) if self.right else verdict.upper()
+
+    @property
+    def complaint(self) -> str:
+        """Why a row is not right."""
+        if self.killed and not self.variant.benign:
+            found = self.finding.counterexample
+            pointed = "nothing" if found is None else found.place() or found.message
+            return f"the finding points at {pointed}, planted was {planted(self.variant)}"
+        return self.finding.reason or "no check saw it"
+
+
+def planted(variant: Variant) -> str:
+    """The planted place as a counterexample would name it."""
+    place = Counterexample(message="", **variant.place)
+    values = "" if place.got is None else f"{place.got} for {place.expected}"
+    return ", ".join(filter(None, (place.place(), values)))
+
+
+def of_mutants(rows: Sequence[Row]) -> list[Row]:
+    """The rows of planted bugs."""
+    return [row for row in rows if not row.variant.benign]
+
+
+def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each benign variant, by its name."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.variant.benign:
+            found.setdefault(row.variant.name, []).append(row)
+    return found
+
+
+def all_right(rows: Sequence[Row]) -> bool:
+    """Whether there are rows, and every mutant died where it should and nothing benign alarmed."""
+    return bool(rows) and all(row.right for row in rows)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """`70 of 70 mutants killed for the right reason, 20 of 20 benign variants silent`."""
+    right: dict[str, bool] = {}
+    for row in rows:
+        right[row.variant.name] = right.get(row.variant.name, True) and row.right
+    benign = of_benign(rows)
+    mutants = right.keys() - benign.keys()
+    killed, silent = (sum(right[name] for name in names) for names in (mutants, benign))
+    return (
+        f"{killed} of {len(mutants)} mutants killed for the right reason, "
+        f"{silent} of {len(benign)} benign variants silent"
+    )

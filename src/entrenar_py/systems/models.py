@@ -1,0 +1,47 @@
+"""The workload that a scenario names, and the places in it at which its faults strike."""
+
+from __future__ import annotations
+
+from math import prod
+
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.training import workload
+
+
+def model_of(scenario: Scenario) -> workload.Workload:
+    """The scenario's workload with its data; UsageError if there is none of that name or size."""
+    return workload.build(
+        scenario.workload,
+        num_samples=scenario.num_samples,
+        width=scenario.width,
+        data=scenario.rng("data"),
+    )
+
+
+def require_places(scenario: Scenario) -> None:
+    """Returns if the workload exists and every fault that names a place in it names a real one."""
+    model = model_of(scenario)
+    for fault in scenario.faults:
+        place_of(fault, model)
+
+
+def place_of(fault: Fault, model: workload.Workload) -> tuple[str, int]:
+    """The trainable tensor and the element of it, in C order, whose gradient `fault` strikes.
+
+    The first ones where it names none. Raises UsageError for a tensor that is not trained and an
+    element behind its end.
+    """
+    sizes = {spec.name: prod(spec.shape) for spec in model.specs if spec.role == "trainable"}
+    tensor, element = fault.tensor or next(iter(sizes)), fault.element or 0
+    if tensor not in sizes:
+        raise UsageError(
+            f"fault {fault.kind} tensor={tensor!r}: {model.name} trains {', '.join(sizes)}"
+        )
+    if element >= sizes[tensor]:
+        raise UsageError(
+            f"fault {fault.kind} element={element}: {tensor} of {model.name} has {sizes[tensor]} "
+            f"elements; use 0 to {sizes[tensor] - 1}"
+        )
+    return tensor, element

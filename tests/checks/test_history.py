@@ -1,0 +1,126 @@
+"""Who took part when, and what a resume undid."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from entrenar_py.checks import history
+from entrenar_py.checks.history import Stay
+from entrenar_py.trace import Event, Halt, Membership, Saved, Shard, Start, Trace, Update
+from tests.checks import traces
+from tests.checks.traces import hand_written, scenario
+
+
+def start(step: int, rank: int, *, resumed: bool = False) -> Start:
+    """A start of which nothing else matters."""
+    return Start(step=step, rank=rank, weights={}, resumed=resumed)
+
+
+def update(step: int, rank: int, loss: float = 1.0) -> Update:
+    """An update that its loss tells from others of its step."""
+    return Update(
+        step=step,
+        rank=rank,
+        loss=loss,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights={},
+    )
+
+
+def shard(step: int, rank: int) -> Shard:
+    """A shard without samples."""
+    return Shard(
+        step=step, epoch=0, rank=rank, shard=rank, ids=(), loss_sum=0.0, weight=0.0, finite=True
+    )
+
+
+def left(step: int, rank: int) -> Membership:
+    """Worker `rank` leaves."""
+    return Membership(step=step, rank=rank, change="left")
+
+
+def losses(trace: Trace) -> list[tuple[int, int, float]]:
+    """(step, rank, loss) of the updates that stand."""
+    return [(u.step, u.rank, u.loss) for u in history.standing(trace).of(Update)]
+
+
+def test_without_a_resume_everything_stands() -> None:
+    """The trace itself is given back."""
+    trace = traces.run(scenario())
+    assert history.standing(trace) is trace
+
+
+def test_a_planned_stop_undoes_nothing() -> None:
+    """A resume at the step that was reached leaves all events where they are."""
+    trace = traces.run(scenario(stops=(2, 4)))
+    assert history.standing(trace) == trace
+
+
+def test_a_rollback_voids_the_later_steps() -> None:
+    """Shards, updates, checkpoints and starts behind the checkpoint are void; halts are not."""
+    halt = Halt(step=3, reason="power cut")
+    voided: list[Event] = [
+        *(shard(2, 0), update(2, 0, 9.0), start(3, 0)),
+        Saved(step=3, rank=0, weights={}),
+    ]
+    before: list[Event] = [start(0, 0), update(1, 0), Saved(step=2, rank=0, weights={})]
+    after: list[Event] = [start(2, 0, resumed=True), update(2, 0)]
+    trace = hand_written(*before, *voided, halt, *after)
+    assert history.standing(trace) == hand_written(*before, halt, *after)
+
+
+def test_ranks_that_resume_one_after_the_other_keep_what_they_made_again() -> None:
+    """A rank that is back at work before another has resumed loses nothing by that."""
+    first = [update(2, rank, 9.0) for rank in (0, 1)]
+    again: list[Event] = [start(2, 0, resumed=True), update(2, 0)]
+    other: list[Event] = [start(2, 1, resumed=True), update(2, 1)]
+    assert losses(hand_written(*first, *again, *other)) == [(2, 0, 1.0), (2, 1, 1.0)]
+
+
+def test_who_left_before_the_rollback_loses_its_steps_too() -> None:
+    """A worker that died can't say that its steps are void; one that stayed says so itself."""
+    both = [update(step, rank, 9.0) for step in (1, 2) for rank in (0, 1)]
+    again: list[Event] = [start(2, 0, resumed=True), update(2, 0)]
+    stays = [(1, 0, 9.0), (1, 1, 9.0), (2, 1, 9.0), (2, 0, 1.0)]
+    assert losses(hand_written(*both, *again)) == stays
+    assert losses(hand_written(*both, left(3, 1), start(3, 1), *again)) == stays
+    gone = [stays[0], stays[1], stays[3]]
+    assert losses(hand_written(*both, left(3, 1), *again)) == gone
+    joined = Membership(step=3, rank=1, change="joined")
+    assert losses(hand_written(*both, left(3, 1), joined, *again)) == gone
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([start(0, 1)], [Stay(0, math.inf)]),
+        ([start(0, 1), start(4, 1, resumed=True)], [Stay(0, math.inf)]),
+        ([start(0, 1), left(2, 1), left(3, 1)], [Stay(0, 2)]),
+        ([start(0, 1), left(2, 1), start(4, 1)], [Stay(0, 2), Stay(4, math.inf)]),
+        ([start(0, 1), left(4, 1), start(3, 0, resumed=True)], [Stay(0, 3)]),
+        (
+            [start(0, 1), left(4, 1), start(3, 0, resumed=True), start(3, 1, resumed=True)],
+            [Stay(0, 3), Stay(3, math.inf)],
+        ),
+        ([start(0, 1), start(3, 0, resumed=True)], [Stay(0, math.inf)]),
+    ],
+)
+def test_stays(events: list[Event], expected: list[Stay]) -> None:
+    """From each start until it left; a rollback makes a departure earlier."""
+    assert history.stays(hand_written(*events))[1] == expected
+
+
+def test_who_never_started_has_no_stays() -> None:
+    """Neither an update nor a departure makes a rank known."""
+    assert history.stays(hand_written(update(0, 0), left(1, 0))) == {}
+
+
+def test_members_of_a_step() -> None:
+    """A rank is there from its first step on, and not in the one in which it left."""
+    stays = {0: [Stay(0, math.inf)], 1: [Stay(0, 2), Stay(4, math.inf)]}
+    there = [sorted(history.members(stays, step)) for step in range(6)]
+    assert there == [[0, 1], [0, 1], [0], [0], [0, 1], [0, 1]]

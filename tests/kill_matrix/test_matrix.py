@@ -1,0 +1,153 @@
+"""The whole matrix: every mutant dies where it was planted, every benign variant is left alone."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from entrenar_py import checks, kill_matrix, mutants, shipped
+from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.kill_matrix import Row
+from entrenar_py.mutants import Variant
+from entrenar_py.verdict import Finding
+from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified
+
+
+def test_every_mutant_is_killed_for_the_right_reason(matrix: list[Row]) -> None:
+    """Each clause a mutant names is falsified, at the planted place."""
+    planted = [row for row in matrix if not row.variant.benign]
+    assert len({row.variant.name for row in planted}) >= 50
+    wrong = [(row.variant.name, row.invariant, row.finding) for row in planted if not row.right]
+    assert wrong == []
+
+
+def test_every_benign_variant_is_silent(matrix: list[Row]) -> None:
+    """Each clause that a benign variant was tried on held, and no other one alarmed."""
+    harmless = [row for row in matrix if row.variant.benign]
+    assert len({row.variant.name for row in harmless}) >= 12
+    assert [(r.variant.name, r.invariant, r.finding) for r in harmless if not r.right] == []
+    tried = [row for row in harmless if row.invariant in row.variant.tried]
+    assert all(row.silent and row.finding.compared > 0 for row in tried)
+
+
+def test_every_clause_kills(matrix: list[Row]) -> None:
+    """There is no clause of the shipped contracts that has never been seen to fail."""
+    assert {row.invariant for row in matrix if row.killed} == set(kill_matrix.invariants())
+
+
+def test_every_training_clause_is_silent_on_something_right(matrix: list[Row]) -> None:
+    """A clause that holds on no benign variant would show nothing by its silence."""
+    training = {
+        name
+        for name, clause in kill_matrix.invariants().items()
+        if (check := checks.bind(clause)) is not None and check.explores
+    }
+    assert {row.invariant for row in matrix if row.variant.benign and row.silent} == training
+
+
+def test_contracts_and_catalogue_agree() -> None:
+    """A clause's `mutants` are the planted bugs that claim to break it, each once."""
+    claims = {
+        name: sorted(v.name for v in mutants.catalogue().values() if name in v.invariants)
+        for name in kill_matrix.invariants()
+    }
+    written = {name: sorted(clause.mutants) for name, clause in kill_matrix.invariants().items()}
+    assert written == claims
+    assert len(written) == 17
+    assert all(written.values())
+
+
+def test_a_mutant_is_judged_by_all_who_claim_it() -> None:
+    """By the clauses it names, and by those of the contract that name it, each once."""
+    clauses = {
+        name: replace(clause, mutants=("planted",) if name < "F-DP-003" else ())
+        for name, clause in kill_matrix.invariants().items()
+    }
+    assert kill_matrix.judges(MUTANT, clauses) == ["F-DP-001", "F-DP-002"]
+    assert kill_matrix.judges(replace(MUTANT, invariants=("F-TI-001",)), clauses) == [
+        *("F-TI-001", "F-DP-001", "F-DP-002")
+    ]
+
+
+def test_a_benign_variant_is_judged_by_every_clause_of_training() -> None:
+    """First by those it is tried on; never by those that probe one thing, not a training."""
+    tried = ("F-TI-008", "F-DP-001")
+    judges = kill_matrix.judges(replace(BENIGN, tried=tried), kill_matrix.invariants())
+    assert tuple(judges[:2]) == tried
+    assert len(judges) == len(set(judges)) == 13
+    assert not {"F-DP-004", "F-WGPU-001", "F-HET-001", "F-HET-002"} & set(judges)
+
+
+def test_a_name_that_no_planted_bug_has() -> None:
+    """A line per name, with the clause's place and what is known; a benign variant is no bug."""
+    clause = kill_matrix.invariants()["F-DP-001"]
+    assert kill_matrix.unknown_mutants([clause]) == []
+    lines = kill_matrix.unknown_mutants([replace(clause, mutants=("ddp-bypas", "buckets"))])
+    for name, line in zip(("ddp-bypas", "buckets"), lines, strict=True):
+        start = f"{clause.position}: clause F-DP-001: mutants: {name!r} is no planted bug; known"
+        assert line.startswith(f"{start} are ga-mean, ")
+        assert "ddp-bypass, " in line
+
+
+def test_a_contract_with_such_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalogue is not tried on a contract that asks for what it has not."""
+    original = shipped.contract_path("distributed-training-v1").read_text(encoding="utf-8")
+    path = tmp_path / "typing-error-v1.yaml"
+    path.write_text(original.replace("[shard-lost,", "[shard-losst,"), encoding="utf-8")
+    monkeypatch.setattr(shipped, "shipped_contracts", lambda: [path])
+    with pytest.raises(ContractError) as caught:
+        kill_matrix.invariants()
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}:")
+    assert "clause F-DP-006: mutants: 'shard-losst' is no planted bug" in problem
+
+
+def test_a_clause_that_no_contract_has() -> None:
+    """The message names the variant and what the contracts have."""
+    with pytest.raises(UsageError, match="variant planted: clause 'F-DP-001' is not in the"):
+        kill_matrix.run([MUTANT], {})
+
+
+def test_rows_are_told_as_they_come() -> None:
+    """`on_row` hears of each row, in order, those that the variant is tried on first."""
+    heard: list[Row] = []
+    variant = mutants.catalogue()["more-ranks-than-samples"]
+    rows = kill_matrix.run([variant], kill_matrix.invariants(), heard.append)
+    assert rows == heard
+    assert tuple(row.invariant for row in rows)[: len(variant.tried)] == variant.tried
+
+
+@pytest.mark.parametrize(
+    ("variant", "finding", "code", "words"),
+    [
+        (MUTANT, falsified(step=1, rank=0), 0, "1 of 1 mutants killed for the right reason"),
+        (MUTANT, falsified(step=2), 1, "points at step 2, planted was step 1, rank 0"),
+        (MUTANT, falsified(), 1, "points at broken, planted was step 1, rank 0"),
+        (MUTANT, HELD, 1, "planted, F-DP-001: no check saw it"),
+        (MUTANT, UNKNOWN, 1, "planted, F-DP-001: the run crashed"),
+        (BENIGN, HELD, 0, "1 of 1 benign variants silent"),
+        (BENIGN, falsified(step=0), 1, "harmless, F-DP-001: broken"),
+    ],
+)
+def test_show(
+    variant: Variant,
+    finding: Finding,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exit code is 0 only if all is right; what is not is explained, on a line of its own."""
+    clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())
+    monkeypatch.setattr(kill_matrix, "invariants", lambda: {clause.id: clause})
+    monkeypatch.setattr(mutants, "catalogue", lambda: {variant.name: variant})
+    monkeypatch.setattr("entrenar_py.runner.Runner.try_scenario", lambda *_: finding)
+    console = Console(file=io.StringIO(), width=40)
+    assert kill_matrix.show(console) == code
+    assert isinstance(console.file, io.StringIO)
+    assert words in console.file.getvalue()

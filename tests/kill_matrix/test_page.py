@@ -1,0 +1,37 @@
+"""The matrix as a page; that the page in docs/ is current is for tests/docs/test_generate.py."""
+
+from __future__ import annotations
+
+from entrenar_py import kill_matrix
+from entrenar_py.kill_matrix import page
+from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
+
+
+def test_what_went_wrong_is_marked() -> None:
+    """The page shows survivors, alarms and wrong places."""
+    rows = [
+        row(MUTANT, falsified(step=1, rank=0)),
+        row(MUTANT, HELD),
+        row(BENIGN, falsified(step=0)),
+        row(BENIGN, HELD, invariant="F-TI-001"),
+        row(BENIGN, HELD, invariant="F-DP-002"),
+        row(BENIGN, UNKNOWN, invariant="F-DP-006"),
+    ]
+    text = kill_matrix.markdown(rows)
+    assert "0 of 1 mutants killed for the right reason, 0 of 1 benign variants silent." in text
+    assert "| F-DP-001 | killed | step 1, rank 0 | right |" in text
+    assert "| F-DP-001 | SURVIVED | step 1, rank 0 | **wrong** |" in text
+    assert (
+        "| `harmless` | no bug | F-DP-002, F-TI-001 | F-DP-006 | **F-DP-001 FALSIFIED** |" in text
+    )
+
+
+def test_where_nothing_is_wrong_the_page_says_none() -> None:
+    """An empty cell could be an oversight."""
+    assert "| F-DP-001 | none | none |" in kill_matrix.markdown([row(BENIGN, HELD)])
+
+
+def test_what_can_not_be_planted_is_listed() -> None:
+    """Known bugs of other parallelisms are named with what they need."""
+    text = kill_matrix.markdown([])
+    assert all(f"- {what}: {names}" in text for what, names in page.NOT_EXPRESSIBLE.items())
