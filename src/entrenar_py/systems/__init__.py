@@ -63,7 +63,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "manifest": System(what="the gradients that each backend really produces"),
     "memory": System(
-        what="one worker's share in a process of its own, its memory measured",
+        what="each worker's share in a process of its own, its memory measured",
         options=("budget_bytes",),
     ),
 }

@@ -88,7 +88,7 @@ class Shard(Event):
 
     `shard` is the logical shard, or the micro-batch index of the rank where a trainer has no
     logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses and `weight`
-    their count. `draws` names the random stream used (the digest of the first numbers dropout drew).
+    their count. `draws` names the random stream (digest of the first numbers that dropout drew).
     `gradient` is the sum over the samples, up to a factor common to all shards, where revealed.
     `finite`: loss and gradient hold no NaN or Inf.
     """
@@ -183,7 +183,10 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Event):
-    """The gradients that `backend` really produced: (name, shape, dtype) in order."""
+    """The gradients that `backend` really produced: (name, shape, dtype) in order.
+
+    `backend` "model" is what the model declares.
+    """
 
     kind: ClassVar[str] = "manifest"
     backend: str
