@@ -166,11 +166,20 @@ def test_without_the_single_device_nothing_is_known() -> None:
 
 
 def test_dropout_is_compared_only_where_masks_agree() -> None:
-    """With dropout the oracle's masks differ: only the promised bits count, and a note says so."""
-    subject = scenario(dropout=0.3)
-    finding = traces.judge("parity", traces.family("parity", subject))
-    assert finding.verdict is Verdict.HELD
-    assert any("masks" in note for note in finding.notes)
+    """Masks keyed by shard are the oracle's; those of a rank's own stream, or of micro-batches, are
+    not, and a note says so.
+    """
+    for changes, compared in (
+        ({}, True),
+        ({"accumulation": 2}, False),
+        ({"system": "textbook"}, False),
+    ):
+        subject = scenario(dropout=0.3, detail="values", **changes)
+        run, *_, oracle = traces.family("parity", subject)
+        finding = traces.judge("parity", [run, oracle])
+        assert finding.verdict is not Verdict.FALSIFIED
+        assert any("masks" in note for note in finding.notes) is not compared
+        assert bool(finding.compared) is compared
 
 
 def test_a_planted_value_is_another_training() -> None:

@@ -51,7 +51,7 @@ def test_parity_hides_no_constant_factor() -> None:
     assert {s.accumulation for s in plain} >= {1, 2, 4}
     assert any(s.clip_norm for s in subjects)
     assert any(s.num_steps > 100 for s in subjects)
-    assert all(s.dropout == 0 for s in subjects)
+    assert any(s.dropout for s in subjects)
 
 
 def test_stops_in_the_middle_of_an_epoch() -> None:

@@ -82,7 +82,7 @@ def parity(invariant: Invariant) -> list[Scenario]:
         _mlp(optimizer="momentum", schedule="linear", detail="values"),
         _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
         _mlp(workload="decoder", learning_rate=0.5, num_steps=3, detail="values"),
-        _mlp(world_size=4, faults=(Fault(kind="leave", rank=2, step=1),), detail="values"),
+        _mlp(faults=(Fault(kind="leave", rank=2, step=1),), detail="values"),
         _mlp(world_size=8, num_shards=8, num_samples=18, batch_size=5, detail="values"),
         _mlp(workload="linear", num_steps=120, learning_rate=0.02),
     ]
