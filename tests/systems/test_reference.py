@@ -132,6 +132,14 @@ def test_a_resumed_run_is_the_straight_one(stops: set[int], optimizer: str, seed
     assert [saved.step for saved in resumed.of(Saved)] == sorted(stops)
 
 
+@pytest.mark.parametrize("system", ["reference", "textbook"])
+def test_a_resumed_run_is_written_alike(system: str) -> None:
+    """A checkpoint file gives its tensors in no order; the trace has one, run after run."""
+    runs = [_run(system=system, stops=(2,), optimizer="adamw") for _ in range(6)]
+    orders = {tuple(tuple(update.optimizer) for update in run.of(Update)) for run in runs}
+    assert len(orders) == 1
+
+
 def test_a_resume_restores_what_was_saved() -> None:
     """Every worker starts from the checkpoint's state and position."""
     trace = _run(stops=(4,), optimizer="adamw")

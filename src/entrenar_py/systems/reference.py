@@ -252,10 +252,8 @@ class Trainer:
             arrays, progress = checkpoint.load(path)
         for rank in ranks:
             worker = self._worker(rank, checkpoint.group_of(arrays, "tensors"))
-            worker.state = {
-                name: array.copy()
-                for name, array in checkpoint.group_of(arrays, "optimizer").items()
-            }
+            saved = checkpoint.group_of(arrays, "optimizer")  # in no order; a trace has one
+            worker.state = {name: saved[name].copy() for name in worker.state}
             self.workers[rank] = worker
         self.position = sharding.Position(progress["epoch"], progress["offset"])
         self.schedule_step = progress["schedule_step"]

@@ -159,9 +159,9 @@ def optimizer_arrays(replica: Replica) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def load_optimizer(replica: Replica, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Puts `optimizer_arrays` back."""
+    """Puts `optimizer_arrays` back, in whatever order they come."""
     content = replica.optimizer.state_dict()
-    for name, array in arrays.items():
+    for name, array in sorted(arrays.items()):
         index, key = name.split("/")
         value = torch.tensor(array)
         content["state"].setdefault(int(index), {})[key] = value[0] if key == "step" else value
