@@ -28,7 +28,7 @@ class Variant:
     """A trainer changed from outside: each dotted path in `plants` names what replaces it.
 
     `invariants` are the clauses it must break; none for a benign variant, which `tried` clauses
-    must leave alone. `place` is what the counterexample must name (step, rank, shard, tensor, ...).
+    must hold on (and no other that explores may alarm). `place` is what the counterexample must name (step, rank, shard, tensor, ...).
     `source` says where the bug was seen.
     """
 

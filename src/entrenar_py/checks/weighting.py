@@ -74,7 +74,7 @@ def _summed_gradient(tally: Tally, trace: Trace) -> None:
         update = evidence.any_rank(by_rank)
         total = _sum([shard.gradient for shard in shards.get(step, ()) if shard.ids])
         mean = evidence.vectors(update.gradient)
-        if not total or mean is None or total.keys() != mean.keys():
+        if not total or mean is None or _shapes(total) != _shapes(mean):
             continue
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
         divisor = sum(float(np.dot(total[n], mean[n].astype(np.float64))) for n in mean)
@@ -107,12 +107,16 @@ def _summed_gradient(tally: Tally, trace: Trace) -> None:
 
 
 def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:
-    """The sum, in float64, by tensor; None where a shard did not record its gradient's values."""
+    """The sum, in float64, by tensor; None where shards recorded no values, or not of the same."""
     total: dict[str, np.ndarray[Any, Any]] = {}
     for gradient in gradients:
         values = evidence.vectors(gradient)
-        if values is None:
+        if values is None or (total and _shapes(values) != _shapes(total)):
             return None
         for name, value in values.items():
             total[name] = total.get(name, 0) + value.astype(np.float64)
     return total
+
+
+def _shapes(tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
