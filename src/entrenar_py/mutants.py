@@ -27,8 +27,9 @@ PACKAGE = "entrenar_py_falsification"
 class Variant:
     """A trainer changed from outside: each dotted path in `plants` names what replaces it.
 
-    `invariants` are the clauses it must break; none for a benign variant, which `tried` clauses
-    must hold on (and no other that explores may alarm). `place` is what the counterexample must name (step, rank, shard, tensor, ...).
+    `invariants` are the clauses it must break. A benign variant has none: the clauses it is `tried`
+    on must hold, and no other clause that explores may alarm. `place` is what the counterexample
+    must name (step, rank, shard, tensor, ...).
     `source` says where the bug was seen.
     """
 

@@ -80,7 +80,10 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     compare_with_oracle(tally, kept, tolerance)
     promised = [trace for trace in kept if "bitwise" in trace.promises]
     same_bits.compare_worker_counts(tally, promised)
-    return tally.finding(nothing="no run of the same training with one worker to compare with")
+    return tally.finding(
+        nothing="no run of the same training with one worker, and the same units dropped, to "
+        "compare with"
+    )
 
 
 def compare_with_oracle(tally: Tally, traces: Sequence[Trace], tolerance: float | None) -> int:
