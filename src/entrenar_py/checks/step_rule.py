@@ -136,8 +136,9 @@ def _moved(
         after = None if record is None else record.values()
         if after is None or after.shape != expected.weight.shape or not after.size:
             continue
-        allowed = roundings * 2.0**-24 * (np.abs(expected.weight) + expected.moved)
-        with np.errstate(invalid="ignore"):  # inf - inf: a NaN, which is no gap that is allowed
+        # inf - inf and the like: a NaN, which is no gap that is allowed.
+        with np.errstate(invalid="ignore", over="ignore"):
+            allowed = roundings * 2.0**-24 * (np.abs(expected.weight) + expected.moved)
             gap = np.abs(after - expected.weight) - allowed
         element = int(gap.argmax())
         tally.check(
