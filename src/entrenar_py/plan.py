@@ -167,7 +167,9 @@ def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
     if one.system not in TRAINERS:
         yield one
         return
-    one = one.with_(system=plan.system, backends=plan.backends or one.backends)
+    # The default is no wish: a clause that names another trainer is about that one.
+    system = one.system if plan.system == Plan.system else plan.system
+    one = one.with_(system=system, backends=plan.backends or one.backends)
     for world_size in plan.world_sizes or (one.world_size,):
         # Shards grow with the workers, but not past the samples: then too many workers are refused.
         shards = max(one.num_shards, min(world_size, one.num_samples))
