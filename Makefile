@@ -32,7 +32,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Regenerates what is generated: CLI reference, kill matrix.
+# Regenerates what is generated: CLI reference, kill matrix, tables of the contract format.
 docs: setup
 	$(BIN)/python docs/generate.py
 
@@ -46,9 +46,10 @@ setup: $(READY) vulkan
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"$(PYTHON) is Python {v}: 3.11 or newer is needed; say make PYTHON=/path/to/python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,wgpu]'
-	touch $@
+	@echo "setting up .venv (a few minutes on the first run)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[dev,wgpu]'
+	@touch $@
 
 # wgpu needs a Vulkan driver. Mesa's software driver will do; only root may install it.
 vulkan:

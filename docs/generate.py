@@ -2,18 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from entrenar_py import kill_matrix, mutants, options
+from entrenar_py import kill_matrix, mutants, options, scenario
+from entrenar_py.checks import CHECKS, Check
+from entrenar_py.contract import Invariant
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import KINDS, NEEDED, OPTIONAL
 from entrenar_py.kill_matrix import Row
+from entrenar_py.scenario import CHOICES, Scenario
+from entrenar_py.systems import SYSTEMS
 
 DOCS = Path(__file__).parent
+FORMAT = DOCS / "contract-format.md"
+
+# What each field of a scenario means to who writes one; what it may hold is read from the record.
+MEANINGS = {
+    "system": "what runs it; `--system`, where it is given, takes the place of a trainer",
+    "workload": "the model and its data; `own` is only for the trace of a trainer of one's own",
+    "world_size": "workers",
+    "seed": "the only source of randomness; `--seed` is added to it",
+    "num_shards": "logical shards that a batch is cut into, at least one per worker",
+    "num_samples": "size of the data set, at least one sample per worker",
+    "batch_size": "samples of one step, over all workers; an epoch's last batch is short",
+    "num_steps": "optimizer steps",
+    "accumulation": "micro-batches that a shard is computed in",
+    "optimizer": "the update rule; `momentum` is `sgd` with 0.9",
+    "learning_rate": "the rate at its highest",
+    "weight_decay": "decay per step; of `adamw`, apart from the gradient",
+    "clip_norm": "largest L2 norm of the averaged gradient; null: no clipping",
+    "schedule": "what the rate does after the warm-up: stay, or fall to 0 at `num_steps`",
+    "warmup_steps": "steps in which the rate rises to `learning_rate`",
+    "dropout": "probability, below 1",
+    "width": "hidden width of `mlp`",
+    "backends": "the workers' in turn",
+    "faults": "what goes wrong, see below",
+    "stops": "steps before which the run is saved, thrown away and resumed",
+    "repeat": "tells two runs of one scenario apart; nothing in a run depends on it",
+    "detail": "what is recorded of tensors: digests, or their values too",
+    "mutant": "a planted bug or a benign variant ([kill matrix](kill-matrix.md))",
+    "options": "the system's own, see below",
+}
+TYPES = {
+    "float": "number >= 0",
+    "float | None": "number > 0, or null",
+    "str": "text",
+    "str | None": "text, or null",
+    "tuple[str, ...]": "list of texts",
+    "tuple[int, ...]": "list of whole numbers",
+    "tuple[Fault, ...]": "list of mappings",
+    "Mapping[str, Any]": "mapping",
+}
 
 
 def pages(rows: Sequence[Row]) -> dict[str, str]:
-    """File name -> text: the command line's reference, and the kill matrix of `rows`."""
-    return {"cli.md": options.reference(), "kill-matrix.md": kill_matrix.markdown(rows)}
+    """File name -> text: the command line's reference, the contract format's, the kill matrix."""
+    return {
+        "cli.md": options.reference(),
+        "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
+        "kill-matrix.md": kill_matrix.markdown(rows),
+    }
+
+
+def contract_format(page: str) -> str:
+    """`page` with today's tables between `<!-- generated: NAME -->` and `<!-- end -->`."""
+    tables = {"checks": checks(), "scenario": fields(), "systems": systems(), "faults": faults()}
+    for name, table in tables.items():
+        before, start, rest = page.partition(f"<!-- generated: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->\n")
+        assert start, f"the page has a place for the table of {name}"
+        assert end, f"the table of {name} has an end"
+        page = f"{before}{start}{table}{end}{after}"
+    return page
+
+
+def checks() -> str:
+    """A row per check: what it decides, what it judges by, what it runs by itself."""
+    clauses = kill_matrix.invariants()
+    rows = [
+        (
+            *(f"`{check.name}`", check.id, check.decides),
+            ", ".join(f"`{kind}`" for kind in check.tolerance_kinds),
+            _planned(check, clauses[check.id]),
+        )
+        for check in CHECKS.values()
+    ]
+    return _table(("check", "id", "decides", "tolerance kinds", "own scenarios"), rows)
+
+
+def _planned(check: Check, clause: Invariant) -> str:
+    """How many scenarios on which system, and the first paragraph of what the plan says of them."""
+    planned = check.plan(clause)
+    on = " and ".join(dict.fromkeys(f"`{one.system}`" for one in planned))
+    said = " ".join((check.plan.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
+    return f"{len(planned)} on {on}: {said[:1].lower()}{said[1:]}"
+
+
+def fields() -> str:
+    """A row per field of a scenario; left out, it is what an entry of a contract means then."""
+    rows = [
+        (f"`{field.name}`", _holds(field), _default(field), MEANINGS[field.name])
+        for field in dataclasses.fields(Scenario)
+    ]
+    return _table(("field", "holds", "left out", "means"), rows)
+
+
+def _holds(field: dataclasses.Field[Any]) -> str:
+    if field.name == "system":
+        return "a system's name"
+    if field.name in CHOICES:
+        return ", ".join(f"`{choice}`" for choice in CHOICES[field.name])
+    if field.type != "int":
+        return TYPES[str(field.type)]
+    try:
+        next(scenario.expand({field.name: 0}))
+    except UsageError:
+        return "whole number >= 1"
+    return "whole number >= 0"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = getattr(next(scenario.expand({})), field.name)
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(value)}]`" if value else "none"
+    return f"`{value}`" if field.type != "Mapping[str, Any]" else "none"
+
+
+def systems() -> str:
+    """A row per system: what it is, and what it takes."""
+    rows = [
+        (f"`{name}`", system.what, _code(system.faults), _code(system.options))
+        for name, system in SYSTEMS.items()
+    ]
+    return _table(("system", "what it is", "faults", "options"), rows)
+
+
+def faults() -> str:
+    """A row per kind of fault: what it does, and which fields it looks at."""
+    rows = [
+        (f"`{kind}`", what, _code(NEEDED[kind]), _code(OPTIONAL.get(kind, ())))
+        for kind, what in KINDS.items()
+    ]
+    return _table(("fault", "what happens", "needs", "takes"), rows)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
 
 def main() -> None:

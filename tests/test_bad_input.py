@@ -64,7 +64,7 @@ BAD_ARGUMENTS: dict[str, tuple[tuple[str, ...], str]] = {
     "no contract": ((), "--contract FILE is missing; shipped are distributed-training-v1.yaml"),
     "unknown id": (("--only", "F-DP-9"), "id 'F-DP-9' is not in small-v1.yaml: it has F-DP-001"),
     "unknown excluded": (("--exclude", "F-DP-9"), "id 'F-DP-9' is not in"),
-    "no workers": (("--world-size", "0"), "a run needs at least 1 worker"),
+    "no workers": (("--world-size", "0"), "use a whole number from 1 to"),
     "too many workers": (("--world-size", "10"), "world_size=10 with num_samples=9"),
     "far too many": (("--world-size", "1" + "0" * 12), "with num_samples=9"),
     "system": (("--system", "magic"), "system='magic': allowed are reference, textbook"),

@@ -227,7 +227,7 @@ def test_timeout_ends_exploring_and_shrinking(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_interrupted() -> None:
-    """First comes what is known of the clause in work, then the interrupt."""
+    """What is known of the clause in work, what was not begun, then the interrupt."""
 
     def decide(one: Scenario) -> Verdict:
         if one.seed == 2:
@@ -235,10 +235,14 @@ def test_interrupted() -> None:
         return Verdict.HELD
 
     planned = [scenario(seed=n) for n in range(4)]
-    entries: Iterator[Entry] = falsify.falsify([task(decide, *planned)], Plan())
+    tasks = [task(decide, *planned), task(decide, *planned)]
+    entries: Iterator[Entry] = falsify.falsify(tasks, Plan())
     entry = next(entries)
     assert (entry.verdict, entry.finding.compared) == (Verdict.INCONCLUSIVE, 2)
     assert entry.finding.reason == "interrupted after 2 scenarios"
+    entry = next(entries)
+    assert (entry.verdict, entry.num_scenarios) == (Verdict.INCONCLUSIVE, 0)
+    assert entry.finding.reason == "interrupted before it was tried"
     with pytest.raises(KeyboardInterrupt):
         next(entries)
 

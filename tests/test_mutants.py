@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
 
+import numpy as np
 import pytest
 
 from entrenar_py import mutants, shipped, systems
 from entrenar_py.errors import UsageError
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import End
+from entrenar_py.trace import End, Planted
 from entrenar_py.training import optimizer, reduction
 from entrenar_py.verdict import Counterexample
 
@@ -58,9 +60,28 @@ def test_planted_and_gone() -> None:
     """Inside, all of a variant's functions are replaced; outside, none is."""
     before = reduction.fold, reduction.root
     with mutants.planted("arrival-order"):
-        plants = CATALOGUE["arrival-order"].plants
-        assert [reduction.fold, reduction.root] == list(plants.values())
+        found = [inspect.unwrap(one) for one in (reduction.fold, reduction.root)]
+        assert found == list(CATALOGUE["arrival-order"].plants.values())
     assert (reduction.fold, reduction.root) == before
+
+
+def test_a_planting_knows_whether_it_struck() -> None:
+    """Not before a function that it replaces is called; at once if it replaces none."""
+    with mutants.planted("clip-scaled") as planting:
+        before = planting.struck
+        optimizer.clip(np.ones(2, dtype=np.float32), 2.0, 1.0)
+        assert (before, planting.struck) == (False, True)
+    with mutants.planted("more-ranks-than-samples") as planting:
+        assert not CATALOGUE["more-ranks-than-samples"].plants
+        assert planting.struck
+
+
+def test_a_trace_says_whether_its_mutant_took_part() -> None:
+    """One of another system is never called."""
+    scenario = Scenario(system="reference", workload="linear", world_size=2, seed=0)
+    assert systems.run(scenario.with_(mutant="arrival-order")).of(Planted)
+    assert not systems.run(scenario.with_(mutant="ddp-bypass")).of(Planted)
+    assert not systems.run(scenario).of(Planted)
 
 
 def test_gone_after_an_exception() -> None:

@@ -74,7 +74,7 @@ def test_no_mode() -> None:
         ("--contract c --judge t --trace-dir d", "--trace-dir means nothing with --judge"),
         ("--list --validate", "not allowed with argument --list"),
         ("--json same --junit same", "--json and --junit are both same; give two files"),
-        ("--world-size 0", "'0': a run needs at least 1 worker"),
+        ("--world-size 0", "'0': use a whole number from 1 to"),
         ("--world-size 2,x", "'x': use a whole number"),
         ("--seed -1", "'-1': use a whole number"),
         ("--seed " + "9" * 5000, "use a whole number from 0 to"),

@@ -60,6 +60,22 @@ def test_trainers_are_replaced_and_probes_are_not() -> None:
     assert (probe.system, probe.world_size, probe.backends) == ("matmul", 1, ("cpu",))
 
 
+def test_a_clause_about_another_trainer_is_run_on_that_one() -> None:
+    """Unless a trainer was asked for by name, whichever that is."""
+    record = {"system": ["textbook", "reference"]}
+    assert [one.system for one in planned(Plan(), record)] == ["textbook", "reference"]
+    for system in ("reference", "textbook"):
+        assert {one.system for one in planned(Plan(system=system), record)} == {system}
+
+
+def test_systems_of() -> None:
+    """Trainers, each once; a probe only where nothing trains."""
+    runs = planned(Plan(), {"system": ["matmul", "textbook", "reference"], "seed": [0, 1]})
+    assert plan.systems_of(runs) == "textbook, reference"
+    assert plan.systems_of(runs[:2]) == "matmul"
+    assert plan.systems_of([]) == ""
+
+
 def test_world_sizes() -> None:
     """Each once; shards grow where there are too few; faults of ranks that are gone go too."""
     leaves = [{"kind": "leave", "rank": 1, "step": 1}, {"kind": "leave", "rank": 3, "step": 2}]
@@ -140,14 +156,10 @@ def test_backends_of_a_plan() -> None:
 
 def test_uncovered() -> None:
     """A clause without a check has nothing planned, and says why nothing was compared."""
-    for changes, why in (
-        ({"id": "F-NEW"}, "no check covers it"),
-        ({"check": "magic"}, "check='magic' is unknown"),
-    ):
-        (task,) = plan.tasks([clause({}, **changes)], Plan())
-        assert (task.check, task.scenarios) == (None, [])
-        assert task.untried().reason == f"c.yaml:3:5: {why}: nothing was compared"
-        assert task.untried().verdict is Verdict.INCONCLUSIVE
+    (task,) = plan.tasks([clause({}, id="F-NEW")], Plan())
+    assert (task.check, task.scenarios) == (None, [])
+    assert task.untried().reason == "c.yaml:3:5: no check covers it: nothing was compared"
+    assert task.untried().verdict is Verdict.INCONCLUSIVE
 
 
 def test_known_counterexamples_come_first() -> None:
@@ -172,6 +184,7 @@ def test_known_counterexamples_come_first() -> None:
     assert known(Plan()) == {two, three, probe}
     assert known(Plan(world_sizes=(3,))) == {three, probe}
     assert known(Plan(system="textbook")) == {other, probe}
+    assert known(Plan(system="reference")) == {two, three, probe}
     assert known(Plan(backends=("wgpu",))) == {probe}
     save(system="magic")
     with pytest.raises(UsageError, match=r"F-DP-002-.*json: system='magic'"):

@@ -172,3 +172,28 @@ def test_the_worst_verdict_wins(verdicts: list[Verdict]) -> None:
     combined = runner.combine([finding(verdict) for verdict in verdicts])
     assert combined.verdict is worst(verdicts)
     assert combined.compared == len(verdicts)
+
+
+def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
+    """What held without it is inconclusive; what broke, and what held with it, stays."""
+    check = checks.CHECKS["replica_identity"]
+    mutated = scenario().with_(mutant="ddp-bypass")
+
+    def verdict(found: Verdict, *events: trace.Event) -> Verdict:
+        finding = Finding(invariant="F-X", verdict=found, compared=1)
+        judged = replace(check, judge=lambda *_: finding)
+        one = trace.Trace(scenario=mutated, environment={}, promises=(), events=events)
+        return runner.judge(CLAUSE, judged, [one, ended(scenario())]).finding.verdict
+
+    assert verdict(Verdict.HELD) is Verdict.INCONCLUSIVE
+    assert verdict(Verdict.HELD, trace.Planted(name="ddp-bypass")) is Verdict.HELD
+    assert verdict(Verdict.FALSIFIED) is Verdict.FALSIFIED
+    reason = runner.judge(
+        CLAUSE,
+        replace(check, judge=lambda *_: Finding(invariant="F-X", verdict=Verdict.HELD, compared=1)),
+        [ended(mutated)],
+    ).finding.reason
+    assert (
+        reason
+        == "mutant ddp-bypass took no part: no function that it replaces was called in this run"
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import NoReturn
 from xml.etree import ElementTree
 
 import pytest
 
-from entrenar_py import backends, counterexamples, systems, trace
-from entrenar_py.errors import BackendUnavailable
+from entrenar_py import backends, counterexamples, mutants, systems, trace
+from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
@@ -89,7 +90,33 @@ def test_list_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFix
 def test_validate(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Says that the contract is valid and runs nothing."""
     assert check("--contract", contract, "--validate") == 0
-    assert capsys.readouterr().out == "small-v1.yaml: valid, 2 invariants\n"
+    assert capsys.readouterr().out == "small-v1.yaml: valid, 2 invariants, 0 warnings\n"
+
+
+def test_validate_counts_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They stand above, each with its place; the contract is valid all the same."""
+    path = contract_file(tmp_path, extra=COVERED)
+    assert check("--contract", path, "--validate") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "small-v1.yaml: valid, 3 invariants, 1 warning\n"
+    assert printed.err.startswith(f"{path}:")
+    assert ": warning: clause F-NEW-9 has no check here" in printed.err
+
+
+def test_names_of_mutants_are_judged_where_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unknown one is an error; without the falsification folder nobody can tell."""
+    extra = "  - {id: F-DP-003, invariant: finite, mutants: [nan-to-nun]}\n"
+    path = contract_file(tmp_path, extra=extra)
+    assert check("--contract", path, "--validate") == 2
+    assert "'nan-to-nun' is no planted bug; did you mean 'nan-to-num'?" in capsys.readouterr().err
+
+    def missing() -> NoReturn:
+        raise UsageError("the falsification folder was not installed")
+
+    monkeypatch.setattr(mutants, "catalogue", missing)
+    assert check("--contract", path, "--validate") == 0
 
 
 def test_validate_runs_nothing_but_knows_what_could(

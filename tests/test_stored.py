@@ -39,9 +39,9 @@ def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(
 
 
 def test_planned_and_others() -> None:
-    """A run that the clause plans counts as planned, any other training run as explored."""
+    """Runs that the clause plans, and any other training run: all count, none was explored."""
     entry = judged("replica_identity", run(), run(seed=1), run(system="textbook"))
-    assert (entry.verdict, entry.num_scenarios, entry.num_explored) == (Verdict.HELD, 1, 2)
+    assert (entry.verdict, entry.num_scenarios, entry.num_explored) == (Verdict.HELD, 3, 0)
 
 
 def test_a_run_by_others_is_a_training_run() -> None:
@@ -54,8 +54,28 @@ def test_beside_its_family() -> None:
     """A run is compared with those it was compared with when it was run, if they are there."""
     alone = judged("determinism", run())
     assert alone.verdict is Verdict.INCONCLUSIVE
-    assert alone.finding.reason == "no scenario was run twice"
+    assert alone.finding.reason.startswith("no scenario was run twice: record a second run")
     assert judged("determinism", run(), run(repeat=1)).verdict is Verdict.HELD
+
+
+def test_the_nearest_other_trace_is_put_beside() -> None:
+    """Where a baseline is missing the reason says how the nearest trace misses it; a copy of the
+    trace itself is none.
+    """
+    entry = judged("determinism", run(), run(repeat=1, seed=7))
+    assert entry.finding.reason.endswith("the nearest other trace differs in seed (7, needed 0)")
+    assert judged("determinism", run(), run()).verdict is Verdict.INCONCLUSIVE
+    theirs = [
+        replace(trace, scenario=trace.scenario.with_(system="mine", workload="own"), promises=())
+        for trace in (run(detail="values"), run(detail="values", world_size=1, num_shards=1))
+    ]
+    assert judged("parity", *theirs).verdict is Verdict.HELD
+
+
+def test_probes_say_that_they_are() -> None:
+    """A training trace is no evidence for them, and the reason says what to run."""
+    entry = judged("matmul", run(), planned=(scenario(system="matmul", world_size=1),))
+    assert "--only F-X and without --judge" in entry.finding.reason
 
 
 def test_two_traces_of_one_scenario() -> None:

@@ -87,6 +87,8 @@ def test_a_place_names_what_is_known() -> None:
     found = Counterexample(message="m", step=3, rank=1, shard=2, tensor="w", element=7)
     assert found.place() == "step 3, rank 1, shard 2, tensor w[7]"
     assert Counterexample(message="m", tensor="w").place() == "tensor w"
+    initial = Counterexample(message="m", step=-1, rank=1)
+    assert initial.place() == "before the first step, rank 1"
     shown = Counterexample(message="m", step=0, sample_ids=tuple(range(9))).place()
     assert shown == "step 0, samples 0, 1, 2, 3, 4, 5, 6, 7, ..."
 

@@ -5,12 +5,22 @@
     ├── UsageError           the command line or a scenario asks for the impossible    exit 2
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
     ├── CheckpointError      a checkpoint is missing, damaged or of another run
+    ├── ProtocolError        a peer sent what it must not: its connection ends, nothing else
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
     └── SystemFailure        a trainer could not be run to an end                      inconclusive
 
 Findings are results, never exceptions: a falsified invariant raises nothing. A message says what
 was given (name = value), where, what is allowed, and what to do.
 """
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+# A shorter name is near to anything; nobody types a longer one, and comparing takes time that grows
+# with its length.
+_NAME_CHARS_MIN, _NAME_CHARS_MAX = 2, 64
 
 
 class EntrenarError(Exception):
@@ -28,8 +38,8 @@ class TraceError(UsageError):
 class ContractError(EntrenarError):
     """A contract is invalid.
 
-    `problems` holds one line per problem, each starting with `file:line:column:`; the message is
-    all of them, one a line.
+    `problems` holds one line per problem, each starting with `file:line:column: error: `; the
+    message is all of them, one a line.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -41,9 +51,31 @@ class CheckpointError(EntrenarError):
     """A checkpoint can't be resumed from."""
 
 
+class ProtocolError(EntrenarError):
+    """A peer sent what is no message, or one that it may not send now."""
+
+
 class BackendUnavailable(EntrenarError):
     """A backend can't serve: absent, failed to start, out of memory, or not finite."""
 
 
 class SystemFailure(EntrenarError):
     """A system could not carry a scenario to its end."""
+
+
+def did_you_mean(given: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
+    """What to tell about a name that is not `allowed`: the nearest one, `did you mean 'x'?`.
+
+    Where none is near it is `otherwise`; without that, all that are allowed.
+    """
+    near = " or ".join(map(repr, _nearest(str(given), allowed)))
+    if near:
+        return f"did you mean {near}?"
+    return f"allowed are {', '.join(allowed)}" if otherwise is None else otherwise
+
+
+def _nearest(name: str, allowed: Collection[str]) -> list[str]:
+    if not _NAME_CHARS_MIN <= len(name) <= _NAME_CHARS_MAX:
+        return []
+    longer = [one for one in allowed if name in one]  # steps: num_steps rather than stops
+    return longer if 1 <= len(longer) <= 2 else get_close_matches(name, allowed, n=1)

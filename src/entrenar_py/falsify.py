@@ -31,22 +31,31 @@ def falsify(
 ) -> Iterator[Entry]:
     """An entry per task, in order; with `stop_early`, none after the first falsified one.
 
-    When interrupted, first gives the entry of the task in work, with what is known so far.
+    When interrupted, first gives the entry of the task in work, with what is known so far, and
+    says of each later one that it was not begun.
     """
     runner = Runner(plan.trace_folder)
     deadline = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
-    for task in tasks:
+    for place, task in enumerate(tasks):
         attempt = _Attempt(task, plan, runner, deadline, on_progress)
         try:
             attempt.run()
         except KeyboardInterrupt:
             attempt.left_out = f"interrupted after {attempt.num_scenarios} scenarios"
             yield attempt.entry()
+            yield from map(_not_begun, tasks[place + 1 :])
             raise
         entry = attempt.entry()
         yield entry
         if stop_early and entry.verdict is Verdict.FALSIFIED:
             return
+
+
+def _not_begun(task: Task) -> Entry:
+    finding = inconclusive(task.invariant.id, "interrupted before it was tried")
+    return Entry(
+        invariant=task.invariant, finding=finding, num_scenarios=0, num_explored=0, elapsed_s=0.0
+    )
 
 
 def replay(task: Task, path: Path, *, trace_folder: Path | None = None) -> Entry:

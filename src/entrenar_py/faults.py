@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import UsageError, did_you_mean
 
 # kind -> what it does. One table: the docs, the validation and the systems read it.
 # `rank` and `shard` narrow a planted value to shards of theirs; without either it strikes them all.
@@ -67,7 +67,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(KINDS):
-            raise UsageError(f"fault kind={self.kind!r}: allowed are {', '.join(KINDS)}")
+            raise UsageError(f"fault kind={self.kind!r}: {did_you_mean(self.kind, KINDS)}")
         for name in ("step", "rank", "shard", "element"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 0):
@@ -113,8 +113,8 @@ class Fault:
             raise UsageError(f"fault {record!r}: use a mapping with a kind")
         unknown = sorted(set(record) - set(cls.__dataclass_fields__), key=str)
         if unknown:
-            allowed = ", ".join(cls.__dataclass_fields__)
-            raise UsageError(f"fault key={unknown[0]!r}: allowed are {allowed}")
+            hint = did_you_mean(unknown[0], cls.__dataclass_fields__)
+            raise UsageError(f"fault key={unknown[0]!r}: {hint}")
         if "kind" not in record:
             raise UsageError(f"fault without kind: allowed kinds are {', '.join(KINDS)}")
         return cls(**record)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -72,19 +72,41 @@ def catalogue() -> dict[str, Variant]:
     return {variant.name: variant for variant in variants}
 
 
+class Planting:
+    """A variant in place; `struck` once one of the functions it replaces was called.
+
+    One that replaces nothing is nothing but its scenario, and strikes by being run.
+    """
+
+    def __init__(self, *, struck: bool = False) -> None:
+        self.struck = struck
+
+    def counted(self, new: Callable[..., Any]) -> Callable[..., Any]:
+        """`new`, telling that it was called."""
+
+        @wraps(new)
+        def replacement(*arguments: Any, **keywords: Any) -> Any:
+            self.struck = True
+            return new(*arguments, **keywords)
+
+        return replacement
+
+
 @contextmanager
-def planted(name: str | None) -> Iterator[None]:
+def planted(name: str | None) -> Iterator[Planting]:
     """While inside, the variant called `name` is in place; UsageError if there is no such name."""
     if name is None:
-        yield
+        yield Planting()
         return
     if name not in catalogue():
         raise UsageError(f"mutant={name!r}: known are {', '.join(catalogue())}")
-    patches = [patch(path, new) for path, new in catalogue()[name].plants.items()]
+    plants = catalogue()[name].plants
+    planting = Planting(struck=not plants)
+    patches = [patch(path, planting.counted(new)) for path, new in plants.items()]
     try:
         for one in patches:
             one.start()
-        yield
+        yield planting
     finally:
         for one in reversed(patches):
             one.stop()

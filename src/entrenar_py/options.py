@@ -21,7 +21,7 @@ exit codes:
   1  an invariant was falsified
   2  the contract or the command line is invalid; nothing ran
   3  the harness itself failed
-  4  inconclusive: something could not be compared (--allow-inconclusive makes it 0)
+  4  inconclusive: something could not be compared (--allow-inconclusive makes it 0); interrupted
   5  nothing was selected
 
 examples:
@@ -119,6 +119,7 @@ def reference() -> str:
 
 def _row(action: argparse.Action) -> tuple[str, str]:
     metavar = f" {action.metavar}" if action.metavar else ""
+    metavar += f" [{action.metavar} ...]" if action.nargs == "+" else ""
     return ", ".join(f"`{name}{metavar}`" for name in action.option_strings), action.help or ""
 
 
@@ -145,8 +146,7 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--system",
         metavar="NAME",
-        default="reference",
-        help="the trainer: reference (default) or textbook",
+        help="the trainer, instead of the contract's: reference or textbook",
     )
     group.add_argument(
         "--world-size",
@@ -192,9 +192,11 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         metavar="TRACE",
         nargs="+",
         type=Path,
-        help="judge stored traces (files, or folders of them), run nothing",
+        help="judge stored traces (files, or folders of them) by --contract, run nothing",
     )
-    modes.add_argument("--replay", metavar="FILE", type=Path, help="run a saved counterexample")
+    modes.add_argument(
+        "--replay", metavar="FILE", type=Path, help="run a saved counterexample of --contract"
+    )
     modes.add_argument(
         "--mutants", action="store_true", help="plant every known bug and print what kills it"
     )
@@ -223,17 +225,14 @@ def _severities(text: str) -> tuple[str, ...]:
     return words
 
 
-def _natural(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from 0 to 10^18 - 1")
+def _natural(text: str, *, least: int = 0) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from {least} to 10^18 - 1")
     return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(_natural(word) for word in _words(text))
-    if 0 in counts:
-        raise argparse.ArgumentTypeError(f"{text!r}: a run needs at least 1 worker")
-    return counts
+    return tuple(_natural(word, least=1) for word in _words(text))
 
 
 def _seconds(text: str) -> float:

@@ -10,7 +10,7 @@ from entrenar_py import checks, counterexamples, mutants, scenario, systems
 from entrenar_py.checks import Check
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.errors import UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, inconclusive
 
@@ -22,12 +22,12 @@ TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 class Plan:
     """What a person asked for on the command line, beside the contract.
 
-    `world_sizes` and `backends` are empty where the contract's own count. `seed` is added to every
-    scenario's. `timeout_s` bounds the whole run; what it leaves out is inconclusive. Raises
-    UsageError for an unknown system or backend.
+    `system` is None, `world_sizes` and `backends` are empty where the contract's own count. `seed`
+    is added to every scenario's. `timeout_s` bounds the whole run; what it leaves out is
+    inconclusive. Raises UsageError for an unknown system or backend.
     """
 
-    system: str = "reference"
+    system: str | None = None
     world_sizes: tuple[int, ...] = ()
     backends: tuple[str, ...] = ()
     seed: int = 0
@@ -36,10 +36,10 @@ class Plan:
     trace_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.system not in TRAINERS:
+        if self.system not in (None, *TRAINERS):
             raise UsageError(f"system={self.system!r}: allowed are {', '.join(TRAINERS)}")
+        allowed = SYSTEMS[self.system or DEFAULTS["system"]].backends
         for backend in self.backends:
-            allowed = SYSTEMS[self.system].backends
             if backend not in allowed:
                 raise UsageError(f"backend={backend!r}: allowed are {', '.join(allowed)}")
 
@@ -68,9 +68,8 @@ class Task:
 
     def untried(self) -> Finding:
         """The finding when nothing was compared: INCONCLUSIVE, with the reason."""
-        clause, why = self.invariant, "no run of it was seen"
-        if self.check is None:
-            why = f"check={clause.check!r} is unknown" if clause.check else "no check covers it"
+        clause = self.invariant
+        why = "no check covers it" if self.check is None else "no run of it was seen"
         return inconclusive(clause.id, f"{clause.position}: {why}: nothing was compared")
 
 
@@ -98,6 +97,12 @@ def select(
 def tasks(invariants: Sequence[Invariant], plan: Plan) -> list[Task]:
     """What `plan` makes of each clause; UsageError, naming the place, if that can't be run."""
     return [_task(invariant, plan) for invariant in invariants]
+
+
+def systems_of(scenarios: Iterable[Scenario]) -> str:
+    """The trainers among them, or else the probes: what a report says that it is about."""
+    names = list(dict.fromkeys(one.system for one in scenarios))
+    return ", ".join([name for name in names if is_trainer(name)] or names)
 
 
 def is_trainer(system: str) -> bool:
@@ -137,8 +142,9 @@ def _task(invariant: Invariant, plan: Plan) -> Task:
     except UsageError as error:
         raise UsageError(f"{_place(invariant)}: {error}") from error
     known = []
+    trainers = {one.system for one in wanted}
     for path, saved in counterexamples.known(invariant.id):
-        if _fits(saved.scenario, plan):
+        if _fits(saved.scenario, plan, trainers):
             require_known(saved.scenario, str(path))
             known.append(saved.scenario)
     planned = tuple(dict.fromkeys(wanted))
@@ -167,9 +173,7 @@ def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
     if one.system not in TRAINERS:
         yield one
         return
-    # The default is no wish: a clause that names another trainer is about that one.
-    system = one.system if plan.system == Plan.system else plan.system
-    one = one.with_(system=system, backends=plan.backends or one.backends)
+    one = one.with_(system=plan.system or one.system, backends=plan.backends or one.backends)
     for world_size in plan.world_sizes or (one.world_size,):
         # Shards grow with the workers, but not past the samples: then too many workers are refused.
         shards = max(one.num_shards, min(world_size, one.num_samples))
@@ -177,10 +181,13 @@ def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
         yield one.with_(world_size=world_size, num_shards=shards, faults=faults)
 
 
-def _fits(saved: Scenario, plan: Plan) -> bool:
-    """Whether a saved counterexample is of the trainer, sizes and devices that are asked for."""
+def _fits(saved: Scenario, plan: Plan, trainers: Collection[str]) -> bool:
+    """Whether a saved counterexample is of the `trainers`, sizes and devices asked for.
+
+    That of a probe always is, and so is one of a system that is not ours: the latter to be refused.
+    """
     return saved.system not in TRAINERS or (
-        saved.system == plan.system
+        saved.system in trainers
         and (not plan.world_sizes or saved.world_size in plan.world_sizes)
         and (not plan.backends or saved.backends == plan.backends)
     )

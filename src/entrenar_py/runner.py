@@ -63,14 +63,30 @@ class Runner:
 
 
 def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> Judgement:
-    """What the check finds on `traces`; inconclusive, with the reason, if it crashes."""
+    """What the check finds on `traces`.
+
+    Inconclusive, with the reason, if it crashes, and if it held while the bug that was planted took
+    no part.
+    """
     interrupts.check()
     try:
         finding = check.judge(invariant, traces)
     except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
         reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
         return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
+    idle = _idle_mutant(traces)
+    if finding.verdict is Verdict.HELD and idle is not None:
+        reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
+        finding = inconclusive(invariant.id, reason)
     return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in traces))
+
+
+def _idle_mutant(traces: Sequence[trace.Trace]) -> str | None:
+    """The mutant that some of `traces` ask for, if it took part in none of them."""
+    mutated = [one for one in traces if one.scenario.mutant is not None]
+    if not mutated or any(one.of(trace.Planted) for one in mutated):
+        return None
+    return mutated[0].scenario.mutant
 
 
 def telling(explored: Sequence[Judgement]) -> list[Finding]:

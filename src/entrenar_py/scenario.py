@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ class Scenario:
         allowed = cls.__dataclass_fields__
         unknown = sorted(set(record) - set(allowed), key=str)
         if unknown:
-            raise UsageError(f"scenario key={unknown[0]!r}: allowed are {', '.join(allowed)}")
+            hint = did_you_mean(unknown[0], allowed)
+            raise UsageError(f"scenario key={unknown[0]!r}: {hint}")
         missing = [name for name in _REQUIRED if name not in record]
         if missing:
             raise UsageError(f"scenario without {', '.join(missing)}")

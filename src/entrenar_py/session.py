@@ -9,7 +9,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ class _Work:
     environment: Callable[[], Mapping[str, Any]]
     system: str
     seed: int
+    num_traces: int | None = None
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
@@ -83,18 +84,26 @@ def _load(options: argparse.Namespace) -> Contract:
     if options.contract is None:
         names = ", ".join(path.name for path in shipped.shipped_contracts())
         raise UsageError(f"--contract FILE is missing; shipped are {names}")
-    loaded = contract.load(
-        shipped.contract_path(options.contract),
-        covers=lambda invariant: checks.bind(invariant) is not None,
-        strict=options.strict,
-    )
+    known = contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
+    path = shipped.contract_path(options.contract)
+    loaded = contract.load(path, vocabulary=known, strict=options.strict)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
     return loaded
 
 
+def _planted_bugs() -> Collection[str] | None:
+    """What a clause may name as its mutants; None where the bugs are not installed."""
+    try:
+        return kill_matrix.planted_bugs()
+    except UsageError:
+        return None
+
+
 def _validated(loaded: Contract, output: Console) -> int:
-    output.print(f"{loaded.name}: valid, {len(loaded.invariants)} invariants", soft_wrap=True)
+    counts = ((len(loaded.invariants), "invariant"), (len(loaded.warnings), "warning"))
+    found = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    output.print(f"{loaded.name}: valid, {found}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -143,7 +152,7 @@ def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _
             tasks, wish, on_progress=show, stop_early=options.stop_early
         ),
         environment=_environment,
-        system=wish.system,
+        system=plan.systems_of(one for task in tasks for one in task.scenarios),
         seed=wish.seed,
     )
 
@@ -167,8 +176,9 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wor
     return _Work(
         entries=lambda show: stored.judge_stored(tasks, traces),
         environment=partial(stored.environment, traces),
-        system=", ".join(dict.fromkeys(trace.scenario.system for trace in traces)),
+        system=plan.systems_of(trace.scenario for trace in traces),
         seed=options.seed,
+        num_traces=len(traces),
     )
 
 
@@ -204,10 +214,11 @@ def _report(
         system=work.system,
         seed=work.seed,
         entries=tuple(entries),
-        environment=work.environment(),
+        environment=work.environment() if entries else {},
         elapsed_s=time.monotonic() - started,
         interrupted=interrupted,
         command=command,
+        num_traces=work.num_traces,
     )
     terminal.render(report, output, quiet=options.quiet)
     if options.json is not None:

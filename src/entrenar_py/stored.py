@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py import trace as trace_file
+from entrenar_py.checks import Check, missing
 from entrenar_py.errors import UsageError
 from entrenar_py.plan import Task, is_trainer
 from entrenar_py.reports.report import Entry
 from entrenar_py.runner import Judgement, combine, judge, telling
 from entrenar_py.trace import Trace
+from entrenar_py.verdict import Finding, Verdict
 
 
 def load(paths: Sequence[Path]) -> list[Trace]:
@@ -43,21 +45,28 @@ def environment(traces: Sequence[Trace]) -> Mapping[str, Any]:
 def judge_stored(tasks: Sequence[Task], traces: Sequence[Trace]) -> Iterator[Entry]:
     """An entry per task from stored traces; nothing is run.
 
-    Each trace is judged beside those of its family that are there, as it was when it was run. A
-    run that the clause did not plan counts as an explored one.
+    Each trace is judged beside those of its family that are there, as it was when it was run.
+    Nothing was explored: `num_scenarios` counts the traces that say something about the clause.
     """
     for task in tasks:
         started = time.monotonic()
         planned, explored = _judgements(task, traces)
         findings = [one.finding for one in planned] + telling(explored)
-        finding = combine(findings or [one.finding for one in explored] or [task.untried()])
+        finding = combine(findings or [one.finding for one in explored] or [_unseen(task)])
         yield Entry(
             invariant=task.invariant,
             finding=finding,
-            num_scenarios=len(planned),
-            num_explored=len(explored),
+            num_scenarios=len(planned) + len(explored),
+            num_explored=0,
             elapsed_s=time.monotonic() - started,
         )
+
+
+def _unseen(task: Task) -> Finding:
+    """The finding where no trace was for the task; a probe's own words, where it is one."""
+    if task.check is None or task.check.explores:
+        return task.untried()
+    return task.check.judge(task.invariant, ())
 
 
 def _judgements(task: Task, traces: Sequence[Trace]) -> tuple[list[Judgement], list[Judgement]]:
@@ -76,8 +85,20 @@ def _judgements(task: Task, traces: Sequence[Trace]) -> tuple[list[Judgement], l
         if _kind(scenario.system) in kinds:
             beside = [trace_of[one] for one in task.check.family(scenario)[1:] if one in trace_of]
             judgement = judge(task.invariant, task.check, [trace, *beside])
+            if judgement.finding.verdict is Verdict.INCONCLUSIVE:
+                near = _nearest(task.check, trace, traces)
+                judgement = judge(task.invariant, task.check, [trace, *beside, *near])
             (planned if scenario in task.scenarios else others).append(judgement)
     return planned, others
+
+
+def _nearest(check: Check, trace: Trace, traces: Sequence[Trace]) -> list[Trace]:
+    """The other trace that comes nearest to one that is missing beside `trace`: it may do after
+    all, or the reason can say how it differs. Of the very same scenario it may be a copy.
+    """
+    others = {one.scenario: one for one in traces if one.scenario != trace.scenario}
+    near = missing.nearest(trace.scenario, others, check.family)
+    return [] if near is None else [others[near[0]]]
 
 
 def _kind(system: str) -> str:

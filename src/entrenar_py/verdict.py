@@ -60,6 +60,8 @@ class Counterexample:
             for name, value in (("step", self.step), ("rank", self.rank), ("shard", self.shard))
             if value is not None
         ]
+        if self.step == -1:
+            parts[0] = "before the first step"
         if self.tensor is not None:
             parts.append(
                 f"tensor {self.tensor}" + ("" if self.element is None else f"[{self.element}]")

@@ -270,3 +270,23 @@ def test_a_worker_whose_start_was_not_recorded_is_no_stranger() -> None:
     """A worker of the scenario without a start is missing evidence of F-DP-001, not a stranger."""
     trace = without(traces.run(SUBJECT), Start, rank=1)
     assert traces.judge("coverage", [trace]).verdict is Verdict.HELD
+
+
+def test_samples_that_are_counted_and_not_named() -> None:
+    """A run that names no sample is neither held nor compared with one that does."""
+    trace = traces.run(SUBJECT)
+    bare = altered(trace, Shard, {}, ids=())
+    for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
+        finding = traces.judge("coverage", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert finding.reason == "shards count samples and name none of them: record Shard.ids"
+
+
+def test_updates_alone_cover_nothing() -> None:
+    """Steps that were made say nothing of samples; a rank without shards is named."""
+    trace = traces.run(SUBJECT)
+    finding = traces.judge("coverage", [without(trace, Shard)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record a Shard with ids" in finding.reason
+    found = broken(traces.judge("coverage", [without(trace, Shard, rank=1)]))
+    assert found.message.endswith("; ranks 1 recorded no Shard of it")

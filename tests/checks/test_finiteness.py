@@ -177,3 +177,20 @@ def test_an_unknown_fault_is_no_culprit() -> None:
         traces.judge("finiteness", [replace(trace, events=(odd, *trace.events))]).verdict
         is Verdict.HELD
     )
+
+
+def test_a_halt_in_a_step_without_shards() -> None:
+    """Whether it had a reason is unknown, and the reason says what would tell."""
+    trace = traces.run(POISONED)
+    bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Injected)))
+    bare = without(replace(bare, scenario=CALM), Shard, step=2)
+    finding = traces.judge("finiteness", [bare])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "with finite=False for the one at fault" in finding.reason
+
+
+def test_updates_without_shards() -> None:
+    """Finite weights do not show that no gradient was cleaned of its NaN."""
+    finding = traces.judge("finiteness", [without(traces.run(CALM), Shard)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record a Shard with" in finding.reason

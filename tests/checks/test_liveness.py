@@ -116,7 +116,7 @@ def test_a_gradient_that_was_not_recorded() -> None:
     """Without the gradient of a tensor at rest nothing is known, and the reason says what to do."""
     finding = traces.judge("liveness", [moving([1, 1, 1, 1])])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "detail: values" in finding.reason
+    assert "record Start.weights and Update.gradient with values" in finding.reason
 
 
 def test_weights_that_were_not_recorded() -> None:
@@ -124,7 +124,7 @@ def test_weights_that_were_not_recorded() -> None:
     trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "the weights of w on rank 0 were not recorded"
+    assert finding.reason.startswith("the weights of w on rank 0 are unknown: record Start")
 
 
 def test_updates_without_a_start() -> None:
@@ -138,3 +138,16 @@ def test_adapters_of_the_decoder_hold() -> None:
     subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
     finding = traces.judge("liveness", [traces.run(subject)])
     assert finding.verdict is Verdict.HELD
+
+
+def test_tensors_that_were_not_declared_or_not_recorded() -> None:
+    """A start that names nothing trainable, or a frozen tensor it does not hold, is missing."""
+    for changes, missing in (
+        ({"trainable": ()}, "rank 0 names no trainable tensor: record Start.trainable"),
+        ({"frozen": ("e", "f")}, "frozen f on rank 0 is unknown: record Start.weights"),
+    ):
+        finding = traces.judge(
+            "liveness", [traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)]
+        )
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert finding.reason.startswith(missing)

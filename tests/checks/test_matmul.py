@@ -90,19 +90,23 @@ def test_absolute_tolerance_applies_where_stated() -> None:
     assert "the clause has no tolerance: only the float32 bound was checked" in finding.notes
 
 
+NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by a probe"
+
+
 @pytest.mark.parametrize(
     ("traces", "reason"),
     [
-        ([], "no matrix product was computed on a GPU"),
-        ([trace()], "no matrix product was computed on a GPU"),
-        ([trace(replace(RIGHT, backend="cpu"))], "no matrix product was computed on a GPU"),
+        ([], NO_PRODUCT),
+        ([trace()], NO_PRODUCT),
+        ([trace(replace(RIGHT, backend="cpu"))], NO_PRODUCT),
         ([trace(RIGHT), trace(status="failed", reason="no adapter")], "no adapter"),
     ],
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, no product, the CPU with itself, or no adapter: inconclusive, with the reason."""
     finding = judge(INVARIANT, traces)
-    assert (finding.verdict, finding.reason) == (Verdict.INCONCLUSIVE, reason)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith(reason)
 
 
 def test_plan_covers_the_hard_cases() -> None:

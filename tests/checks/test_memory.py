@@ -38,10 +38,10 @@ def measured(
 
 @pytest.mark.parametrize(
     "trace",
-    [measured(), measured(budget=900), measured(estimate=400), measured(estimate=800)],
+    [measured(), measured(budget=900), measured(estimate=400), measured(estimate=600)],
 )
 def test_within_budget_and_foreseen(trace: Trace) -> None:
-    """A peak up to the budget, and an estimate of once to twice the growth, hold."""
+    """A peak up to the budget, and an estimate of once to one and a half times the growth, hold."""
     finding = traces.judge("memory", [trace])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 2)
 
@@ -51,7 +51,7 @@ def test_within_budget_and_foreseen(trace: Trace) -> None:
     [
         (measured(budget=899), "budget is", 900),
         (measured(estimate=399), "the estimate was", 400),
-        (measured(estimate=801), "the estimate was", 400),
+        (measured(estimate=601), "the estimate was", 400),
         (measured(peak=500), "grew by 0 bytes, the estimate was", 0),
         (measured(peak=601, estimate=100), "the estimate was", 101),
     ],
@@ -63,10 +63,10 @@ def test_over_budget_or_unforeseen(trace: Trace, message: str, got: int) -> None
     assert message in found.message
 
 
-@pytest.mark.parametrize("peak", [500, 501, 755])
+@pytest.mark.parametrize("peak", [500, 501, 627])
 def test_small_models_are_bounded_only(peak: int) -> None:
-    """Below 256 MiB an estimate may be as generous as it likes: growth hides in free memory."""
-    finding = traces.judge("memory", [measured(peak=peak, estimate=255)])
+    """Below 128 MiB an estimate may be as generous as it likes: growth hides in free memory."""
+    finding = traces.judge("memory", [measured(peak=peak, estimate=127)])
     assert finding.verdict is Verdict.HELD
 
 
@@ -76,7 +76,7 @@ def test_every_rank_is_asked_for() -> None:
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason == "the memory of ranks [1, 2] was not measured"
     nothing = traces.judge("memory", [traces.hand_written()])
-    assert nothing.reason == "no worker's memory was measured"
+    assert nothing.reason.startswith("no worker's memory was measured: F-HET-002 is decided by a")
 
 
 @pytest.mark.slow

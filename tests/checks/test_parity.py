@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from entrenar_py.checks import parity
 from entrenar_py.faults import Fault
-from entrenar_py.trace import Tensors, Trace, Update, record_tensor
+from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario, without
@@ -167,7 +168,7 @@ def test_without_the_single_device_nothing_is_known() -> None:
 
 def test_dropout_is_compared_only_where_masks_agree() -> None:
     """Masks keyed by shard are the oracle's; those of a rank's own stream, or of micro-batches, are
-    not, and a note says so.
+    not: a note says so, and the reason where nothing else was compared.
     """
     for changes, compared in (
         ({}, True),
@@ -175,11 +176,73 @@ def test_dropout_is_compared_only_where_masks_agree() -> None:
         ({"system": "textbook"}, False),
     ):
         subject = scenario(dropout=0.3, detail="values", **changes)
-        run, *_, oracle = traces.family("parity", subject)
-        finding = traces.judge("parity", [run, oracle])
+        runs = [traces.run(subject), traces.run(parity.oracle(subject))]
+        finding = traces.judge("parity", runs)
         assert finding.verdict is not Verdict.FALSIFIED
         assert any("masks" in note for note in finding.notes) is not compared
         assert bool(finding.compared) is compared
+        assert finding.reason.endswith("use dropout 0 in both runs") is not compared
+
+
+@pytest.mark.parametrize("check", ["parity", "weighting"])
+def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
+    """Ranks that draw their own masks are held by their runs without dropout; a note says so."""
+    subject = scenario(system="textbook", dropout=0.3, detail="values")
+    finding = traces.judge(check, traces.family(check, subject))
+    assert finding.verdict is Verdict.HELD
+    assert finding.notes == (
+        "under dropout textbook draws its masks per rank: on one worker it is another run, and "
+        "was not compared",
+    )
+
+
+def own(trace: Trace, **changes: Any) -> Trace:
+    """`trace` as somebody's own trainer recorded it, which promises nothing."""
+    subject = trace.scenario.with_(system="mine", workload="own", **changes)
+    return replace(trace, scenario=subject, promises=())
+
+
+def test_masks_that_nobody_recorded_are_not_taken_for_equal() -> None:
+    """Two runs under dropout whose draws are unknown are not compared."""
+    subject = SUBJECT.with_(dropout=0.3)
+    known = [own(traces.run(subject.with_(world_size=count))) for count in (3, 1)]
+    assert traces.judge("parity", known).verdict is Verdict.HELD
+    unknown = [altered(trace, Shard, {}, draws=None) for trace in known]
+    finding = traces.judge("parity", unknown)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "since no Shard has draws: use dropout 0" in finding.reason
+
+
+@pytest.mark.parametrize("check", ["parity", "weighting"])
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        ([{}], "one worker to compare with: record one with world_size=1, and all else equal"),
+        ([{"world_size": 1}], "no run on several workers: record the same training with a larger"),
+        ([{}, {"world_size": 1, "seed": 9}], "nearest other trace differs in seed (9, needed 4)"),
+    ],
+)
+def test_the_run_that_is_missing_is_named(
+    check: str, runs: list[dict[str, Any]], reason: str
+) -> None:
+    """Which run to record beside those that are there, and how the nearest one misses it."""
+    finding = traces.judge(check, [own(traces.run(SUBJECT), **changes) for changes in runs])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert reason in finding.reason
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_runs_without_steps_or_samples_are_not_compared(silent: int) -> None:
+    """A run that recorded no update, or no samples, is neither held nor another training."""
+    runs = [own(traces.run(SUBJECT.with_(world_size=count))) for count in (3, 1)]
+    for changed, missing in (
+        (without(runs[silent], Update), "record an Update"),
+        (altered(runs[silent], Shard, {}, ids=()), "record Shard.ids in both runs"),
+    ):
+        found = [*runs[:silent], changed, *runs[silent + 1 :]]
+        finding = traces.judge("parity", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
 
 
 def test_a_planted_value_is_another_training() -> None:

@@ -153,3 +153,24 @@ def test_small_masks_do_not_collide(system: str, width: int) -> None:
     subject = scenario(system=system, dropout=0.3, width=width, num_shards=12, batch_size=6)
     finding = traces.judge("randomness", traces.family("randomness", subject))
     assert finding.verdict is Verdict.HELD
+
+
+def test_initial_weights_that_were_not_recorded() -> None:
+    """Whether ranks started alike is open where a start, or its weights, are unknown."""
+    trace = traces.run(SUBJECT)
+    for bare in (
+        traces.without(trace, Start, rank=2),
+        altered(trace, Start, {"rank": 2}, weights={}),
+    ):
+        finding = traces.judge("randomness", [bare])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert (
+            finding.reason == "initial weights of ranks [2] were not recorded: record Start.weights"
+        )
+
+
+def test_draws_that_nobody_recorded() -> None:
+    """Dropout whose draws are unknown leaves the streams open."""
+    finding = traces.judge("randomness", [altered(traces.run(SUBJECT), Shard, {}, draws=None)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "dropout=0.3 and no shard drew a random number: record Shard.draws" in finding.reason

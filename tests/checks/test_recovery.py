@@ -92,7 +92,31 @@ def test_the_undisturbed_run_is_needed() -> None:
     """Without it nothing can be compared."""
     finding = traces.judge("recovery", [traces.run(SUBJECT)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "undisturbed" in finding.reason
+    assert "record one with faults=() in its scenario" in finding.reason
+    other = traces.run(SUBJECT.with_(faults=(), seed=9))
+    finding = traces.judge("recovery", [traces.run(SUBJECT), other])
+    assert finding.reason.endswith("the nearest other trace differs in seed (9, needed 4)")
+
+
+def test_a_run_is_not_compared_with_itself() -> None:
+    """One that a worker left, and whose scenario does not say so, is no undisturbed run."""
+    disturbed, _ = pair()
+    finding = traces.judge("recovery", [replace(disturbed, scenario=scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "by faults=(Fault(kind='leave', rank=1, step=2),) in its scenario" in finding.reason
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_what_one_run_did_not_record(silent: int) -> None:
+    """Samples or steps that one of the two runs does not reveal are missing, not lost."""
+    runs = list(pair())
+    for changed, missing in (
+        (without(runs[silent], Shard), "record Shard.ids in both runs"),
+        (without(runs[silent], Update), "record an Update for every rank and step"),
+    ):
+        finding = traces.judge("recovery", [*runs[:silent], changed, *runs[silent + 1 :]])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
 
 
 def test_no_loss_shows_no_recovery() -> None:
@@ -114,11 +138,18 @@ def test_a_planted_value_is_another_training() -> None:
 
 
 def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
-    """A trainer whose masks depend on who is there can't be compared under dropout."""
+    """A trainer whose masks depend on who is there can't be compared under dropout; it is held by
+    its runs without, and a note says so.
+    """
     subject = scenario(system="textbook", dropout=0.3, faults=(traces.leave(1, 2),))
-    finding = traces.judge("recovery", traces.family("recovery", subject))
+    family = traces.family("recovery", subject)
+    finding = traces.judge("recovery", family[:2])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "dropout" in finding.reason
+    assert finding.reason.endswith("so that losses differ: use dropout 0 in both runs")
+    finding = traces.judge("recovery", family)
+    assert finding.verdict is Verdict.HELD
+    assert any("without dropout only" in note for note in finding.notes)
+    assert traces.judge("recovery", [*family[:2], family[3]]).verdict is Verdict.INCONCLUSIVE
 
 
 def test_the_textbook_trainer_recovers() -> None:

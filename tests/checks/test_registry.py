@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
 
 import pytest
 
 from entrenar_py import contract
-from entrenar_py.checks import CHECKS, Check, alone, bind
-from entrenar_py.contract import Invariant
+from entrenar_py.checks import CHECKS, Check, alone, bind, terms
+from entrenar_py.contract import TOLERANCE_KINDS, Vocabulary
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
@@ -80,11 +81,20 @@ def test_a_clause_finds_its_check_by_name_before_id() -> None:
 @pytest.mark.parametrize("path", CONTRACTS, ids=lambda path: path.name)
 def test_the_shipped_contracts_are_covered(path: Path) -> None:
     """Every clause of every shipped contract has a check."""
+    vocabulary = Vocabulary(checks=terms(), mutants=lambda: None)
+    for clause in contract.load(path, vocabulary=vocabulary).invariants:
+        check, same = bind(clause), vocabulary.check_of(clause)
+        assert check is not None
+        assert same is not None
+        assert check.name == same.name
 
-    def covers(invariant: Invariant) -> bool:
-        return bind(invariant) is not None
 
-    assert all(covers(clause) for clause in contract.load(path, covers=covers).invariants)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
+def test_a_check_says_how_it_takes_a_tolerance(check: Check) -> None:
+    """Its kinds are those of contracts; it says that it reads the number if its judge does."""
+    assert check.tolerance_kinds
+    assert set(check.tolerance_kinds) <= set(TOLERANCE_KINDS)
+    assert check.takes_tolerance == ("invariant.tolerance" in getsource(check.judge))
 
 
 def test_a_family_of_one() -> None:

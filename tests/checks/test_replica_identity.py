@@ -124,7 +124,7 @@ def test_weights_that_were_not_recorded_are_missed() -> None:
     trace = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weights={})
     finding = traces.judge("replica_identity", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason == "rank 1 did not record its weights in step 2"
+    assert finding.reason == "rank 1 recorded no weights in step 2: record Update.weights"
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
@@ -288,3 +288,44 @@ def test_a_resume_of_sharded_state() -> None:
         traces.judge("optimizer_state", [altered(trace, Start, {"rank": 0}, optimizer=changed)])
     )
     assert (found.step, found.rank, found.tensor) == (1, 0, "a")
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
+def test_what_one_rank_never_recorded(part: str) -> None:
+    """State that only some ranks record is missing, not different, in both clauses."""
+    trace = altered(traces.run(SUBJECT), Update, {"rank": 1}, **{part: {}})
+    for check in ("replica_identity", "optimizer_state"):
+        finding = traces.judge(check, [trace])
+        asked = check == "replica_identity" or part == "optimizer"
+        assert finding.verdict is (Verdict.INCONCLUSIVE if asked else Verdict.HELD)
+        assert finding.reason == (
+            f"rank 1 recorded no {part} in step 0: record Update.{part}" if asked else ""
+        )
+
+
+@pytest.mark.parametrize("kind", [Saved, Start])
+def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
+    """Weights and buffers are never empty: where they are, nobody recorded them. Optimizer state
+    is, where it was lost.
+    """
+    trace = traces.run(STOPPED)
+    for part in ("weights", "buffers"):
+        finding = traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, **{part: {}})])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert f"record {kind.__name__}.{part}" in finding.reason
+    lost = altered(trace, kind, {"step": 4}, optimizer={})
+    assert traces.judge("optimizer_state", [lost]).verdict is Verdict.FALSIFIED
+
+
+def test_starts_alone_show_no_step() -> None:
+    """Replicas that agree before the first step have not been compared after any."""
+    finding = traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason == "no step was recorded: record an Update for every rank and step"
+
+
+def test_an_optimizer_without_state() -> None:
+    """Plain SGD and no checkpoint: the reason says that there is no state to compare."""
+    finding = traces.judge("optimizer_state", [traces.run(scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("optimizer=sgd keeps no state, and no checkpoint")

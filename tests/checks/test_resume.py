@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from entrenar_py.trace import Shard, Trace, Update
@@ -72,7 +74,32 @@ def test_the_straight_run_is_needed() -> None:
     """A stopped run alone shows nothing."""
     finding = traces.judge("resume", [traces.run(SUBJECT)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "straight" in finding.reason
+    assert "record one with stops=() in its scenario" in finding.reason
+    other = traces.run(SUBJECT.with_(stops=(), num_steps=5))
+    finding = traces.judge("resume", [traces.run(SUBJECT), other])
+    assert finding.reason.endswith("the nearest other trace differs in num_steps (5, needed 6)")
+
+
+def test_a_run_is_not_compared_with_itself() -> None:
+    """One that resumed, and whose scenario does not say so, is no straight run."""
+    stopped, _ = pair()
+    finding = traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "must say so by stops=(2,) in its scenario" in finding.reason
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize(("field", "unknown"), [("ids", ()), ("draws", None), ("gradient", {})])
+def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -> None:
+    """Samples and draws that one of the two runs does not reveal are missing, not others."""
+    runs = list(pair())
+    runs[silent] = altered(runs[silent], Shard, {}, **{field: unknown})
+    for check in ("resume", "determinism"):
+        finding = traces.judge(check, [replace(one, scenario=SUBJECT) for one in runs])
+        assert finding.verdict is not Verdict.FALSIFIED, finding
+    finding = traces.judge("resume", runs)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert f"record Shard.{field} in both" in finding.reason
 
 
 def test_a_run_without_stops_shows_nothing() -> None:

@@ -128,3 +128,42 @@ def test_without_the_promise_nothing_is_said() -> None:
     finding = traces.judge("worker_count", runs)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "promises rounding, not bits" in finding.reason
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
+def test_what_one_run_did_not_record(part: str, silent: int) -> None:
+    """A part that only one run reveals is missing, not different."""
+    runs = list(pair())
+    runs[silent] = altered(runs[silent], Update, {}, **{part: {}})
+    finding = traces.judge("determinism", runs)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert (
+        finding.reason
+        == f"one run only recorded the {part} of step 0: record Update.{part} in both"
+    )
+
+
+def test_two_runs_that_recorded_no_weights() -> None:
+    """Equal losses alone are not the same bits; without steps there are not even those."""
+    bare = [altered(one, Update, {}, weights={}) for one in pair()]
+    for found, missing in (
+        (bare, "neither run recorded the weights of step 0: record Update.weights in both"),
+        ([without(one, Update) for one in pair()], "record an Update for every rank and step"),
+    ):
+        finding = traces.judge("determinism", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+def test_the_run_that_is_missing_is_named() -> None:
+    """Which field of a second run's scenario differs, and how the nearest trace misses it."""
+    one = traces.run(SUBJECT)
+    other = replace(one, scenario=SUBJECT.with_(repeat=1, num_steps=9))
+    finding = traces.judge("determinism", [one, other])
+    assert "a second run of it, its scenario with repeat=1 and all else equal" in finding.reason
+    assert finding.reason.endswith("differs in num_steps (9, needed 6)")
+    fewer = replace(one, scenario=SUBJECT.with_(world_size=1, seed=9))
+    finding = traces.judge("worker_count", [one, fewer])
+    assert "record another with world_size=1" in finding.reason
+    assert finding.reason.endswith("differs in seed (9, needed 4)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.checks import step_rule
-from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.trace import Event, Start, Trace, Update
 from entrenar_py.training import schedule
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, one, scenario
+from tests.checks.traces import altered, broken, one, scenario, without
 
 SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_steps=2)
 
@@ -94,6 +95,44 @@ def test_clipping_without_norms_is_unknown(norm: str) -> None:
     finding = traces.judge("step_rule", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "norms before and after clipping were not recorded" in finding.reason
+    assert "record Update.grad_norm and Update.applied_norm" in finding.reason
+
+
+def test_no_clipping_needs_no_norms() -> None:
+    """Where the scenario does not clip, steps are recomputed without norms; bugs still show."""
+    calm = traces.run(SUBJECT.with_(clip_norm=None))
+    trace = altered(calm, Update, {}, grad_norm=None, applied_norm=None)
+    finding = traces.judge("step_rule", [trace])
+    assert finding.verdict is Verdict.HELD
+    clipped = traces.run(SUBJECT)
+    silent = altered(
+        replace(clipped, scenario=calm.scenario), Update, {}, grad_norm=None, applied_norm=None
+    )
+    assert "did not move" in broken(traces.judge("step_rule", [silent])).message
+
+
+@pytest.mark.parametrize(
+    ("subject", "kind", "changes", "missing"),
+    [
+        ({"weight_decay": 0.1}, Start, {"decayed": None}, "weight_decay=0.1: record Start.decayed"),
+        ({}, Update, {"gradient": {}}, "record Update.gradient with values, record_tensor(array"),
+        ({}, Update, {"weights": {}}, "record Update.weights with values"),
+        ({"optimizer": "adamw"}, Start, {"step": 1}, "adamw has state: record the run from step 0"),
+        ({"optimizer": "adamw"}, Start, {"weights": {}}, "record Start.weights with values"),
+        ({}, Update, {"finite": False}, "and finite=True where they are"),
+        ({}, Start, None, "record a Start of rank 0, weights with values"),
+    ],
+)
+def test_the_fact_that_is_missing_is_named(
+    subject: dict[str, Any], kind: type[Event], changes: dict[str, Any] | None, missing: str
+) -> None:
+    """Why no step could be recomputed, and what to record."""
+    trace = traces.run(SUBJECT.with_(clip_norm=None, **subject))
+    bare = without(trace, kind) if changes is None else altered(trace, kind, {}, **changes)
+    finding = traces.judge("step_rule", [bare])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("no step could be recomputed: ")
+    assert missing in finding.reason
 
 
 def test_a_step_that_nobody_can_recompute_is_unknown() -> None:

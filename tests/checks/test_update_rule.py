@@ -41,10 +41,18 @@ def update(step: int, weights: Tensors, gradient: Tensors, **changes: Any) -> Up
     return Update(weights=weights, gradient=gradient, **{**usual, **changes})
 
 
-def rule(optimizer: str, weights: Tensors, *, step: int = 0, decayed: Any = ("w",)) -> Rule:
+def rule(
+    optimizer: str,
+    weights: Tensors,
+    *,
+    step: int = 0,
+    decayed: Any = ("w",),
+    clip_norm: float | None = CLIP,
+) -> Rule:
     """The rule of a rank that starts with `weights` before `step`."""
     start = Start(step=step, rank=0, weights=weights, decayed=decayed)
-    return update_rule.after(None, start, scenario(optimizer=optimizer, weight_decay=DECAY))
+    subject = scenario(optimizer=optimizer, weight_decay=DECAY, clip_norm=clip_norm)
+    return update_rule.after(None, start, subject)
 
 
 def trained(optimizer: str) -> tuple[Tensors, list[Update]]:
@@ -119,6 +127,21 @@ def test_what_was_not_recorded(changes: dict[str, Any]) -> None:
         followed.step(update(0, updates[0].weights, **{"gradient": updates[0].gradient, **changes}))
     )
     assert not list(followed.step(updates[1]))
+
+
+def test_no_clipping_needs_no_norms() -> None:
+    """Who declares no clipping has applied the gradient as it is; one that is NaN says nothing."""
+    initial, updates = trained("sgd")
+    bare = {"grad_norm": None, "applied_norm": None}
+    gradient = updates[0].gradient
+    unclipped = rule("sgd", initial, clip_norm=None)
+    ((_, whole),) = unclipped.step(update(0, updates[0].weights, gradient, **bare))
+    ((_, same),) = rule("sgd", initial).step(
+        update(0, updates[0].weights, gradient, applied_norm=1.0)
+    )
+    assert np.array_equal(whole.weight, same.weight)
+    bad = {"w": traces.values(*[float("nan")] * 7, dtype="float64")}
+    assert not list(unclipped.step(update(1, updates[1].weights, bad, **bare)))
 
 
 def test_decay_that_was_not_declared() -> None:

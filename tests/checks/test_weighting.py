@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Event, Shard, TensorRecord, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
+from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(detail="values")
 
@@ -74,3 +74,27 @@ def test_without_shards_nothing_is_known() -> None:
     trace = traces.run(SUBJECT)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Shard)))
     assert traces.judge("weighting", [bare]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_what_was_not_recorded() -> None:
+    """Values, steps, weights and shards that are missing are each named, and nothing is blamed."""
+    own, *others = traces.family("weighting", SUBJECT)
+    bare = [replace(one, events=tuple(map(_digests, one.events))) for one in (own, *others)]
+    for found, missing in (
+        (
+            bare,
+            "record Update.gradient in both runs with values, record_tensor(array, values=True)",
+        ),
+        ([without(own, Update), *others], "record an Update for every rank and step"),
+        ([without(own, Shard), *others], "no shard of steps 0, 1, 2, 3, 4 was recorded"),
+        ([altered(own, Shard, {}, weight=0.0), *others], "no weight: record Shard.weight"),
+    ):
+        finding = traces.judge("weighting", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+def _digests(event: Event) -> Event:
+    if not isinstance(event, Update):
+        return event
+    return replace(event, gradient={n: TensorRecord(r.digest) for n, r in event.gradient.items()})

@@ -14,6 +14,7 @@ from entrenar_py import contract
 from entrenar_py.contract import layout, rules
 from entrenar_py.errors import ContractError
 from entrenar_py.scenario import Scenario
+from tests.contract import known
 
 DATA = Path(__file__).parent / "data"
 HEAD = "metadata: {version: 1, references: [a paper]}\n"
@@ -21,7 +22,7 @@ HEAD = "metadata: {version: 1, references: [a paper]}\n"
 
 def _problems(path: Path) -> list[str]:
     with pytest.raises(ContractError) as caught:
-        contract.load(path, covers=lambda clause: True)
+        contract.load(path, vocabulary=known.OURS)
     return [problem.removeprefix(f"{path}:") for problem in caught.value.problems]
 
 
@@ -43,18 +44,22 @@ def test_every_error_comes_out_at_once() -> None:
         ("14:21:", "tolerance_kind is one of bitwise"),
         ("15:16:", "given is '1/3'"),
         ("16:15:", "critical is true or false; given is 'perhaps'"),
-        ("17:17:", "world_size=0: use a whole number >= 1"),
-        ("20:5:", "key 'name' stands twice, on lines 19 and 20"),
-        ("21:9:", "id 'X-1' stands twice, on lines 12 and 21"),
-        ("23:9:", "id 'X-2' stands twice, on lines 18 and 23"),
-        ("24:11:", "rule 'X-7' names no clause"),
-        ("25:17:", "prediction is empty"),
-        ("27:7:", "id 'X-1' stands twice, on lines 12 and 27"),
-        ("29:9:", "id 'X-2' stands twice, on lines 18 and 29"),
+        ("17:12:", "check 'replica_identiy' is unknown; did you mean 'replica_identity'?"),
+        ("18:15:", "mutants: 'ddp-bypas' is no planted bug; did you mean 'ddp-bypass'?"),
+        ("19:17:", "world_size=0: use a whole number >= 1"),
+        ("22:5:", "key 'name' stands twice, on lines 21 and 22"),
+        ("23:9:", "id 'X-1' stands twice, on lines 12 and 23"),
+        ("25:9:", "id 'X-2' stands twice, on lines 20 and 25"),
+        ("26:11:", "rule 'X-7' names no clause"),
+        ("27:17:", "prediction is empty"),
+        ("29:7:", "id 'X-1' stands twice, on lines 12 and 29"),
+        ("30:17:", "qa_gate: check 'X-9' names no clause"),
+        ("32:9:", "id 'X-2' stands twice, on lines 20 and 32"),
     ]
     found = _problems(DATA / "every-error-v1.yaml")
     assert [line.split(" ")[0] for line in found] == [place for place, _ in expected]
-    for line, (_, part) in zip(found, expected, strict=True):
+    for line, (place, part) in zip(found, expected, strict=True):
+        assert line.startswith(f"{place} error: ")
         assert part in line
 
 
@@ -73,6 +78,7 @@ def test_every_error_comes_out_at_once() -> None:
         (HEAD + "falsification_tests: [{rule: R, prediction: p}]", "id is empty"),
         (HEAD + "kani_harnesses: 3", "kani_harnesses is a list of mappings"),
         (HEAD + "qa_gate: [1]", "qa_gate is a mapping"),
+        (HEAD + "c: [{id: A}]\nqa_gate: {checks: [A, Z]}", "use the id, name or group of a clause"),
         (HEAD + "c: [{id: }]", "id is empty"),
         (HEAD + "c: [{id: [1]}]", "id is empty; give one text"),
         (HEAD + "c: [&a {id: A}]\nd: [*a]", "id 'A' stands twice, on lines 2 and 2"),
@@ -85,7 +91,10 @@ def test_every_error_comes_out_at_once() -> None:
         (HEAD + "c: [{id: A, tolerance: 1" + "0" * 399 + "}]", "given is '1000"),
         (HEAD + "c: [{id: A, scenarios: {seed: 1}}]", "scenarios is a list of mappings"),
         (HEAD + "c: [{id: A, scenarios: [{seed: []}]}]", "a list is empty"),
-        (HEAD + "c: [{id: A, scenarios: [{sed: 1}]}]", "scenario key='sed'"),
+        (HEAD + "c: [{id: A, scenarios: [{sed: 1}]}]", "scenario key='sed': did you mean 'seed'?"),
+        (HEAD + "c: [{id: A, scenarios: [{world_sizes: 3}]}]", "did you mean 'world_size'?"),
+        (HEAD + "c: [{id: A, scenarios: [{faults: [{knd: leave}]}]}]", "did you mean 'kind'?"),
+        (HEAD + "c: [{id: A, scenarios: [{faults: [{kind: leav}]}]}]", "did you mean 'leave'?"),
         (HEAD + "c: [{id: A, scenarios: [{stops: [a]}]}]", "stop='a': use a whole number"),
     ],
 )
@@ -104,7 +113,7 @@ def test_a_rule_may_name_clause_equation_or_obligation(tmp_path: Path, rule: str
         + "proof_obligations: [{id: PO-1, property: Sums agree}]\n"
         + f"falsification_tests: [{{id: T, rule: {rule}, prediction: p, if_fails: f}}]\n"
     )
-    (test,) = contract.load(path, covers=lambda clause: True).falsification_tests
+    (test,) = contract.load(path, vocabulary=known.OURS).falsification_tests
     assert test.rule == rule
 
 
@@ -158,7 +167,7 @@ def test_any_values_load_or_are_named(
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({**blocks, "clauses": clauses}))
     try:
-        lines = contract.load(path, covers=lambda clause: False).warnings
+        lines = contract.load(path, vocabulary=known.OURS).warnings
     except ContractError as error:
         lines = tuple(error.problems)
     assert lines

@@ -9,7 +9,9 @@ from types import ModuleType
 import pytest
 
 from entrenar_py import kill_matrix
+from entrenar_py.checks import CHECKS
 from entrenar_py.kill_matrix import Row
+from entrenar_py.scenario import Scenario
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -33,6 +35,34 @@ def test_make_docs_changes_nothing(
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     generate.main()
     written = sorted(path.name for path in tmp_path.iterdir())
-    assert written == ["cli.md", "kill-matrix.md"]
+    assert written == ["cli.md", "contract-format.md", "kill-matrix.md"]
     for name in written:
         assert (tmp_path / name).read_text("utf-8") == (DOCS / name).read_text("utf-8"), name
+
+
+def test_tables_stand_between_their_marks(generate: ModuleType) -> None:
+    """What a person wrote around them stays; a table that was edited by hand is made anew."""
+    page = generate.FORMAT.read_text("utf-8")
+    edited = page.replace("| `parity` | F-DP-005 |", "| `parity` | F-DP-500 |")
+    assert edited != page
+    assert generate.contract_format(edited) == page
+
+
+def test_a_page_without_the_marks_is_refused(generate: ModuleType) -> None:
+    """A table that has no place would be lost in silence."""
+    page = generate.FORMAT.read_text("utf-8")
+    for lost in ("<!-- generated: scenario -->\n", "<!-- end -->\n"):
+        with pytest.raises(AssertionError):
+            generate.contract_format(page.replace(lost, ""))
+
+
+def test_every_check_and_field_has_a_row(generate: ModuleType) -> None:
+    """No check, and no field of a scenario, is left out; each says what it is."""
+    for table, names in (
+        (generate.checks(), tuple(CHECKS)),
+        (generate.fields(), tuple(Scenario.__dataclass_fields__)),
+    ):
+        rows = [row.strip("|\n ").split(" | ") for row in table.splitlines()[2:]]
+        assert [row[0] for row in rows] == [f"`{name}`" for name in names]
+        assert all(cell.strip() for row in rows for cell in row)
+    assert set(generate.MEANINGS) == set(Scenario.__dataclass_fields__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,36 +19,57 @@ from entrenar_py.verdict import Verdict
 
 
 def render(
-    report: Report, *, tty: bool = False, quiet: bool = False, encoding: str = "utf-8"
+    report: Report,
+    *,
+    tty: bool = False,
+    quiet: bool = False,
+    encoding: str = "utf-8",
+    width: int = 80,
 ) -> list[str]:
-    """The lines printed without colour in 80 columns, without spaces at their ends."""
+    """The lines printed without colour in `width` columns, without spaces at their ends."""
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
-    console = Console(file=file, width=80, force_terminal=tty, color_system=None)
+    console = Console(file=file, width=width, force_terminal=tty, color_system=None)
     terminal.render(report, console, quiet=quiet)
     file.flush()
     return [line.rstrip() for line in raw.getvalue().decode(encoding).split("\n")]
 
 
 @pytest.mark.parametrize(
-    ("name", "tty", "quiet"),
+    ("name", "form"),
     [
-        ("terminal.txt", True, False),
-        ("terminal-quiet.txt", True, True),
-        ("terminal-piped.txt", False, False),
+        ("terminal.txt", {"tty": True}),
+        ("terminal-narrow.txt", {"tty": True, "width": 60}),
+        ("terminal-quiet.txt", {"tty": True, "quiet": True}),
+        ("terminal-piped.txt", {}),
     ],
 )
 def test_full_report(
-    full: Report, golden: Callable[[str, str], None], name: str, tty: bool, quiet: bool
+    full: Report, golden: Callable[[str, str], None], name: str, form: dict[str, Any]
 ) -> None:
     """The report reads as agreed."""
-    golden(name, "\n".join(render(full, tty=tty, quiet=quiet)))
+    golden(name, "\n".join(render(full, **form)))
 
 
-def test_terminal_lines_fit_80_columns(full: Report) -> None:
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_terminal_lines_fit_the_terminal(full: Report, width: int) -> None:
     """On a terminal only commands, which are copied, may be longer than a line."""
-    lines = [line for line in render(full, tty=True) if "entrenar-check" not in line]
-    assert max(map(len, lines)) <= 80
+    lines = render(full, tty=True, width=width)
+    assert max(len(line) for line in lines if "entrenar-check" not in line) <= width
+
+
+@pytest.mark.parametrize("width", [43, 50, 60, 70, 80, 120])
+def test_only_the_name_is_folded(full: Report, width: int) -> None:
+    """A row starts with its verdict and its id and has its numbers whole, or not at all."""
+    lines = [line.split() for line in render(full, tty=True, width=width)]
+    [titles] = [line for line in lines if line[:1] == ["verdict"]]
+    for entry in full.entries:
+        start = [entry.verdict, entry.invariant.id.lower()]
+        [row] = [line for line in lines if [word.lower() for word in line[:2]] == start]
+        runs = f"{entry.num_scenarios}+{entry.num_explored}"
+        numbers = (f"{entry.finding.compared:,}", runs, f"{entry.elapsed_s:.1f}")
+        expected = [entry.invariant.severity, *numbers][: len(titles) - 3]
+        assert row[-len(expected) :] == expected
 
 
 def test_replay_command_is_the_last_line(full: Report) -> None:
@@ -171,3 +193,13 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3/12" in shown
     assert r"[bold]linear\x1b" in shown
     assert progress_output(tty=False) == ""
+
+
+@pytest.mark.parametrize(("num", "said"), [(1, "in 1 stored trace,"), (2, "in 2 stored traces,")])
+def test_stored_traces_are_counted_as_such(full: Report, num: int, said: str) -> None:
+    """Nothing was planned or explored where nothing was run."""
+    console = Console(file=io.StringIO(), width=200)
+    terminal.render(replace(full, num_traces=num), console, quiet=False)
+    assert isinstance(console.file, io.StringIO)
+    assert said in console.file.getvalue()
+    assert "explored" not in console.file.getvalue()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py import systems
+from entrenar_py import interrupts, systems
 from entrenar_py.errors import SystemFailure
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
@@ -94,7 +98,7 @@ def test_the_estimate_grows_with_what_it_counts() -> None:
         return memory.estimate_bytes(USUAL.with_(**changes), rank, specs)
 
     plain = estimated()
-    assert estimated(1001) - plain == 4 * (9 + 2 + 2)
+    assert estimated(1001) - plain == 4 * (6 + 2 + 2)
     assert estimated(num_others=10) - plain == 4 * 2 * 10
     assert plain - estimated(optimizer="sgd") == 4 * 2 * 1000
     assert estimated(width=1025) - plain == 4 * 16 * 10  # 64 samples in 4 shards
@@ -155,8 +159,9 @@ def test_the_child_measures_itself(
     asked = {"scenario": USUAL.with_(width=8).to_dict(), "rank": 1}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
     memory.main()
-    baseline, peak = json.loads(capsys.readouterr().out)
+    baseline, peak, planted = json.loads(capsys.readouterr().out)
     assert 2**20 < baseline <= peak
+    assert not planted
 
 
 def test_a_system_without_peaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +196,54 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     end = systems.run(USUAL).end
     assert (end.status, _children()) == ("failed", before)
     assert "took longer than 0.2 s" in end.reason
+
+
+@pytest.mark.parametrize("harness", [interrupts.deferred, nullcontext])
+def test_an_interrupt_ends_the_child_at_once(
+    harness: Callable[[], AbstractContextManager[None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A real SIGINT: no child, no word and no handler is left, and it is told only once."""
+    before = _children()
+    _interpreter(tmp_path, monkeypatch, INTERRUPTING + "exec sleep 600")
+    with harness():
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            systems.run(USUAL)
+        assert signal.getsignal(signal.SIGINT) is handler
+        interrupts.check()
+    assert _children() == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupt_that_is_ignored_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under nohup nobody asked for it."""
+    _interpreter(tmp_path, monkeypatch, INTERRUPTING + "echo '[1, 2, false]'")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        trace = systems.run(USUAL)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert trace.end.status == "completed", trace.end.reason
+    assert [measured.peak_bytes for measured in trace.of(Memory)] == [2, 2]
+
+
+def test_another_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no handler can be installed, nothing is, and nothing fails."""
+    _interpreter(tmp_path, monkeypatch, "echo '[1, 2, false]'")
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(memory.run(USUAL).end.status))
+    thread.start()
+    thread.join()
+    assert ends == ["completed"]
+
+
+# Sent when the scenario was read, and so when the parent waits.
+INTERRUPTING = "cat >/dev/null; kill -INT $PPID; "
 
 
 def _interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -26,7 +26,7 @@ from entrenar_py.checks import (
     step_rule,
     weighting,
 )
-from entrenar_py.contract import Invariant
+from entrenar_py.contract import EQUALITY_KINDS, CheckTerms, Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding
@@ -39,39 +39,53 @@ def alone(scenario: Scenario) -> list[Scenario]:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """How one kind of clause is decided.
+    """How one kind of clause is decided: `decides` says what, in a line.
 
     `plan` gives the scenarios of a clause that brings none. `family` gives the runs that one
     scenario is judged on, itself first. `judge` takes the traces of any number of families.
-    `explores` tells whether random scenarios around the plan make sense.
+    `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds` are
+    those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where it
+    does not it allows no difference.
     """
 
     name: str
     id: str
+    decides: str
     judge: Callable[[Invariant, Sequence[Trace]], Finding]
     plan: Callable[[Invariant], list[Scenario]]
     family: Callable[[Scenario], list[Scenario]] = alone
     explores: bool = True
+    tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
+    takes_tolerance: bool = False
 
 
 _TABLE = (
     Check(
         name="replica_identity",
         id="F-DP-001",
+        decides="after every step all workers hold the same weights, optimizer state and buffers",
         judge=replica_identity.judge,
         plan=plans.training,
     ),
     Check(
         name="coverage",
         id="F-DP-002",
+        decides="every sample once per epoch, none twice in a step, in a stable order",
         judge=coverage.judge,
         plan=plans.epochs,
         family=coverage.family,
     ),
-    Check(name="finiteness", id="F-DP-003", judge=finiteness.judge, plan=plans.non_finite),
+    Check(
+        name="finiteness",
+        id="F-DP-003",
+        decides="finite gradients average to a finite one; NaN or Inf halts before any update",
+        judge=finiteness.judge,
+        plan=plans.non_finite,
+    ),
     Check(
         name="fallback",
         id="F-DP-004",
+        decides="the chain CUDA, wgpu, CPU gives a right, finite result, or says why not",
         judge=fallback.judge,
         plan=fallback.plan,
         explores=False,
@@ -79,40 +93,86 @@ _TABLE = (
     Check(
         name="parity",
         id="F-DP-005",
+        decides="training with many workers is training with one: losses and gradients",
         judge=parity.judge,
         plan=plans.parity,
         family=parity.family,
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
     ),
     Check(
         name="recovery",
         id="F-DP-006",
+        decides="a worker's loss costs no sample, and the loss is soon back on its trajectory",
         judge=recovery.judge,
         plan=plans.departures,
         family=recovery.family,
+        tolerance_kinds=("steps",),
+        takes_tolerance=True,
     ),
-    Check(name="matmul", id="F-WGPU-001", judge=matmul.judge, plan=matmul.plan, explores=False),
     Check(
-        name="manifest", id="F-HET-001", judge=manifest.judge, plan=manifest.plan, explores=False
+        name="matmul",
+        id="F-WGPU-001",
+        decides="a matrix product on a device is the CPU's, as far as float32 rounding allows",
+        judge=matmul.judge,
+        plan=matmul.plan,
+        explores=False,
+        tolerance_kinds=("absolute",),
+        takes_tolerance=True,
     ),
-    Check(name="memory", id="F-HET-002", judge=memory.judge, plan=memory.plan, explores=False),
+    Check(
+        name="manifest",
+        id="F-HET-001",
+        decides="every backend gives gradients of the same names, shapes and dtypes, in one order",
+        judge=manifest.judge,
+        plan=manifest.plan,
+        explores=False,
+    ),
+    Check(
+        name="memory",
+        id="F-HET-002",
+        decides="each worker's peak memory stays within its device's budget, and was foreseen",
+        judge=memory.judge,
+        plan=memory.plan,
+        explores=False,
+        tolerance_kinds=("bytes",),
+    ),
     Check(
         name="weighting",
         id="F-TI-001",
+        decides="loss and gradient are weighted by samples or tokens, never a mean of means",
         judge=weighting.judge,
         plan=plans.parity,
         family=parity.family,
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
     ),
     Check(
         name="optimizer_state",
         id="F-TI-002",
+        decides="optimizer state agrees on all workers and survives save and load",
         judge=replica_identity.judge_state,
         plan=plans.stops,
     ),
-    Check(name="resume", id="F-TI-003", judge=resume.judge, plan=plans.stops, family=resume.family),
-    Check(name="liveness", id="F-TI-004", judge=liveness.judge, plan=plans.movement),
+    Check(
+        name="resume",
+        id="F-TI-003",
+        decides="a run that was stopped and resumed is the same run, bit for bit",
+        judge=resume.judge,
+        plan=plans.stops,
+        family=resume.family,
+    ),
+    Check(
+        name="liveness",
+        id="F-TI-004",
+        decides="every trainable tensor moves, every frozen one does not",
+        judge=liveness.judge,
+        plan=plans.movement,
+    ),
     Check(
         name="randomness",
         id="F-TI-005",
+        decides="random streams that must differ differ, streams that must agree agree",
         judge=randomness.judge,
         plan=plans.random_streams,
         family=randomness.family,
@@ -120,6 +180,7 @@ _TABLE = (
     Check(
         name="worker_count",
         id="F-TI-006",
+        decides="the same bits with any number of workers, from trainers that promise bits",
         judge=same_bits.judge_worker_count,
         plan=plans.training,
         family=same_bits.worker_counts,
@@ -127,11 +188,20 @@ _TABLE = (
     Check(
         name="determinism",
         id="F-TI-007",
+        decides="two runs of one scenario have the same bits",
         judge=same_bits.judge_determinism,
         plan=plans.training,
         family=same_bits.repeated,
     ),
-    Check(name="step_rule", id="F-TI-008", judge=step_rule.judge, plan=plans.step_rules),
+    Check(
+        name="step_rule",
+        id="F-TI-008",
+        decides="learning rate, clipping and update follow from the step and the global gradient",
+        judge=step_rule.judge,
+        plan=plans.step_rules,
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
+    ),
 )
 
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}
@@ -143,3 +213,16 @@ def bind(invariant: Invariant) -> Check | None:
     if invariant.check is not None:
         return CHECKS.get(invariant.check)
     return _BY_ID.get(invariant.id)
+
+
+def terms() -> tuple[CheckTerms, ...]:
+    """Every check as clauses see it."""
+    return tuple(
+        CheckTerms(
+            name=check.name,
+            id=check.id,
+            tolerance_kinds=check.tolerance_kinds,
+            takes_tolerance=check.takes_tolerance,
+        )
+        for check in CHECKS.values()
+    )

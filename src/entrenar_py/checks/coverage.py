@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, history
+from entrenar_py.checks import evidence, history, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -20,7 +20,7 @@ def family(scenario: Scenario) -> list[Scenario]:
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Disjoint, complete and by members in each run; the same batches in runs of the same data."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
+    kept = [trace for trace in evidence.usable(traces, tally) if _named(tally, trace)]
     for trace in kept:
         _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)
@@ -28,7 +28,21 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     same_data = ("world_size", "num_shards", "accumulation", "faults", "stops", "repeat", "mutant")
     for group in evidence.groups(kept, "system", *same_data):
         _stable(tally, group)
-    return tally.finding(nothing="no sample ids were recorded")
+    return tally.finding(
+        nothing="no sample ids were recorded: record a Shard with ids for every rank and step, and "
+        "an Update for the step"
+    )
+
+
+def _named(tally: Tally, trace: Trace) -> bool:
+    """Whether the shards name samples, or at least count none; asks for what was not recorded."""
+    missing.require_updates(tally, trace)
+    missing.require_shards(tally, trace)
+    shards = [shard for part in evidence.shards(trace).values() for shard in part]
+    if any(shard.weight > 0 for shard in shards) and not any(shard.ids for shard in shards):
+        missing.ask(tally, "shards count samples and name none of them", "Shard.ids")
+        return False
+    return True
 
 
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
@@ -45,12 +59,20 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         tally.equal(
             min(scenario.batch_size, left),
             count,
-            f"step {step} drew {count} samples of epoch {' and '.join(map(str, epochs))}",
+            f"step {step} drew {count} samples of epoch {' and '.join(map(str, epochs))}"
+            f"{_silent(trace, step, shards)}",
             step=step,
             scenario=scenario.to_dict(),
         )
         for epoch in begun:
             _ended_complete(tally, trace, seen, epoch, step)
+
+
+def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
+    """Says of which ranks no shard was recorded: one who forgot to will look here first."""
+    made = {update.rank for update in trace.of(Update) if update.step == step}
+    ranks = sorted(made - {shard.rank for shard in shards})
+    return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
 
 
 def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> None:
@@ -91,13 +113,13 @@ def _ended_complete(
     if not earlier:
         return
     done = max(earlier)
-    missing = sorted(set(range(trace.scenario.num_samples)) - set(seen[done]))
-    dropped = _drops_last(trace.scenario) and len(missing) < trace.scenario.batch_size
+    lacking = sorted(set(range(trace.scenario.num_samples)) - set(seen[done]))
+    dropped = _drops_last(trace.scenario) and len(lacking) < trace.scenario.batch_size
     tally.check(
-        dropped or not missing,
-        f"epoch {done} ended without samples {missing[:8]}",
+        dropped or not lacking,
+        f"epoch {done} ended without samples {lacking[:8]}",
         step=step if step in seen[done].values() else step - 1,
-        sample_ids=tuple(missing),
+        sample_ids=tuple(lacking),
         scenario=trace.scenario.to_dict(),
     )
 
@@ -114,11 +136,11 @@ def _all_made(tally: Tally, trace: Trace) -> None:
         return
     num_steps = trace.scenario.num_steps
     first = min((start.step for start in trace.of(Start)), default=0)
-    missing = [step for step in range(max(first, 0), num_steps) if step not in made]
+    lacking = [step for step in range(max(first, 0), num_steps) if step not in made]
     tally.check(
-        not missing,
-        f"the run says completed, but of num_steps={num_steps} steps {missing[:8]} were never made",
-        step=missing[0] if missing else None,
+        not lacking,
+        f"the run says completed, but of num_steps={num_steps} steps {lacking[:8]} were never made",
+        step=lacking[0] if lacking else None,
         scenario=trace.scenario.to_dict(),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from entrenar_py.checks import missing
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
@@ -60,7 +61,8 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             tally.miss(trace.end.reason)
             continue
         if trace.scenario.system != SYSTEM:
-            tally.miss(f"system {trace.scenario.system} shows no fallback; use system {SYSTEM}")
+            what = f"system {trace.scenario.system} shows no fallback, system {SYSTEM} does"
+            tally.miss(missing.probed(invariant, what))
             continue
         _judge_attempts(tally, trace)
         if trace.of(Halt):
@@ -69,7 +71,9 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             _judge_result(tally, trace)
         _miss_unstruck(tally, trace)
         _note_devices(tally, trace)
-    return tally.finding(nothing="no run of the backend chain was recorded")
+    return tally.finding(
+        nothing=missing.probed(invariant, "no run of the backend chain was recorded")
+    )
 
 
 def _chain(scenario: Scenario) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -16,12 +16,17 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Runs with a non-finite value must halt at it; all others must stay finite and never halt."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
+        missing.require_updates(tally, trace)
+        missing.require_shards(tally, trace)
         culprits = _culprits(trace)
         if culprits:
             _halts(tally, trace, culprits)
         else:
             _stays_finite(tally, trace)
-    return tally.finding(nothing="no update and no halt was recorded")
+    return tally.finding(
+        nothing="no update and no halt was recorded: record a Shard (with finite) and an Update "
+        "(with finite) for every rank and step, and a Halt where a run stops at a NaN or Inf"
+    )
 
 
 def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
@@ -41,6 +46,12 @@ def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
 def _stays_finite(tally: Tally, trace: Trace) -> None:
     scenario = trace.scenario.to_dict()
     for halt in trace.of(Halt):
+        if all(shard.step != halt.step for shard in trace.of(Shard)):
+            tally.miss(
+                f"the run halted in step {halt.step}, of which no shard was recorded: record a "
+                "Shard for each, with finite=False for the one at fault"
+            )
+            continue
         tally.check(
             False,
             f"halted though every shard was finite: {halt.reason}",
@@ -112,7 +123,7 @@ def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Inje
         )
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
-    message = f"training went on after a non-finite value at {where}"
+    message = f"training went on after a non-finite value at {where}: no Halt was recorded"
     if tally.check(bool(halts), message, **place):
         _names(tally, trace, halts[0], culprit, place)
 

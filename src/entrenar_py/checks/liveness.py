@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from entrenar_py.checks import evidence, history
+from entrenar_py.checks import evidence, history, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -19,12 +19,14 @@ STEPS_TO_MOVE = 3
 # A float32 weight w moves if it is to move by more than this times |w|. A step of any optimizer
 # here is at least rate times gradient, unless larger gradients came before it, which moved it.
 HALF_ULP = 2.0**-24
+_WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Trainable and frozen as the trainer declared them at its start."""
     tally = Tally(invariant.id)
     for trace in map(history.standing, evidence.usable(traces, tally)):
+        missing.require_updates(tally, trace)
         starts = {start.rank: start for start in reversed(trace.of(Start))}
         by_rank: dict[int, list[Update]] = {rank: [] for rank in starts}
         for update in trace.of(Update):
@@ -32,11 +34,18 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         for rank, start in sorted(starts.items()):
             _frozen(tally, trace, start, by_rank[rank])
             _moving(tally, trace, start, by_rank[rank])
-    return tally.finding(nothing="no run declared its trainable tensors and made three steps")
+    return tally.finding(
+        nothing=f"no run declared its trainable tensors and made {STEPS_TO_MOVE} steps: record "
+        "Start.trainable (and frozen), Start.weights and Update.weights, and run that many steps "
+        "with a learning_rate above 0"
+    )
 
 
 def _frozen(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update]) -> None:
     scenario = trace.scenario.to_dict()
+    unknown = [name for name in start.frozen if name not in start.weights]
+    if unknown:
+        missing.ask(tally, f"frozen {unknown[0]} on rank {start.rank} is unknown", _WEIGHTS)
     for update in updates:
         kept = [name for name in start.frozen if name in start.weights and name in update.weights]
         before = {name: start.weights[name] for name in kept}
@@ -47,12 +56,14 @@ def _frozen(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update])
 
 def _moving(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update]) -> None:
     live = [update for update in updates if update.learning_rate > 0]
+    if not start.trainable:
+        missing.ask(tally, f"rank {start.rank} names no trainable tensor", "Start.trainable")
     if len(live) < STEPS_TO_MOVE:
         return
     for name in start.trainable:
         first = [start.weights, *(update.weights for update in live[:STEPS_TO_MOVE])]
         if not all(name in weights for weights in first):
-            tally.miss(f"the weights of {name} on rank {start.rank} were not recorded")
+            missing.ask(tally, f"the weights of {name} on rank {start.rank} are unknown", _WEIGHTS)
             continue
         rest = _rest(start, name, live)
         moved = len(rest) < sum(name in update.weights for update in live)
@@ -97,7 +108,10 @@ def _may_rest(
     for update in rest:
         gradient = update.gradient[name].values() if name in update.gradient else None
         if weight is None or gradient is None or gradient.size != weight.size:
-            tally.miss(f"{name} rested, its gradient is unknown: record it with detail: values")
+            tally.miss(
+                f"{name} rested, its weight or gradient is unknown: record Start.weights and "
+                f"Update.gradient {missing.WITH_VALUES}"
+            )
             return True
         step = update.learning_rate * _shrunk(update) * np.abs(gradient.astype(np.float64))
         if (step > HALF_ULP * np.abs(weight)).any():

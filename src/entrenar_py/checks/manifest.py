@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Manifest, Trace
 from entrenar_py.verdict import Finding, Tally
 
+SYSTEM = "manifest"
 BACKENDS = ("cpu", "wgpu", "cuda")
 DECLARED = "model"  # the manifest that the model declares, not one that a backend produced
 
@@ -21,7 +22,7 @@ DECLARED = "model"  # the manifest that the model declares, not one that a backe
 def plan(invariant: Invariant) -> list[Scenario]:
     """One gradient of every workload."""
     return [
-        Scenario(system="manifest", workload=workload, world_size=1, seed=0, backends=BACKENDS)
+        Scenario(system=SYSTEM, workload=workload, world_size=1, seed=0, backends=BACKENDS)
         for workload in ("linear", "mlp", "decoder")
     ]
 
@@ -33,8 +34,9 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
-        _judge_trace(tally, trace)
-    return tally.finding(nothing="no gradient manifest was recorded")
+        if trace.scenario.system == SYSTEM or trace.of(Manifest):
+            _judge_trace(tally, trace)
+    return tally.finding(nothing=missing.probed(invariant, "no gradient manifest was recorded"))
 
 
 def _judge_trace(tally: Tally, trace: Trace) -> None:

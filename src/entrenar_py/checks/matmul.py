@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from entrenar_py.checks import missing
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Product, Trace
@@ -60,7 +61,9 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         for product in trace.of(Product):
             if product.backend != "cpu":  # compared with itself it would show nothing
                 _judge_product(tally, product, trace.scenario, invariant.tolerance)
-    return tally.finding(nothing="no matrix product was computed on a GPU")
+    return tally.finding(
+        nothing=missing.probed(invariant, "no matrix product was computed on a GPU")
+    )
 
 
 def _judge_product(

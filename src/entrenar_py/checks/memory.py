@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Memory, Trace
@@ -16,8 +16,8 @@ from entrenar_py.verdict import Finding, Tally
 # An estimate bounds what a worker grows by above what it held before it built anything. From
 # STANDS_OUT_BYTES on it is also no more than SLACK times the growth; below, the interpreter's
 # allocator, whose free memory a small model fits into, decides what growth can be seen.
-SLACK = 2.0
-STANDS_OUT_BYTES = 256 * 2**20
+SLACK = 1.5
+STANDS_OUT_BYTES = 128 * 2**20
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
@@ -30,7 +30,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         ranks = set(range(trace.scenario.world_size)) - {memory.rank for memory in measured}
         if measured and ranks:
             tally.miss(f"the memory of ranks {sorted(ranks)} was not measured")
-    return tally.finding(nothing="no worker's memory was measured")
+    return tally.finding(nothing=missing.probed(invariant, "no worker's memory was measured"))
 
 
 def _judge_rank(tally: Tally, memory: Memory, scenario: Scenario) -> None:

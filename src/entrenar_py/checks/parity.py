@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.checks import evidence, same_bits
+from entrenar_py.checks import evidence, missing, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
@@ -45,6 +45,8 @@ ROUNDING_STEPS = 4
 ADAM_GRADIENT_BOUND = 1e-2
 ADAM_LOSS_BOUND = 1e-3
 
+ORACLE = "textbook"  # the independent trainer; its ranks draw their own dropout masks
+
 # What may differ between two runs of the same training.
 SPLIT = (
     "system",
@@ -60,16 +62,20 @@ SPLIT = (
 
 def oracle(scenario: Scenario) -> Scenario:
     """The plain single-device run of the same training, by the independent trainer."""
-    return evidence.plain(
-        scenario, system="textbook", world_size=1, accumulation=1, backends=("cpu",)
-    )
+    return evidence.plain(scenario, system=ORACLE, world_size=1, accumulation=1, backends=("cpu",))
 
 
 def family(scenario: Scenario) -> list[Scenario]:
-    """The run, the same with one worker, and the oracle."""
-    return evidence.distinct(
-        [scenario, evidence.plain(scenario, world_size=1, mutant=scenario.mutant), oracle(scenario)]
-    )
+    """The run, the same with one worker, and the oracle.
+
+    Where masks are drawn per rank, one worker is another run: then all three without dropout too.
+    """
+    model = oracle(scenario)
+    alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
+    runs = [scenario, alone, model]
+    if scenario.dropout and scenario.system == ORACLE and scenario != model:
+        runs += family(scenario.with_(dropout=0.0))
+    return evidence.distinct(runs)
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
@@ -80,10 +86,25 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     compare_with_oracle(tally, kept, tolerance)
     promised = [trace for trace in kept if "bitwise" in trace.promises]
     same_bits.compare_worker_counts(tally, promised)
-    return tally.finding(
-        nothing="no run of the same training with one worker, and the same units dropped, to "
-        "compare with"
-    )
+    return tally.finding(nothing=missing_model(kept))
+
+
+def missing_model(traces: Sequence[Trace]) -> str:
+    """Why `traces` hold no run on a single device to compare with, and what to record; empty if
+    they do.
+    """
+    for group in evidence.groups(traces, *SPLIT):
+        for trace in group:
+            model = _model_of(trace, group)
+            if model is not None and _same_masks(model, trace):
+                return ""
+            if model is not None:
+                return f"{_other_masks(trace)}: use dropout 0 in both runs"
+    others = [trace for trace in traces if trace.scenario != oracle(trace.scenario)]
+    why = "no run of the same training on one worker to compare with: record one with world_size=1"
+    if others and all(trace.scenario.world_size == 1 for trace in others):
+        why = "no run on several workers: record the same training with a larger world_size"
+    return f"{why}, and all else equal{missing.but_for(traces, family)}"
 
 
 def compare_with_oracle(tally: Tally, traces: Sequence[Trace], tolerance: float | None) -> int:
@@ -96,44 +117,59 @@ def compare_with_oracle(tally: Tally, traces: Sequence[Trace], tolerance: float 
     num_gradients = 0
     for group in evidence.groups(traces, *SPLIT):
         for trace in group:
-            model = _model_of(tally, trace, group)
+            model = _model_of(trace, group)
             if model is None:
                 continue
             if not _same_masks(model, trace):
-                tally.note("not compared with a single device, whose dropout draws other masks")
+                tally.note(_other_masks(trace))
                 continue
+            if model.scenario != oracle(trace.scenario):
+                tally.note("compared with its own run on one worker, which may have the same bug")
             num_gradients += _compare(tally, model, trace, tolerance)
     return num_gradients
 
 
-def _model_of(tally: Tally, trace: Trace, group: Sequence[Trace]) -> Trace | None:
+def _model_of(trace: Trace, group: Sequence[Trace]) -> Trace | None:
     """What `trace` is compared with; None for a model itself and where there is none."""
     scenario = trace.scenario
     oracles = [other for other in group if other.scenario == oracle(scenario)]
     if oracles:
         return None if trace in oracles else oracles[0]
     alone = [t for t in group if (t.scenario.system, t.scenario.world_size) == (scenario.system, 1)]
-    if not alone or trace in alone:
-        return None
-    tally.note("compared with its own run on one worker, which may have the same bug")
-    return alone[0]
+    return None if not alone or trace in alone else alone[0]
 
 
 def _same_masks(model: Trace, trace: Trace) -> bool:
     """Whether dropout, if any, drops in `trace` what it drops in the model.
 
     A single device draws what its logical shards would draw; who promises bits keys its dropout by
-    shard too. Of others the first stream tells. Micro-batches draw in another order.
+    shard too. Of others the first stream tells, if it was recorded. Micro-batches draw in another
+    order.
     """
     if not trace.scenario.dropout:
         return True
     if trace.scenario.accumulation > 1:
         return False
     mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
-    return "bitwise" in trace.promises or mine == theirs
+    known = trace.scenario.workload != "own" or None not in mine
+    return "bitwise" in trace.promises or (mine == theirs and known)
+
+
+def _other_masks(trace: Trace) -> str:
+    if "bitwise" in trace.promises:
+        return "not compared with a single device, whose dropout draws other masks"
+    system = trace.scenario.system
+    if all(shard.draws is None for shard in trace.of(Shard)):
+        return f"under dropout {system} was not compared with one worker, since no Shard has draws"
+    return (
+        f"under dropout {system} draws its masks per rank: on one worker it is another run, and "
+        "was not compared"
+    )
 
 
 def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> int:
+    if not missing.require_updates(tally, model, trace):
+        return 0
     _compare_starts(tally, model, trace)
     expected = evidence.updates(model)
     floors = _Floors.of(expected, trace.scenario)
@@ -142,6 +178,9 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             tally.miss(f"the single-device run has no step {step}")
+            continue
+        if not samples.get(step) or not model_samples.get(step):
+            missing.ask(tally, f"the samples of step {step} are unknown", "Shard.ids in both runs")
             continue
         if samples.get(step) != model_samples.get(step):
             tally.miss(f"step {step} draws other samples than the single device's: see F-DP-002")
@@ -225,14 +264,14 @@ def _compare_tensors(
 
 def _compare_steps(tally: Tally, model: Trace, trace: Trace) -> None:
     """The run makes every step that the single device made."""
-    missing = sorted(set(evidence.updates(model)) - set(evidence.updates(trace)))
-    if missing and model.end.status == "halted":
+    lacking = sorted(set(evidence.updates(model)) - set(evidence.updates(trace)))
+    if lacking and model.end.status == "halted":
         tally.miss(f"the single-device run halted: {model.end.reason}")
         return
     tally.check(
-        not missing,
-        f"steps {missing[:5]} were never made",
-        step=missing[0] if missing else None,
+        not lacking,
+        f"steps {lacking[:5]} were never made",
+        step=lacking[0] if lacking else None,
         scenario=trace.scenario.to_dict(),
     )
 

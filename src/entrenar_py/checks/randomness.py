@@ -33,7 +33,10 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         _initial_agrees(tally, trace)
     for group in evidence.groups(kept, "world_size", "faults", "stops", "mutant"):
         _same_for_any_worker_count(tally, [t for t in group if "bitwise" in t.promises])
-    return tally.finding(nothing="no random draws, no second epoch and no second worker were seen")
+    return tally.finding(
+        nothing="no random draws, no second epoch and no second worker were seen: record "
+        "Start.weights on two ranks, Shard.draws under dropout, or Shard.ids over two epochs"
+    )
 
 
 def _dropout_differs(tally: Tally, trace: Trace) -> None:
@@ -41,7 +44,10 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
     owner: dict[str, Shard] = {}
     drew = any(shard.draws is not None for shard in trace.of(Shard))
     if trace.scenario.dropout and not drew and trace.scenario.workload in DRAWING:
-        tally.miss("dropout is on, and no shard drew a random number")
+        tally.miss(
+            f"dropout={trace.scenario.dropout} and no shard drew a random number: record "
+            "Shard.draws, a digest of the first numbers that dropout drew for the shard"
+        )
     for shard in trace.of(Shard):
         if not shard.ids or not drew:
             continue
@@ -105,6 +111,13 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
 
 def _initial_agrees(tally: Tally, trace: Trace) -> None:
     starts = [start for start in trace.of(Start) if start.step == 0 and not start.resumed]
+    first = next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {})
+    known = {start.rank for start in starts if start.weights}
+    if 0 in evidence.updates(trace) and (unknown := sorted(set(first) - known)) and len(first) > 1:
+        tally.miss(
+            f"initial weights of ranks {unknown[:5]} were not recorded: record Start.weights"
+        )
+        return
     for start in starts[1:]:
         evidence.compare_exact(
             tally,

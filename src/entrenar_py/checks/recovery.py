@@ -3,45 +3,93 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from entrenar_py.checks import evidence, same_bits
+from entrenar_py.checks import evidence, missing, parity, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Membership, Trace, Update
+from entrenar_py.trace import Membership, Shard, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP-005
 
 
 def family(scenario: Scenario) -> list[Scenario]:
-    """The disturbed run and the undisturbed one."""
-    return evidence.distinct([scenario, scenario.with_(faults=())])
+    """The disturbed run and the undisturbed one; of masks drawn per rank, also without dropout."""
+    pair = [scenario, scenario.with_(faults=())]
+    if scenario.dropout and scenario.system == parity.ORACLE:
+        pair += [one.with_(dropout=0.0) for one in pair]
+    return evidence.distinct(pair)
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Shards redistributed, no step lost, loss back within the tolerated steps (0: same bits)."""
     tally = Tally(invariant.id)
-    for group in evidence.groups(evidence.usable(traces, tally), "faults"):
-        calm = [trace for trace in group if not trace.scenario.faults]
+    kept = evidence.usable(traces, tally)
+    followed = {
+        trace.scenario.system
+        for trace in kept
+        if _departures(trace) and not _drops_otherwise(trace)
+    }
+    for group in evidence.groups(kept, "faults"):
+        calm = [one for one in group if not one.scenario.faults and not _departures(one)]
         for trace in group:
-            left = [change for change in trace.of(Membership) if change.change == "left"]
+            left = _departures(trace)
             if not left:
                 continue
             if not calm:
-                tally.miss("no undisturbed run of the same training to compare with")
+                tally.miss(_no_calm_run(trace, kept))
+                continue
+            if not missing.require_updates(tally, calm[0], trace):
                 continue
             _continues(tally, calm[0], trace, left)
-            _on_trajectory(tally, calm[0], trace, left, int(invariant.tolerance or 0))
+            if _drops_otherwise(trace):
+                _tell_masks(tally, trace, followed)
+            else:
+                _on_trajectory(tally, calm[0], trace, left, int(invariant.tolerance or 0))
             if "bitwise" in trace.promises:
                 message = "bits differ from those of the undisturbed run"
                 same_bits.compare_steps(tally, calm[0], trace, message)
-    return tally.finding(nothing="no worker left in any run")
+    return tally.finding(
+        nothing="no worker left in any run: record one with a fault of kind leave in its scenario, "
+        "and in it a Membership with change='left' where the worker is gone"
+    )
+
+
+def _departures(trace: Trace) -> list[Membership]:
+    return [change for change in trace.of(Membership) if change.change == "left"]
+
+
+def _drops_otherwise(trace: Trace) -> bool:
+    """Whether dropout's masks may depend on who is there."""
+    return trace.scenario.dropout > 0 and "bitwise" not in trace.promises
+
+
+def _tell_masks(tally: Tally, trace: Trace, followed: Collection[str]) -> None:
+    """Losses can't be followed under such masks: a note where they were without dropout."""
+    why = "dropout draws other masks once a worker has left"
+    if trace.scenario.system in followed:
+        tally.note(f"{why}: losses were compared without dropout only")
+    else:
+        tally.miss(f"{why}, so that losses differ: use dropout 0 in both runs")
+
+
+def _no_calm_run(trace: Trace, traces: Sequence[Trace]) -> str:
+    why = "no undisturbed run of the same training to compare with: "
+    if not trace.scenario.faults:
+        one = _departures(trace)[0]
+        fault = f"Fault(kind='leave', rank={one.rank}, step={one.step})"
+        return f"{why}the run that a worker left must say so by faults=({fault},) in its scenario"
+    near = missing.but_for(traces, family)
+    return f"{why}record one with faults=() in its scenario, and all else equal{near}"
 
 
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:
     """Every step is made, with all its samples, and not by the one who left."""
     expected, got = evidence.shards(calm), evidence.shards(trace)
+    if not (_names_samples(expected) and _names_samples(got)):
+        missing.ask(tally, "the samples of a run are unknown", "Shard.ids in both runs")
+        expected = {}
     for change in left:
         place = {"rank": change.rank, "scenario": trace.scenario.to_dict()}
         for step in sorted(step for step in expected if step >= change.step):
@@ -68,15 +116,16 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
         )
 
 
+def _names_samples(shards: Mapping[int, Sequence[Shard]]) -> bool:
+    return any(shard.ids for part in shards.values() for shard in part)
+
+
 def _on_trajectory(
     tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership], within_steps: int
 ) -> None:
     """The loss after `within_steps` (or at the end of a shorter run) is the undisturbed one's."""
     expected, got = evidence.updates(calm), evidence.updates(trace)
     if not expected or not got:
-        return
-    if trace.scenario.dropout and "bitwise" not in trace.promises:
-        tally.miss("dropout draws other masks once a worker has left: use dropout 0")
         return
     last = max(expected)
     for change in left:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from entrenar_py.checks import evidence, history
+from entrenar_py.checks import evidence, history, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Membership, Saved, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -21,6 +21,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Every step, every rank, every tensor, from the state before the first step on."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
+        missing.require_updates(tally, trace)
         for step, starts in _initial(trace).items():
             _compare_ranks(tally, trace, step - 1, starts, PARTS)
         _compare_joined(tally, trace)
@@ -30,17 +31,27 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         for step, by_rank in evidence.ranks_by_step(trace):
             _all_updated(tally, trace, step, history.members(stays, step) - set(by_rank))
             _compare_ranks(tally, trace, step, by_rank, PARTS)
-    return tally.finding(nothing="no run with two workers whose weights were recorded")
+    return tally.finding(
+        nothing="no two workers of one run were recorded: record, with world_size >= 2, a Start "
+        "and Updates with weights on every rank"
+    )
 
 
 def judge_state(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Optimizer state across ranks, and everything across save and load."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
+        missing.require_updates(tally, trace)
         for step, by_rank in evidence.ranks_by_step(trace):
             _compare_ranks(tally, trace, step, by_rank, ("optimizer",))
         _compare_restored(tally, trace)
-    return tally.finding(nothing="no optimizer state of two workers, and no checkpoint, was seen")
+    stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
+    why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
+    return tally.finding(
+        nothing=f"{why}, and no checkpoint was recorded: record, with an optimizer that has state, "
+        "Update.optimizer on two ranks or more; or a Saved where a checkpoint is written, and a "
+        "Start with resumed=True on every rank that loads it"
+    )
 
 
 def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
@@ -80,8 +91,8 @@ def _all_heard(tally: Tally, trace: Trace) -> None:
     silent = sorted(set(range(world_size)) - seen - moved)
     if seen and silent:
         tally.miss(
-            f"of world_size={world_size} workers ranks {silent[:8]} never started: record a start "
-            "and updates on every rank"
+            f"of world_size={world_size} workers ranks {silent[:8]} never started: record a Start "
+            "and Updates on every rank"
         )
 
 
@@ -90,7 +101,7 @@ def _all_updated(tally: Tally, trace: Trace, step: int, idle: set[int]) -> None:
     for rank in sorted(idle):
         tally.check(
             False,
-            f"rank {rank} made no optimizer step, the others did",
+            f"rank {rank} made no optimizer step, the others did: it recorded no Update",
             step=step,
             rank=rank,
             scenario=trace.scenario.to_dict(),
@@ -141,6 +152,10 @@ def _compare_part(
 ) -> None:
     """One part of two states; of sharded optimizer state only what both hold."""
     left, right = getattr(expected, part), getattr(got, part)
+    bare = got if left else expected
+    if bool(left) != bool(right) and not _is_lost(bare, part):
+        _miss_part(tally, bare, part, place["step"])
+        return
     if sharded and part == "optimizer":
         left, right = (
             {name: record for name, record in one.items() if name in other}
@@ -159,24 +174,51 @@ def _compare_ranks(
     """Each rank against what most ranks hold (of two, the lower rank), so the culprit is named."""
     if len(by_rank) < 2:
         return
-    for rank, holder in by_rank.items():
-        if not holder.weights:
-            tally.miss(f"rank {rank} did not record its weights in step {step}")
+    for holder in by_rank.values():
+        if "weights" in parts and not holder.weights:
+            _miss_part(tally, holder, "weights", step)
             return
         if (
             trace.scenario.optimizer != "sgd"
             and isinstance(holder, Update)
             and not holder.optimizer
         ):
-            tally.miss(f"rank {rank} did not record its optimizer state in step {step}")
+            _miss_part(tally, holder, "optimizer", step)
     sharded = "optimizer" in parts and _is_sharded(tally, by_rank)
     for part in parts:
         held: dict[int, Tensors] = {rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)}
+        held = _known(tally, by_rank, part, step, held) if not sharded else held
         for name in dict.fromkeys(name for tensors in held.values() for name in tensors):
             among = held
             if sharded and part == "optimizer":
                 among = _sharers(held, name)
             _compare_tensor(tally, trace, step, part, name, among)
+
+
+def _known(
+    tally: Tally,
+    by_rank: Mapping[int, Start] | Mapping[int, Update],
+    part: str,
+    step: int,
+    held: dict[int, Tensors],
+) -> dict[int, Tensors]:
+    """`held` without ranks that recorded nothing of a part that others did record."""
+    found = {
+        rank: tensors for rank, tensors in held.items() if tensors or _is_lost(by_rank[rank], part)
+    }
+    for rank in held.keys() - found.keys() if any(held.values()) else ():
+        _miss_part(tally, by_rank[rank], part, step)
+    return found
+
+
+def _is_lost(holder: Start | Update | Saved, part: str) -> bool:
+    """Whether an empty part may be a real one: optimizer state that was lost, or not saved."""
+    return part == "optimizer" and not isinstance(holder, Update)
+
+
+def _miss_part(tally: Tally, holder: Start | Update | Saved, part: str, step: int) -> None:
+    why = f"rank {holder.rank} recorded no {part} {missing.when(step)}"
+    missing.ask(tally, why, f"{type(holder).__name__}.{part}")
 
 
 def _sharers(held: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
@@ -223,7 +265,10 @@ def _compare_restored(tally: Tally, trace: Trace) -> None:
             )
         resumed = [s for s in kept.of(Start) if s.resumed and s.step == saved.step]
         if not resumed:
-            tally.miss(f"a checkpoint before step {saved.step} was never loaded")
+            tally.miss(
+                f"the checkpoint before step {saved.step} was never loaded: record a Start with "
+                f"resumed=True and step={saved.step} on every rank that loads it"
+            )
         for start in resumed:
             for part in PARTS:
                 _compare_part(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, same_bits
+from entrenar_py.checks import evidence, missing, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace
@@ -19,22 +19,40 @@ def family(scenario: Scenario) -> list[Scenario]:
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Samples, random draws, learning rates, losses and states of every step."""
     tally = Tally(invariant.id)
-    for group in evidence.groups(evidence.usable(traces, tally), "stops"):
-        straight = [trace for trace in group if not trace.scenario.stops]
+    kept = evidence.usable(traces, tally)
+    for group in evidence.groups(kept, "stops"):
+        straight = [one for one in group if not one.scenario.stops and not _resumed(one)]
         for trace in group:
-            if not any(start.resumed for start in trace.of(Start)):
+            if not _resumed(trace):
                 continue
             if not straight:
-                tally.miss("no straight run of the same training to compare with")
+                tally.miss(_no_straight_run(trace, kept))
                 continue
             _same_data(tally, straight[0], trace)
             message = "the resumed run is another run"
             same_bits.compare_steps(tally, straight[0], trace, message)
             _same_rates(tally, straight[0], trace)
-    return tally.finding(nothing="no run was stopped and resumed")
+    return tally.finding(
+        nothing="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
+        "in it a Start with resumed=True and step=k on every rank"
+    )
+
+
+def _resumed(trace: Trace) -> bool:
+    return any(start.resumed for start in trace.of(Start))
+
+
+def _no_straight_run(trace: Trace, traces: Sequence[Trace]) -> str:
+    why = "no straight run of the same training to compare with: "
+    if not trace.scenario.stops:
+        back_to = next(start.step for start in trace.of(Start) if start.resumed)
+        return f"{why}the run that resumed must say so by stops=({back_to},) in its scenario"
+    near = missing.but_for(traces, family)
+    return f"{why}record one with stops=() in its scenario, and all else equal{near}"
 
 
 def _same_data(tally: Tally, straight: Trace, trace: Trace) -> None:
+    bare = missing.bare_fields(tally, straight, trace)
     expected = {(shard.step, shard.rank, shard.shard): shard for shard in straight.of(Shard)}
     for shard in trace.of(Shard):
         model = expected.get((shard.step, shard.rank, shard.shard))
@@ -47,13 +65,13 @@ def _same_data(tally: Tally, straight: Trace, trace: Trace) -> None:
             "scenario": trace.scenario.to_dict(),
         }
         moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
-        if shard.ids != model.ids:
+        if shard.ids != model.ids and "ids" not in bare:
             tally.check(
                 False, "after the resume other samples are drawn", sample_ids=moved, **place
             )
-        tally.equal(
-            model.draws, shard.draws, "after the resume other random numbers are drawn", **place
-        )
+        if "draws" not in bare:
+            message = "after the resume other random numbers are drawn"
+            tally.equal(model.draws, shard.draws, message, **place)
 
 
 def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace
@@ -20,10 +20,14 @@ def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding
         if "bitwise" not in trace.promises:
             scenario = trace.scenario
             tally.miss(
-                f"{scenario.system} on {', '.join(scenario.backends)} promises rounding, not bits"
+                f"{scenario.system} on {', '.join(scenario.backends)} promises rounding, not bits: "
+                'if it does give the same bits, record its trace with promises=("bitwise",)'
             )
     compare_worker_counts(tally, [trace for trace in kept if "bitwise" in trace.promises])
-    return tally.finding(nothing="no two runs that differ in their number of workers alone")
+    return tally.finding(
+        nothing="no two runs that differ in world_size alone: record another with world_size=1, "
+        f"say, and all else equal{missing.but_for(kept, worker_counts)}"
+    )
 
 
 def worker_counts(scenario: Scenario) -> list[Scenario]:
@@ -38,15 +42,20 @@ def worker_counts(scenario: Scenario) -> list[Scenario]:
 def judge_determinism(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Two runs of one scenario: every shard and every update alike."""
     tally = Tally(invariant.id)
-    for group in evidence.groups(evidence.usable(traces, tally), "repeat"):
+    kept = evidence.usable(traces, tally)
+    for group in evidence.groups(kept, "repeat"):
         for trace in group[1:]:
             _compare_shards(tally, group[0], trace)
             compare_steps(tally, group[0], trace, "two runs of one scenario differ")
-    return tally.finding(nothing="no scenario was run twice")
+    return tally.finding(
+        nothing="no scenario was run twice: record a second run of it, its scenario with repeat=1 "
+        f"and all else equal{missing.but_for(kept, repeated)}"
+    )
 
 
 def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
     """Shard by shard, in whatever order the ranks were recorded."""
+    bare = missing.bare_fields(tally, model, trace)
     expected = {(shard.step, shard.rank, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
         one = expected.get((shard.step, shard.rank, shard.shard))
@@ -55,7 +64,8 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
         # As text, so that NaN equals NaN; Python's shortest text of a float is exact.
         same_loss = repr(one.loss_sum) == repr(shard.loss_sum)
         tally.check(
-            same_loss and replace(one, loss_sum=0.0) == replace(shard, loss_sum=0.0),
+            same_loss
+            and replace(one, loss_sum=0.0, **bare) == replace(shard, loss_sum=0.0, **bare),
             f"two runs of one scenario differ in shard {shard.shard}",
             step=shard.step,
             rank=shard.rank,
@@ -85,8 +95,11 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
     """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit.
 
     Where a trainer reveals the gradients of its logical shards these come first: they name the
-    worker that computed another one from the same samples.
+    worker that computed another one from the same samples. What only one run recorded is no
+    difference.
     """
+    if not missing.require_updates(tally, model, trace):
+        return
     _compare_local(tally, model, trace, message)
     expected = evidence.updates(model)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -96,15 +109,19 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         for rank, update in by_rank.items():
             place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
             for part in ("gradient", "weights", "optimizer", "buffers"):
-                evidence.compare_exact(
-                    tally, getattr(one, part), getattr(update, part), f"{message} ({part})", **place
-                )
+                left, right = getattr(one, part), getattr(update, part)
+                if bool(left) != bool(right) or (part == "weights" and not left):
+                    held = "one run only" if left or right else "neither run"
+                    why = f"{held} recorded the {part} of step {step}"
+                    missing.ask(tally, why, f"Update.{part} in both")
+                    continue
+                evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
             tally.equal(one.loss, update.loss, f"{message} (loss)", **place)
-    missing = sorted(set(expected) ^ set(evidence.updates(trace)))
+    lacking = sorted(set(expected) ^ set(evidence.updates(trace)))
     tally.check(
-        not missing,
-        f"{message}: steps {missing[:5]} are in one run only",
-        step=missing[0] if missing else None,
+        not lacking,
+        f"{message}: steps {lacking[:5]} are in one run only",
+        step=lacking[0] if lacking else None,
         scenario=trace.scenario.to_dict(),
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.checks import evidence
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Tensors, Update
 
@@ -67,7 +68,7 @@ class Rule:
         before, self.weights = self.weights, update.weights
         self.known = self.known and update.step == self.step_made
         self.step_made = update.step + 1
-        factor = _clip_factor(update)
+        factor = _clip_factor(self.scenario, update)
         if factor is None or not (self.known or self.scenario.optimizer == "sgd"):
             self.known = False
             return
@@ -139,11 +140,17 @@ def after(rule: Rule | None, start: Start, scenario: Scenario) -> Rule:
     return Rule(scenario, start.decayed, start.weights, known=start.step == 0)
 
 
-def _clip_factor(update: Update) -> float | None:
-    """What the recorded gradient was multiplied by; None if that can't be told."""
+def _clip_factor(scenario: Scenario, update: Update) -> float | None:
+    """What the recorded gradient was multiplied by; None if that can't be told.
+
+    Who declares no clipping need not record norms: by what it says the factor is 1.
+    """
     norm, applied = update.grad_norm, update.applied_norm
-    if norm is None or applied is None or not update.finite:
+    if not update.finite:
         return None
+    if norm is None or applied is None:
+        unclipped = scenario.clip_norm is None and evidence.non_finite(update.gradient) is None
+        return 1.0 if unclipped else None
     if not (math.isfinite(norm) and math.isfinite(applied)):
         return None
     return min(1.0, applied / norm) if norm else 1.0

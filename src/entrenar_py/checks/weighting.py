@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, parity
+from entrenar_py.checks import evidence, missing, parity
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Tensors, Trace
+from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 RELATIVE = 1e-5  # where a contract gives no tolerance: a float32 sum of n terms is off by n 2^-24
@@ -22,15 +22,22 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     kept = evidence.usable(traces, tally)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in kept:
+        missing.require_updates(tally, trace)
+        missing.require_shards(tally, trace)
         _weighted_loss(tally, trace, relative)
         _summed_gradient(tally, trace)
-    shared = any(trace.scenario != parity.oracle(trace.scenario) for trace in kept)
+    shared = any(
+        trace.of(Update) and trace.scenario != parity.oracle(trace.scenario) for trace in kept
+    )
     if not parity.compare_with_oracle(tally, kept, tolerance=None) and shared:
-        tally.miss(
-            "the gradient's weighting is unknown: there is no single-device run of the same "
-            "training, or gradients were recorded without their values (detail: values)"
+        why = parity.missing_model(kept) or (
+            f"record Update.gradient in both runs {missing.WITH_VALUES}"
         )
-    return tally.finding(nothing="no loss with its weight was recorded")
+        tally.miss(f"the gradient's weighting is unknown: {why}")
+    return tally.finding(
+        nothing="no loss with its weight was recorded: record a Shard with loss_sum and weight, "
+        "and an Update with loss and weight, for every rank and step"
+    )
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float) -> None:
@@ -38,6 +45,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float) -> None:
     for step, by_rank in evidence.ranks_by_step(trace):
         weight = sum(shard.weight for shard in shards.get(step, ()))
         if not weight:
+            _miss_weight(tally, step, shards.get(step, ()))
             continue
         mean = sum(shard.loss_sum for shard in shards[step]) / weight
         # Losses may have both signs: rounding is relative to their sizes, not to their sum.
@@ -60,6 +68,11 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float) -> None:
                 got=repr(update.loss),
                 **place,
             )
+
+
+def _miss_weight(tally: Tally, step: int, shards: Sequence[Shard]) -> None:
+    if any(shard.ids for shard in shards):
+        missing.ask(tally, f"the shards of step {step} have samples, no weight", "Shard.weight")
 
 
 def _summed_gradient(tally: Tally, trace: Trace) -> None:

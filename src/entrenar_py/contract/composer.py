@@ -38,10 +38,12 @@ def read(path: Path) -> bytes:
             size = max(size, len(data))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise ContractError([f"{start}: can't be read: {reason}; give a YAML file"]) from error
+        raise ContractError(
+            [f"{start}: error: can't be read: {reason}; give a YAML file"]
+        ) from error
     if size > BYTES_MAX:
         message = f"the file has {size} bytes or more; a contract has at most {BYTES_MAX}"
-        raise ContractError([f"{start}: {message}"])
+        raise ContractError([f"{start}: error: {message}"])
     return data
 
 

@@ -24,11 +24,11 @@ class Record:
         self._problems = problems
 
     def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
-        """Lists every key that no one reads."""
+        """Warns of every key that no one reads."""
         for key, at in self.node.keys.items():
             if key in self.node.fields and key not in self._known and key not in read_elsewhere:
-                known = ", ".join(self._known)
-                self._problems.warn(at, f"{self.what}: key {key!r} is not read; known are {known}")
+                hint = self._problems.hint(key, self._known)
+                self._problems.warn(at, f"{self.what}: key {key!r} is not read{hint}")
 
     def place(self, key: str) -> Position:
         """Where the value of `key` stands; where the mapping stands if there is none."""

@@ -13,12 +13,13 @@ from rich.console import Console
 
 from entrenar_py import checks, contract, mutants, shipped
 from entrenar_py.contract import Invariant
-from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.errors import UsageError
 from entrenar_py.kill_matrix import tables
 from entrenar_py.kill_matrix.page import markdown
 from entrenar_py.kill_matrix.rows import Row, all_right, summary
 from entrenar_py.mutants import Variant
 from entrenar_py.reports import terminal
+from entrenar_py.reports.report import EXIT_INCONCLUSIVE
 from entrenar_py.runner import Runner
 
 __all__ = [
@@ -27,10 +28,10 @@ __all__ = [
     "invariants",
     "judges",
     "markdown",
+    "planted_bugs",
     "run",
     "show",
     "summary",
-    "unknown_mutants",
 ]
 
 
@@ -39,27 +40,15 @@ def invariants() -> dict[str, Invariant]:
 
     Raises ContractError if a clause names a mutant that the catalogue has not.
     """
-    loaded = [
-        contract.load(path, covers=lambda clause: checks.bind(clause) is not None)
-        for path in shipped.shipped_contracts()
-    ]
+    known = contract.Vocabulary(checks=checks.terms(), mutants=planted_bugs)
+    loaded = [contract.load(path, vocabulary=known) for path in shipped.shipped_contracts()]
     clauses = [clause for one in loaded for clause in one.invariants]
-    unknown = unknown_mutants(clauses)
-    if unknown:
-        raise ContractError(unknown)
     return {clause.id: clause for clause in clauses if checks.bind(clause)}
 
 
-def unknown_mutants(clauses: Sequence[Invariant]) -> list[str]:
-    """A line `file:line:column: ...` for each name in `mutants` that no planted bug has."""
-    known = [variant.name for variant in mutants.catalogue().values() if not variant.benign]
-    return [
-        f"{clause.position}: clause {clause.id}: mutants: {name!r} is no planted bug; "
-        f"known are {', '.join(known)}"
-        for clause in clauses
-        for name in clause.mutants
-        if name not in known
-    ]
+def planted_bugs() -> tuple[str, ...]:
+    """The name of every variant that is not benign; UsageError if they are not installed."""
+    return tuple(name for name, variant in mutants.catalogue().items() if not variant.benign)
 
 
 def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
@@ -103,13 +92,23 @@ def run(
 
 
 def show(console: Console) -> int:
-    """Runs the whole matrix and prints it to `console`; 0 if all is right, 1 if not."""
+    """Runs the whole matrix and prints it to `console`; 0 if all is right, 1 if not.
+
+    When interrupted, 4: what is printed is what is known so far.
+    """
+    variants = list(mutants.catalogue().values())
+    rows: list[Row] = []
+    interrupted = False
     with console.status("planting bugs") as status:
-        rows = run(
-            list(mutants.catalogue().values()),
-            invariants(),
-            on_row=lambda row: status.update(f"{row.variant.name} against {row.invariant}"),
-        )
+
+        def on_row(row: Row) -> None:
+            rows.append(row)
+            status.update(f"{row.variant.name} against {row.invariant}")
+
+        try:
+            run(variants, invariants(), on_row)
+        except KeyboardInterrupt:
+            interrupted = True
     for table in (tables.mutants(rows), tables.benign(rows)):
         terminal.print_table(console, table)
     console.print(summary(rows), soft_wrap=True)
@@ -117,6 +116,10 @@ def show(console: Console) -> int:
         if not row.right:
             line = f"{row.variant.name}, {row.invariant}: {row.complaint}"
             console.print(line, markup=False, soft_wrap=True)
+    if interrupted:
+        tried = len({row.variant.name for row in rows})
+        console.print(f"interrupted in variant {tried} of {len(variants)}")
+        return EXIT_INCONCLUSIVE
     return 0 if all_right(rows) else 1
 
 

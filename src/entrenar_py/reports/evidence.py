@@ -34,17 +34,18 @@ def one_line(text: str) -> str:
 
 
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
-    """(label, text) pairs that say where an entry broke, what that means, and where to look.
+    """(label, text) pairs that say where an entry broke, what that could mean, and where to look.
 
-    Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `means` (one
-    for each falsification test), `contract`, `scenario`; those that do not apply are left out.
+    Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `could mean`
+    (a guess, one for each falsification test), `contract`, `scenario`; those that do not apply are
+    left out.
     """
     position = entry.invariant.position
     found = entry.finding.counterexample
     rows = [] if found is None else [("at", found.place())]
     if found is not None:
         rows += [("expected", found.expected or ""), ("got", found.got or "")]
-    rows += [("means", meaning) for meaning in report.meanings(entry)]
+    rows += [("could mean", meaning) for meaning in report.meanings(entry)]
     rows.append(("contract", f"{position.file}:{position.line}"))
     if found is not None and found.scenario is not None:
         rows.append(("scenario", describe_scenario(found.scenario)))

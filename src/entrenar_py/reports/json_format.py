@@ -35,6 +35,7 @@ def dump(report: Report) -> dict[str, Any]:
         "interrupted": report.interrupted,
         "counts": report.counts,
         "num_compared": report.num_compared,
+        "num_traces": report.num_traces,
         "gate": _gate(report),
         "results": [_result(report, entry) for entry in report.entries],
         "environment": report.environment,

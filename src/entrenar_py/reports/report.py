@@ -47,8 +47,9 @@ class Report:
 
     `entries` stand in the contract's order, one per invariant that was selected. `contract_given`
     is what finds the contract again (`--contract`), `command` what repeats the whole run; both as
-    typed in a shell. `environment` holds versions and devices. `interrupted` means that a person
-    stopped the run, so that `entries` are only what is known so far.
+    typed in a shell. `environment` holds versions and devices. `num_traces` is how many stored
+    traces were judged, None if scenarios were run. `interrupted` means that a person stopped the
+    run, so that `entries` are only what is known so far.
     """
 
     contract: Contract
@@ -60,6 +61,7 @@ class Report:
     elapsed_s: float
     interrupted: bool
     command: str
+    num_traces: int | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -154,7 +156,7 @@ class Report:
         clauses = self.contract.invariants
         if not gate.checks:
             return [c.id for c in clauses if c.severity == "P0" or c.critical], []
-        named = {name: [c.id for c in clauses if name in _names(c)] for name in gate.checks}
+        named = {name: [c.id for c in clauses if name in c.gate_names] for name in gate.checks}
         demanded = dict.fromkeys(clause for ids in named.values() for clause in ids)
         return list(demanded), [name for name, ids in named.items() if not ids]
 
@@ -164,8 +166,3 @@ _WORST_FIRST = (Verdict.FALSIFIED, Verdict.INCONCLUSIVE, Verdict.HELD)
 
 def _rank(entry: Entry) -> tuple[int, int]:
     return -entry.verdict.badness, SEVERITIES.index(entry.invariant.severity)
-
-
-def _names(clause: Invariant) -> tuple[str, ...]:
-    """How a gate may call a clause: by id, by name, or by the list it stands in."""
-    return clause.id, clause.name, clause.group, clause.group.rpartition(".")[2]

@@ -25,8 +25,11 @@ _WORDS = {
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
     Verdict.HELD: ("held", "green"),
 }
-_LABEL_CHARS = 10
+_NUMBERS = ("compared", "runs", "s")  # the columns that a narrow terminal leaves out, last first
+_GAP_CHARS = 2
+_LABEL_CHARS = 12
 _ID_CHARS_MAX = 28  # leaves a name some room in 80 columns; a longer id is folded, never cut
+_NAME_CHARS_MIN = 12
 _PIPE_CHARS_MAX = 100_000
 
 
@@ -109,33 +112,50 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _print_entries(console: Console, entries: list[Entry]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("id", width=_id_width(console, entries), overflow="fold")
-    table.add_column("name", overflow="fold")
-    table.add_column("sev", no_wrap=True)
-    for title in ("compared", "runs", "s"):
-        table.add_column(title, no_wrap=True, justify="right")
-    for entry in entries:
-        clause = entry.invariant
-        word, style = _WORDS[entry.verdict]
-        cells = (
-            Text(word, style=style),
-            *(Text(_fit(console, evidence.one_line(text))) for text in (clause.id, clause.name)),
-            Text(clause.severity),
-            Text(f"{entry.finding.compared:,}"),
-            Text(f"{entry.num_scenarios}+{entry.num_explored}"),
-            Text(f"{entry.elapsed_s:.1f}"),
+    cells = [_cells(console, entry) for entry in entries]
+    columns = _columns(console, cells)
+    table = Table(box=None, padding=(0, _GAP_CHARS, 0, 0), pad_edge=False, header_style="bold")
+    for title, width in columns.items():
+        table.add_column(
+            title,
+            width=None if title == "name" else width,  # the name takes what is left
+            overflow="fold",
+            justify="right" if title in _NUMBERS else "left",
         )
-        table.add_row(*cells)
+    for row in cells:
+        table.add_row(*(row[title] for title in columns))
     print_table(console, table)
 
 
-def _id_width(console: Console, entries: list[Entry]) -> int | None:
-    """Columns for the ids, which no other column may squeeze; None: as many as they need."""
+def _cells(console: Console, entry: Entry) -> dict[str, Text]:
+    """What the table says of an entry, by the titles of its columns."""
+    clause, (word, style) = entry.invariant, _WORDS[entry.verdict]
+    return {
+        "verdict": Text(word, style=style),
+        "id": Text(_fit(console, evidence.one_line(clause.id))),
+        "name": Text(_fit(console, evidence.one_line(clause.name))),
+        "sev": Text(clause.severity),
+        "compared": Text(f"{entry.finding.compared:,}"),
+        "runs": Text(f"{entry.num_scenarios}+{entry.num_explored}"),
+        "s": Text(f"{entry.elapsed_s:.1f}"),
+    }
+
+
+def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
+    """Title -> characters of each column that is shown.
+
+    A terminal too narrow for all of them, and for a name that can be read, shows fewer: no other
+    column is squeezed for it. In a pipe a row may be as long as it likes.
+    """
+    widths = {title: max(len(title), *(row[title].cell_len for row in rows)) for title in rows[0]}
     if not console.is_terminal:
-        return None
-    return min(max(len(entry.invariant.id) for entry in entries), _ID_CHARS_MAX)
+        return widths
+    widths["id"] = min(widths["id"], _ID_CHARS_MAX)
+    widths["name"] = min(widths["name"], _NAME_CHARS_MIN)
+    for title in reversed(_NUMBERS):
+        if sum(widths.values()) + _GAP_CHARS * (len(widths) - 1) > console.width:
+            del widths[title]
+    return widths
 
 
 def _print_evidence(console: Console, report: Report, entry: Entry) -> None:
@@ -171,14 +191,17 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
         _line(console, "nothing selected: no clause of the contract was checked", style="bold")
     counts = ", ".join(f"{num} {verdict}" for verdict, num in report.counts.items() if num)
     _, style = _WORDS[report.verdict]
-    work = (
-        f"{report.num_compared:,} comparisons in "
-        f"{sum(entry.num_scenarios for entry in report.entries)} planned + "
-        f"{sum(entry.num_explored for entry in report.entries)} explored scenarios, "
-        f"{report.elapsed_s:.1f} s"
-    )
+    work = f"{report.num_compared:,} comparisons in {_seen(report)}, {report.elapsed_s:.1f} s"
     _line(console, f"{counts or 'no verdicts'}: {work}", style=style)
     _line(console, _gate_text(report))
+
+
+def _seen(report: Report) -> str:
+    if report.num_traces is not None:
+        return f"{report.num_traces} stored trace{'s' if report.num_traces != 1 else ''}"
+    planned = sum(entry.num_scenarios for entry in report.entries)
+    explored = sum(entry.num_explored for entry in report.entries)
+    return f"{planned} planned + {explored} explored scenarios"
 
 
 def _gate_text(report: Report) -> str:

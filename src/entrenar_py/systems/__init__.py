@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from entrenar_py import mutants, trace
@@ -78,7 +78,7 @@ def run(scenario: Scenario) -> trace.Trace:
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     module = import_module(f"entrenar_py.systems.{scenario.system}")
-    with mutants.planted(scenario.mutant), _one_thread():
+    with mutants.planted(scenario.mutant) as planting, _one_thread():
         try:
             require_possible(scenario)
             result: trace.Trace = module.run(scenario)
@@ -87,6 +87,8 @@ def run(scenario: Scenario) -> trace.Trace:
     missed = _missed(result) if SYSTEMS[scenario.system].trains else None
     if missed is not None:
         return _failed(scenario, f"fault {missed.to_dict()} never struck: no one computes there")
+    if scenario.mutant is not None and planting.struck:
+        return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result
 
 

@@ -7,11 +7,17 @@ the kernel's (`VmHWM` of /proc/self/status, reset when all code is loaded).
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -29,8 +35,12 @@ FLOAT_BYTES = 4
 FIXED_BYTES = 16 * 2**20
 # Vectors as long as the trainable tensors that a worker holds at the worst moment beside its tree
 # nodes and the optimizer's state: weights, autograd's gradients and what they are made of, the
-# averaged gradient, its squares in float64, the clipped one, the optimizer's temporaries.
-PARAMETER_VECTORS = 9
+# averaged gradient, its squares in float64, the clipped one, the optimizer's temporaries. Measured
+# are 5, for every optimizer, with and without clipping.
+PARAMETER_VECTORS = 6
+# glibc gives memory back at once from this size on, instead of guessing one: a peak is then what is
+# in use, the same in every run, and not how the heap happened to be cut up.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 OPTIMIZER_VECTORS = {"sgd": 0, "momentum": 1, "adamw": 2}
 # Floats per sample of the data set: the sample, what it is made of, its place in the epoch's order.
 DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
@@ -56,7 +66,9 @@ def run(scenario: Scenario) -> trace.Trace:
     recorder = Recorder(scenario)
     for rank in range(scenario.world_size):
         estimate = estimate_bytes(scenario, rank, specs)
-        baseline, peak = _measured_apart(scenario, rank)
+        baseline, peak, planted = _measured_apart(scenario, rank)
+        if planted:
+            recorder.emit(trace.Planted(name=scenario.mutant or ""))
         recorder.emit(
             trace.Memory(
                 rank=rank,
@@ -124,26 +136,65 @@ def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
     return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
 
 
-def _measured_apart(scenario: Scenario, rank: int) -> tuple[int, int]:
-    """`measure` in a fresh process."""
+def _measured_apart(scenario: Scenario, rank: int) -> tuple[int, int, bool]:
+    """`measure` in a fresh process, and whether the scenario's mutant took part in it.
+
+    The process is gone when this returns or raises.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "entrenar_py.systems.memory"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ALLOCATOR},
+    ) as child:
+        output, errors = _ask(child, {"scenario": scenario.to_dict(), "rank": rank})
+    if child.returncode != 0:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        raise SystemFailure(f"the process of rank {rank} exited with {child.returncode}: {last[0]}")
+    baseline, peak, planted = json.loads(output.splitlines()[-1])
+    return baseline, peak, planted
+
+
+def _ask(child: subprocess.Popen[str], asked: Mapping[str, Any]) -> tuple[str, str]:
+    """What `child` wrote to its two outputs until it ended; past its deadline it is killed."""
     try:
-        child = subprocess.run(
-            [sys.executable, "-m", "entrenar_py.systems.memory"],
-            input=json.dumps({"scenario": scenario.to_dict(), "rank": rank}),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        with _ended_by_interrupt(child):
+            return child.communicate(json.dumps(asked), timeout=DEADLINE_S)
     except subprocess.TimeoutExpired as error:
         raise SystemFailure(
-            f"the process of rank {rank} took longer than {DEADLINE_S} s"
+            f"the process of rank {asked['rank']} took longer than {DEADLINE_S} s"
         ) from error
-    if child.returncode != 0:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise SystemFailure(f"the process of rank {rank} exited with {child.returncode}: {last[0]}")
-    baseline, peak = json.loads(child.stdout.splitlines()[-1])
-    return baseline, peak
+    finally:
+        child.kill()  # does nothing to one that has ended
+
+
+@contextmanager
+def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
+    """While inside, SIGINT kills `child`; KeyboardInterrupt on the way out if one came.
+
+    At once, where the harness would note the signal and go on to the end of the run. Changes
+    nothing outside the main thread, and where SIGINT is ignored.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is signal.SIG_IGN:
+        yield
+        return
+    interrupted = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        child.kill()
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
 
 
 def measure(scenario: Scenario, rank: int) -> tuple[int, int]:
@@ -222,12 +273,14 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Reads a scenario and a rank from standard input, prints what `measure` gives."""
+    """Reads a scenario and a rank from standard input; prints what `_measured_apart` gives."""
     asked = json.load(sys.stdin)
     scenario = Scenario.from_dict(asked["scenario"])
     torch.set_num_threads(1)  # as in `systems.run`
-    with mutants.planted(scenario.mutant):
-        print(json.dumps(measure(scenario, asked["rank"])))
+    with mutants.planted(scenario.mutant) as planting:
+        baseline, peak = measure(scenario, asked["rank"])
+    planted = scenario.mutant is not None and planting.struck
+    print(json.dumps([baseline, peak, planted]))
 
 
 if __name__ == "__main__":

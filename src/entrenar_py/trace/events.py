@@ -153,6 +153,14 @@ class Injected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Planted(Event):
+    """The scenario's mutant really took part: a function that it replaces was called."""
+
+    kind: ClassVar[str] = "planted"
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt(Event):
     """Training stopped on purpose at step `step`, before any update of it.
 
@@ -259,7 +267,7 @@ class End(Event):
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
-        *(Start, Shard, Update, Membership, Injected, Halt, Saved),
+        *(Start, Shard, Update, Membership, Injected, Planted, Halt, Saved),
         *(Manifest, Attempt, Product, Memory, End),
     )
 }

@@ -1,0 +1,92 @@
+"""What a clause may name that stands outside its contract: checks, tolerance kinds, planted bugs.
+
+A contract knows neither the checks nor the bugs; whoever loads one hands in their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.records import Invariant
+
+_PAGE = "docs/contract-format.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckTerms:
+    """A check as clauses see it.
+
+    `id` is that of the clause it decides without being named. `tolerance_kinds` are what it can
+    judge by; `takes_tolerance` says whether it allows the difference that a clause states, or none.
+    """
+
+    name: str
+    id: str
+    tolerance_kinds: tuple[str, ...]
+    takes_tolerance: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Every check, and the names of the planted bugs.
+
+    `mutants` is asked only if a clause names one, for it may have to load the bugs; None means
+    that they are not installed, so that no name can be judged.
+    """
+
+    checks: tuple[CheckTerms, ...]
+    mutants: Callable[[], Collection[str] | None]
+
+    def check_of(self, clause: Invariant) -> CheckTerms | None:
+        """The check that decides `clause`: the one it names, or the one with its id; or none."""
+        if clause.check is not None:
+            return next((check for check in self.checks if check.name == clause.check), None)
+        return next((check for check in self.checks if check.id == clause.id), None)
+
+
+def check_names(
+    record: Record, clause: Invariant, vocabulary: Vocabulary, problems: Problems
+) -> None:
+    """A check or a mutant that is not there is an error; what no check looks at is a warning."""
+    check = vocabulary.check_of(clause)
+    if check is not None:
+        _check_tolerance(record, clause, check, problems)
+    elif clause.check is not None:
+        known = [check.name for check in vocabulary.checks]
+        hint = problems.hint(clause.check, known)
+        message = f"check {clause.check!r} is unknown{hint} ({_PAGE} has the list)"
+        problems.error(record.place("check"), f"{record.what}: {message}")
+    else:
+        message = "has no check here and will be inconclusive; name one with check"
+        problems.warn(clause.position, f"{record.what} {message} ({_PAGE} has the list)")
+    if clause.mutants:
+        _check_mutants(record, vocabulary.mutants(), problems)
+
+
+def _check_tolerance(
+    record: Record, clause: Invariant, check: CheckTerms, problems: Problems
+) -> None:
+    kind, honoured = clause.tolerance_kind, " or ".join(check.tolerance_kinds)
+    if kind is not None and kind not in check.tolerance_kinds:
+        key = "tolerance" if record.present("tolerance_kind") is None else "tolerance_kind"
+        message = f"check {check.name} knows no tolerance_kind {kind!r}; it judges by {honoured}"
+        problems.warn(record.place(key), f"{record.what}: {message}")
+    elif clause.tolerance and not check.takes_tolerance:
+        message = f"tolerance {clause.tolerance:g} is not looked at: check {check.name}"
+        problems.warn(
+            record.place("tolerance"),
+            f"{record.what}: {message} judges by {honoured} and allows no difference; use 0",
+        )
+
+
+def _check_mutants(record: Record, planted: Collection[str] | None, problems: Problems) -> None:
+    if planted is None:
+        return
+    for item in record.scalars("mutants"):
+        name = item.text.strip()
+        if name not in planted:
+            hint = problems.hint(name, planted, otherwise="docs/kill-matrix.md has the list")
+            problems.error(item.at, f"{record.what}: mutants: {name!r} is no planted bug{hint}")

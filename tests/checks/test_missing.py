@@ -1,0 +1,83 @@
+"""What a trace does not reveal is asked for by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from entrenar_py.checks import missing
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import End, Update
+from entrenar_py.verdict import Tally
+from tests.checks.test_evidence import shard, update
+from tests.checks.traces import hand_written, scenario
+
+
+def pairs(subject: Scenario) -> list[Scenario]:
+    """A run, and the same with one worker, by itself and by another trainer."""
+    return [subject, subject.with_(world_size=1), subject.with_(system="textbook", world_size=1)]
+
+
+def test_the_nearest_other_trace() -> None:
+    """Of runs that are no baseline the one that misses it by the fewest fields is described."""
+    subject = scenario(world_size=2, num_shards=2)
+    far = subject.with_(world_size=1, num_shards=4, seed=9, learning_rate=0.5, num_steps=2)
+    near = subject.with_(world_size=1, num_shards=4, detail="values")
+    for others, said in (
+        ([], ""),
+        ([far], ""),
+        ([far, near], "; the nearest other trace differs in num_shards (4, needed 2)"),
+        ([subject, subject.with_(seed=9)], ""),
+    ):
+        runs = [hand_written(subject=one) for one in (subject, *others)]
+        assert missing.but_for(runs, pairs) == said
+    assert missing.nearest(subject, [far, near], pairs) == (near, {"num_shards": "4, needed 2"})
+    assert missing.nearest(subject, [far], pairs) is None
+
+
+def test_what_to_record_is_asked_for_once() -> None:
+    """The first place stands for all where one thing would reveal them."""
+    tally = Tally("F-XX-001")
+    for step in range(3):
+        missing.ask(tally, f"nothing in step {step}", "Shard.ids")
+    missing.ask(tally, "no norm", "Update.grad_norm")
+    assert tally.missing == [
+        "nothing in step 0: record Shard.ids",
+        "no norm: record Update.grad_norm",
+    ]
+
+
+def test_steps_without_updates_or_shards() -> None:
+    """Who completed has made steps, and of each step there are shards; who halted may have none."""
+    for trace, reason in (
+        (hand_written(), "no step was recorded"),
+        (hand_written(shard(0, 0), update(0, 0)), ""),
+        (hand_written(shard(0, 0), update(0, 0), update(3, 0)), "no shard of steps 3 was recorded"),
+    ):
+        tally = Tally("F-XX-001")
+        assert missing.require_updates(tally, trace) == bool(trace.of(Update))
+        missing.require_shards(tally, trace)
+        assert [one.partition(":")[0] for one in tally.missing] == ([reason] if reason else [])
+    halted = replace(hand_written(), events=(End(status="halted"),))
+    assert missing.require_updates(Tally("F-XX-001"), halted)
+
+
+def test_fields_that_one_run_never_fills_in() -> None:
+    """They are left out of a comparison, and asked for where the other run has them."""
+    drawn = replace(shard(0, 0), draws="d", ids=())
+    for dropout, bare, reasons in (
+        (0.0, {"gradient": {}, "ids": ()}, ["one run only has ids in its shards"]),
+        (
+            0.3,
+            {"gradient": {}, "ids": (), "draws": None},
+            ["one run only has ids in its shards", "one run only has draws in its shards"],
+        ),
+    ):
+        subject, tally = scenario(dropout=dropout), Tally("F-XX-001")
+        runs = [hand_written(one, subject=subject) for one in (shard(0, 0), drawn)]
+        assert missing.bare_fields(tally, *runs) == bare
+        assert [reason.partition(":")[0] for reason in tally.missing] == reasons
+
+
+def test_the_step_before_the_first() -> None:
+    """No one need know that it is counted as -1."""
+    assert [missing.when(step) for step in (-1, 0)] == ["before the first step", "in step 0"]

@@ -1,0 +1,50 @@
+"""What is said about a name that is not known, and how lines begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.contract import problems
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.errors import ContractError
+
+KNOWN = ("severity", "tolerance")
+AT = Position("c.yaml", 3, 5)
+
+
+def test_a_near_name_gets_the_match_alone() -> None:
+    """And the list is still to be told."""
+    found = Problems()
+    assert found.hint("severty", KNOWN) == "; did you mean 'severity'?"
+    assert found.hint("owner", KNOWN) == "; known are severity, tolerance"
+
+
+def test_a_list_is_told_once_a_file() -> None:
+    """The second time a far name says nothing more; another kind of mapping has its own list."""
+    found = Problems()
+    hints = [found.hint(name, KNOWN) for name in ("owner", "colour", "severty")]
+    assert hints == ["; known are severity, tolerance", "", "; did you mean 'severity'?"]
+    assert found.hint("owner", ("version",)) == "; known are version"
+
+
+def test_a_far_name_may_have_advice_of_its_own() -> None:
+    """It stands in for the list."""
+    assert Problems().hint("owner", KNOWN, otherwise="see the page") == "; see the page"
+
+
+def test_the_search_for_near_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of thousands of unknown names costs no more than so many comparisons."""
+    monkeypatch.setattr(problems, "COMPARISONS_MAX", 3)
+    found = Problems()
+    assert found.hint("severty", KNOWN) == "; did you mean 'severity'?"
+    assert found.hint("severty", KNOWN, otherwise="see the page") == "; see the page"
+
+
+def test_lines_begin_as_a_compiler_s() -> None:
+    """Place, then error or warning; under strict a warning is an error."""
+    found = Problems()
+    found.warn(AT, "odd")
+    assert found.settle(strict=False) == ("c.yaml:3:5: warning: odd",)
+    with pytest.raises(ContractError) as caught:
+        found.settle(strict=True)
+    assert caught.value.problems == ["c.yaml:3:5: error: odd"]

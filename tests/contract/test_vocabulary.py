@@ -1,0 +1,138 @@
+"""What a clause names outside its contract: checks, tolerance kinds, planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from entrenar_py import contract
+from entrenar_py.contract import CheckTerms, Vocabulary
+from entrenar_py.errors import ContractError
+from tests.contract import known
+
+SAME = CheckTerms(
+    name="same_bits", id="F-1", tolerance_kinds=("bitwise", "exact"), takes_tolerance=False
+)
+NEAR = CheckTerms(name="nearly", id="F-2", tolerance_kinds=("relative",), takes_tolerance=True)
+HEAD = "metadata: {version: 1, references: [a paper]}\nqa_gate: {id: G}\nc:\n"
+
+
+def _vocabulary(mutants: Collection[str] | None = ("ga-mean", "sum-not-mean")) -> Vocabulary:
+    return Vocabulary(checks=(SAME, NEAR), mutants=lambda: mutants)
+
+
+def _warnings(
+    tmp_path: Path, *clauses: str, vocabulary: Vocabulary | None = None
+) -> tuple[str, ...]:
+    """The warnings of a contract with `clauses` on lines 4, 5, ..., without the file's name."""
+    path = tmp_path / "c.yaml"
+    path.write_text(HEAD + "".join(f"- {{{clause}}}\n" for clause in clauses))
+    loaded = contract.load(path, vocabulary=vocabulary or _vocabulary())
+    return tuple(line.removeprefix(f"{path}:") for line in loaded.warnings)
+
+
+def _errors(tmp_path: Path, *clauses: str) -> list[str]:
+    with pytest.raises(ContractError) as caught:
+        _warnings(tmp_path, *clauses)
+    return [line.removeprefix(f"{tmp_path / 'c.yaml'}:") for line in caught.value.problems]
+
+
+def test_an_unknown_check_is_an_error_where_it_stands(tmp_path: Path) -> None:
+    """With the nearest name; far from any, with all of them, once; even where the id would bind."""
+    found = _errors(tmp_path, "id: F-1, check: same_bit", "id: B, check: zz", "id: C, check: zzz")
+    where = "(docs/contract-format.md has the list)"
+    assert found == [
+        f"4:20: error: clause F-1: check 'same_bit' is unknown; did you mean 'same_bits'? {where}",
+        f"5:18: error: clause B: check 'zz' is unknown; known are same_bits, nearly {where}",
+        f"6:18: error: clause C: check 'zzz' is unknown {where}",
+    ]
+
+
+def test_a_clause_without_a_check_is_a_warning(tmp_path: Path) -> None:
+    """It will be inconclusive; one with the id of a check binds to it."""
+    (warning,) = _warnings(tmp_path, "id: F-1", "id: F-9")
+    assert warning.startswith("5:3: warning: clause F-9 has no check here and will be inconclusive")
+
+
+def test_a_check_is_found_by_name_before_id(tmp_path: Path) -> None:
+    """As the harness binds it: what it judges by counts, not what the id's check does."""
+    assert _warnings(tmp_path, "id: F-1, check: nearly, tolerance_kind: relative") == ()
+
+
+@pytest.mark.parametrize(
+    ("clause", "warning"),
+    [
+        ("check: nearly, tolerance: 0.01", None),
+        ("check: nearly, tolerance: 0.01, tolerance_kind: relative", None),
+        ("check: same_bits, tolerance: 0", None),
+        ("check: same_bits, tolerance: 0, tolerance_kind: exact", None),
+        ("check: same_bits, tolerance: bitwise", None),
+        ("tolerance: 0.01, tolerance_kind: ulp, id: F-9", "has no check"),
+        (
+            "check: same_bits, tolerance: 0.01, tolerance_kind: relative",
+            "4:62: warning: clause A: check same_bits knows no tolerance_kind 'relative'; "
+            "it judges by bitwise or exact",
+        ),
+        (
+            "check: nearly, tolerance: bitwise",
+            "4:37: warning: clause A: check nearly knows no tolerance_kind 'bitwise'; "
+            "it judges by relative",
+        ),
+        (
+            "check: same_bits, tolerance: 0.01",
+            "4:40: warning: clause A: tolerance 0.01 is not looked at: check same_bits judges by "
+            "bitwise or exact and allows no difference; use 0",
+        ),
+    ],
+)
+def test_a_tolerance_is_one_that_the_check_looks_at(
+    tmp_path: Path, clause: str, warning: str | None
+) -> None:
+    """Another kind, or a difference where none is allowed, is a warning at the value."""
+    given = clause if "id:" in clause else f"id: A, {clause}"
+    found = _warnings(tmp_path, given)
+    assert len(found) == (warning is not None)
+    assert (warning or "") in "".join(found)
+
+
+def test_an_unknown_mutant_is_an_error_where_it_stands(tmp_path: Path) -> None:
+    """Each name of the list at its own place, with the nearest one or where the list is."""
+    found = _errors(tmp_path, "id: F-1, mutants: [ga-mean, ga-men, zzz]", "id: F-2, mutants: zz")
+    clause, page = "error: clause F-1: mutants:", "docs/kill-matrix.md has the list"
+    assert found == [
+        f"4:32: {clause} 'ga-men' is no planted bug; did you mean 'ga-mean'?",
+        f"4:40: {clause} 'zzz' is no planted bug; {page}",
+        f"5:22: error: clause F-2: mutants: 'zz' is no planted bug; {page}",
+    ]
+
+
+def test_mutants_that_are_not_installed_are_not_judged(tmp_path: Path) -> None:
+    """Without the catalogue any name will do."""
+    vocabulary = _vocabulary(mutants=None)
+    assert _warnings(tmp_path, "id: F-1, mutants: [anything]", vocabulary=vocabulary) == ()
+
+
+def test_mutants_are_loaded_only_where_a_clause_names_one(tmp_path: Path) -> None:
+    """They may be dear: a contract without mutants never asks."""
+
+    def loud() -> NoReturn:
+        raise AssertionError
+
+    assert _warnings(tmp_path, "id: F-1", vocabulary=Vocabulary(checks=(SAME,), mutants=loud)) == ()
+
+
+@pytest.mark.parametrize("name", ["A", "replicas", "c", "group.inner", "inner"])
+def test_a_gate_names_clauses_by_id_name_or_group(tmp_path: Path, name: str) -> None:
+    """All that the report understands; of a group also its last part."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "metadata: {version: 1, references: [a paper]}\n"
+        "c: [{id: A, name: replicas}]\ngroup: {inner: [{id: B}]}\n"
+        f"qa_gate: {{checks: [{name}]}}\n"
+    )
+    gate = contract.load(path, vocabulary=known.NOTHING).gate
+    assert gate is not None
+    assert gate.checks == (name,)

@@ -1,0 +1,157 @@
+"""docs/traces.md says what clauses need: with it each is held, without any of it each is open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py import trace as trace_file
+from entrenar_py.checks import CHECKS, Check
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import EVENTS, Event, TensorRecord, Tensors, Trace
+from entrenar_py.verdict import Finding, Verdict
+from tests.checks import traces
+
+PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+BY_ID: Mapping[str, Check] = {check.id: check for check in CHECKS.values()}
+KINDS = {event.__name__: event for event in EVENTS.values()}
+PROBES = {check.id for check in CHECKS.values() if not check.explores}
+
+VALUES: Mapping[str, Any] = {"detail": "values"}
+# What the run of a clause is, beside the usual: whatever its row calls "with" or "under".
+SUBJECTS: Mapping[str, Mapping[str, Any]] = {
+    "F-DP-001": {"optimizer": "momentum"},
+    "F-DP-006": {"faults": (traces.leave(1, 2),)},
+    "F-TI-001": VALUES,
+    "F-TI-002": {"optimizer": "adamw"},
+    "F-TI-003": {"stops": (2, 4)},
+    "F-TI-005": {"dropout": 0.3},
+    "F-TI-008": {**VALUES, "optimizer": "adamw", "clip_norm": 0.05, "weight_decay": 0.1},
+}
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Clause, facts and runs of each line of the table."""
+    for line in PAGE.read_text("utf-8").splitlines():
+        if line.startswith("| F-"):
+            clause, facts, runs, _ = (cell.strip() for cell in line.strip("|").split("|"))
+            yield clause.split()[0], facts, runs
+
+
+def needed(facts: str) -> list[str]:
+    """`Start`, `Update.weights` or `Update.weights with values`, of a cell that lists them."""
+    found = re.findall(r"`([A-Z]\w+(?:\.\w+)?)`( with values)?", facts)
+    return ["".join(parts) for parts in found]
+
+
+FACTS = [(clause, fact) for clause, facts, _ in rows() for fact in needed(facts)]
+SECOND_RUNS = [
+    (clause, field)
+    for clause, _, runs in rows()
+    for field in re.findall(r"second with `(.+?)`", runs)
+]
+
+
+def recorded(clause: str) -> list[Trace]:
+    """The runs of a clause as somebody's own trainer would have recorded them, its own first."""
+    scenario = traces.scenario(system="mine", workload="own", **SUBJECTS.get(clause, {}))
+    wanted = [one for one in BY_ID[clause].family(scenario) if one.system == "mine"]
+    return [_own(one, promises=clause == "F-TI-006") for one in wanted]
+
+
+def _own(scenario: Scenario, *, promises: bool) -> Trace:
+    ran = traces.run(scenario.with_(system="reference", workload="mlp"))
+    return replace(ran, scenario=scenario, promises=ran.promises if promises else ())
+
+
+def judged(clause: str, found: list[Trace]) -> Finding:
+    """What the clause's check says."""
+    return traces.judge(BY_ID[clause].name, found)
+
+
+def without(one: Trace, fact: str) -> Trace:
+    """`one` without a fact: events of a kind, a field of them, or the values in it."""
+    name, _, field = fact.removesuffix(" with values").partition(".")
+    if name == "Trace":
+        assert field == "promises"
+        return replace(one, promises=())
+    kind = KINDS[name]
+    if not field:
+        return replace(one, events=tuple(e for e in one.events if not isinstance(e, kind)))
+    bare = digests if fact.endswith(" with values") else unknown(kind, field)
+    changed = (
+        replace(e, **{field: bare(getattr(e, field))}) if isinstance(e, kind) else e
+        for e in one.events
+    )
+    return replace(one, events=tuple(changed))
+
+
+def digests(tensors: Tensors) -> Tensors:
+    """`tensors` without their values."""
+    return {name: TensorRecord(record.digest) for name, record in tensors.items()}
+
+
+def unknown(kind: type[Event], field: str) -> Callable[[Any], Any]:
+    """Gives what a field holds that nobody filled in: its default, or an empty one of its type."""
+    found = kind.__dataclass_fields__[field]
+    if found.default is not MISSING:
+        return lambda _: found.default
+    return lambda filled: type(filled)()
+
+
+def test_every_clause_has_a_row_or_is_a_probe() -> None:
+    """The page forgets no check, and names each probe."""
+    assert {clause for clause, _, _ in rows()} == set(BY_ID) - PROBES
+    assert all(probe in PAGE.read_text("utf-8") for probe in PROBES)
+
+
+@pytest.mark.parametrize("clause", [clause for clause, _, _ in rows()])
+def test_with_everything_it_is_held(clause: str) -> None:
+    """What the page asks for is enough."""
+    finding = judged(clause, recorded(clause))
+    assert finding.verdict is Verdict.HELD, finding
+    assert finding.compared > 0
+
+
+@pytest.mark.parametrize(("clause", "fact"), FACTS)
+def test_without_any_of_it_it_is_open(clause: str, fact: str) -> None:
+    """A fact that nobody recorded holds nothing and alarms no one, and the reason names it."""
+    finding = judged(clause, [without(one, fact) for one in recorded(clause)])
+    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    name, _, values = fact.partition(" with ")
+    assert name.removeprefix("Trace.") in finding.reason
+    assert "values=True" in finding.reason or not values
+
+
+@pytest.mark.parametrize(("clause", "field"), SECOND_RUNS)
+def test_without_the_second_run_it_is_open(clause: str, field: str) -> None:
+    """Where two runs are compared one is not enough, and the reason says which is missing."""
+    finding = judged(clause, recorded(clause)[:1])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert field in finding.reason
+
+
+@pytest.mark.parametrize("clause", sorted(PROBES))
+def test_probes_say_so(clause: str) -> None:
+    """A training trace is no evidence for a probe, and the reason says what to run instead."""
+    finding = judged(clause, recorded("F-DP-001"))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert f"--only {clause} and without --judge" in finding.reason
+
+
+def test_the_example_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code on the page runs as it stands, and decides the clauses that it says it decides."""
+    text = PAGE.read_text("utf-8")
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, PAGE.name, "exec"), {})
+    one = trace_file.load(tmp_path / "mine.jsonl")
+    promised = re.findall(r"F-\w+-\d+", text.split("Held from this one file:")[1].split(". ")[0])
+    assert len(promised) > 5
+    for clause in promised:
+        assert judged(clause, [one]).verdict is Verdict.HELD, clause

@@ -1,0 +1,41 @@
+"""What is said about a name that is not allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.errors import did_you_mean
+
+ALLOWED = ("world_size", "num_shards")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("world_sizes", "did you mean 'world_size'?"),
+        ("num_shard", "did you mean 'num_shards'?"),
+        ("world", "did you mean 'world_size'?"),
+        ("s", "allowed are world_size, num_shards"),
+        ("colour", "allowed are world_size, num_shards"),
+        (3, "allowed are world_size, num_shards"),
+        (None, "allowed are world_size, num_shards"),
+        ("world_size" * 10, "allowed are world_size, num_shards"),
+    ],
+)
+def test_the_nearest_name_or_all(given: object, said: str) -> None:
+    """One near name is worth more than a list; what is far, or no name at all, gets the list."""
+    assert did_you_mean(given, ALLOWED) == said
+
+
+def test_a_part_of_a_name_is_nearer_than_a_likeness() -> None:
+    """Who writes `steps` means no `stops`; parts of many names mean none of them in particular."""
+    assert did_you_mean("steps", ("stops", "num_steps")) == "did you mean 'num_steps'?"
+    both = did_you_mean("steps", ("stops", "num_steps", "warmup_steps"))
+    assert both == "did you mean 'num_steps' or 'warmup_steps'?"
+    assert did_you_mean("F-DP", ("F-DP-1", "F-DP-2", "F-DP-03")) == "did you mean 'F-DP-2'?"
+
+
+def test_advice_may_replace_the_list() -> None:
+    """Only where nothing is near."""
+    assert did_you_mean("colour", ALLOWED, otherwise="") == ""
+    assert did_you_mean("world_sizes", ALLOWED, otherwise="") == "did you mean 'world_size'?"
