@@ -163,7 +163,7 @@ def test_combine() -> None:
     assert both.counterexample == one.counterexample
     assert both.notes == ("a", "b")
     open_ = [finding(Verdict.INCONCLUSIVE, 0, reason) for reason in ("x", "y", "x", "z", "u")]
-    assert runner.combine([held, *open_]).reason == "x; y; z"
+    assert runner.combine([held, *open_]).reason == "x; y; z; and 1 more"
 
 
 @given(verdicts=st.lists(st.sampled_from(Verdict), min_size=1))
@@ -188,12 +188,21 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
     assert verdict(Verdict.HELD) is Verdict.INCONCLUSIVE
     assert verdict(Verdict.HELD, trace.Planted(name="ddp-bypass")) is Verdict.HELD
     assert verdict(Verdict.FALSIFIED) is Verdict.FALSIFIED
-    reason = runner.judge(
-        CLAUSE,
-        replace(check, judge=lambda *_: Finding(invariant="F-X", verdict=Verdict.HELD, compared=1)),
-        [ended(mutated)],
-    ).finding.reason
-    assert (
-        reason
-        == "mutant ddp-bypass took no part: no function that it replaces was called in this run"
-    )
+    idle = runner.judge(CLAUSE, check_with(held), [ended(mutated)]).finding
+    why = "mutant ddp-bypass took no part: no function that it replaces was called in this run"
+    assert (idle.reason, idle.compared) == (why, 1)
+
+
+def test_a_bug_in_somebodys_own_trainer_is_not_planted_here() -> None:
+    """There `mutant` is a name, and the run counts as it is."""
+    theirs = ended(scenario().with_(system="mine", workload="own", mutant="my-label"))
+    judgement = runner.judge(CLAUSE, check_with(held), [theirs])
+    assert (judgement.finding.verdict, judgement.finding.compared) == (Verdict.HELD, 1)
+
+
+def test_nothing_to_compare_anywhere() -> None:
+    """Only if no run had anything is there nothing missing."""
+    open_ = finding(Verdict.INCONCLUSIVE, 0, "x")
+    empty = replace(open_, vacuous=True)
+    assert runner.combine([empty, empty]).vacuous
+    assert not runner.combine([empty, open_]).vacuous

@@ -34,8 +34,25 @@ def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(
     """What the check `name` says of `traces`."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
-    (entry,) = stored.judge_stored([task], traces)
+    files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
+    (entry,) = stored.judge_stored([task], files)
     return entry
+
+
+def own(**changes: Any) -> Trace:
+    """The trace of `scenario` as of somebody's own trainer."""
+    ran = run(**{name: value for name, value in changes.items() if name != "mutant"})
+    theirs = ran.scenario.with_(system="mine", workload="own", mutant=changes.get("mutant"))
+    return replace(ran, scenario=theirs, promises=())
+
+
+def edited(one: Trace, kind: type[trace.Shard | trace.Update], **changes: Any) -> Trace:
+    """`one` with `changes` in every event of `kind` of rank 1."""
+    events = (
+        replace(event, **changes) if isinstance(event, kind) and event.rank == 1 else event
+        for event in one.events
+    )
+    return replace(one, events=tuple(events))
 
 
 def test_planned_and_others() -> None:
@@ -65,11 +82,88 @@ def test_the_nearest_other_trace_is_put_beside() -> None:
     entry = judged("determinism", run(), run(repeat=1, seed=7))
     assert entry.finding.reason.endswith("the nearest other trace differs in seed (7, needed 0)")
     assert judged("determinism", run(), run()).verdict is Verdict.INCONCLUSIVE
-    theirs = [
-        replace(trace, scenario=trace.scenario.with_(system="mine", workload="own"), promises=())
-        for trace in (run(detail="values"), run(detail="values", world_size=1, num_shards=1))
+    alone = own(detail="values", world_size=1, num_shards=1)
+    assert judged("parity", own(detail="values"), alone).verdict is Verdict.HELD
+
+
+def test_what_differs_in_detail_alone_is_of_the_family() -> None:
+    """A run recorded with values is the baseline of one recorded without."""
+    entry = judged("parity", own(), own(world_size=1, detail="values"))
+    assert (entry.verdict, entry.finding.reason) == (Verdict.HELD, "")
+
+
+@pytest.mark.parametrize("label", ["broken-one", None])
+def test_no_trace_is_judged_by_another_experiment(label: str | None) -> None:
+    """A run that differs in its mutant explains what is missing, and breaks no one."""
+    label_of_other = None if label else "broken-one"
+    alone = own(world_size=1, mutant=label)
+    losses = [replace(one, loss=one.loss * 1.5) for one in alone.of(trace.Update)]
+    kept = [one for one in alone.events if not isinstance(one, trace.Update)]
+    entry = judged("parity", own(mutant=label_of_other), replace(alone, events=(*losses, *kept)))
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    near = f"the nearest other trace differs in mutant ({label}, needed {label_of_other})"
+    assert near in entry.finding.reason
+
+
+def test_no_trace_is_its_own_baseline() -> None:
+    """A run that calls itself the repetition is not compared with itself."""
+    assert judged("determinism", run(repeat=1)).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}])
+def test_a_blind_trace_is_not_hidden_by_a_good_one(ranks: set[int]) -> None:
+    """Whether one rank lacks the fact or all do; the reason names the file."""
+    good, blind = own(), own(seed=9)
+    events = tuple(
+        replace(one, weights={})
+        if isinstance(one, trace.Start | trace.Update) and one.rank in ranks
+        else one
+        for one in blind.events
+    )
+    entry = judged("replica_identity", good, replace(blind, events=events))
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    assert entry.finding.reason.startswith("1.jsonl: rank")
+    assert "recorded no weights" in entry.finding.reason
+    assert judged("replica_identity", good, own(seed=9)).verdict is Verdict.HELD
+
+
+def test_a_blind_pair_is_not_hidden_by_a_good_one() -> None:
+    """Two runs that are each other's baselines don't excuse each other."""
+    pairs = [
+        replace(own(seed=seed, world_size=world_size), promises=("bitwise",))
+        for seed in (0, 9)
+        for world_size in (1, 2)
     ]
-    assert judged("parity", *theirs).verdict is Verdict.HELD
+    assert judged("worker_count", *pairs).verdict is Verdict.HELD
+    pairs[3] = edited(pairs[3], trace.Update, weights={})
+    entry = judged("worker_count", *pairs)
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    assert entry.finding.reason.startswith("2.jsonl (beside 3.jsonl): one run only recorded")
+
+
+def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:
+    """Alone it says nothing on how a gradient is weighted; the run that it is beside does."""
+    pair = own(detail="values"), own(detail="values", world_size=1)
+    assert judged("weighting", *pair).verdict is Verdict.HELD
+    entry = judged("weighting", edited(pair[0], trace.Shard, weight=0.0), pair[1])
+    assert entry.finding.reason.startswith("0.jsonl (beside 1.jsonl): ")
+
+
+def test_runs_with_nothing_to_compare_are_passed_over() -> None:
+    """One worker has no replica; where no run has one the reason names the files, a few of them."""
+    alone = [own(seed=seed, world_size=1) for seed in range(5)]
+    assert judged("replica_identity", *alone, own()).verdict is Verdict.HELD
+    reason = judged("replica_identity", *alone).finding.reason
+    files = "0.jsonl, 1.jsonl, 2.jsonl, and 2 more: no two workers of one run were recorded"
+    assert reason.startswith(files)
+    assert judged("replica_identity", alone[0]).finding.reason.startswith("no two workers")
+
+
+def test_a_break_names_its_file() -> None:
+    """Of several files the one that broke the clause."""
+    broken = edited(own(seed=1), trace.Update, weights={"weight": trace.TensorRecord("0" * 32)})
+    reason = judged("replica_identity", own(), broken).finding.reason
+    assert reason.startswith("1.jsonl: rank 1 and rank 0 hold different weights")
 
 
 def test_probes_say_that_they_are() -> None:
@@ -115,7 +209,8 @@ def test_load(tmp_path: Path) -> None:
     for name, seed in (("b.jsonl", 1), ("a.jsonl", 0), ("notes.txt", 2)):
         trace.save(run(seed=seed), folder / name)
     loaded = stored.load([folder / "notes.txt", folder])
-    assert [one.scenario.seed for one in loaded] == [2, 0, 1]
+    assert [one.scenario.seed for one in loaded.values()] == [2, 0, 1]
+    assert list(loaded) == [folder / name for name in ("notes.txt", "a.jsonl", "b.jsonl")]
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match=r"none: holds no \*.jsonl file; give one that does"):
         stored.load([tmp_path / "none"])

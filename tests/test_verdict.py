@@ -32,6 +32,7 @@ findings = st.builds(
     reason=st.text(),
     counterexample=st.none() | counterexamples,
     notes=st.lists(st.text()).map(tuple),
+    vacuous=st.booleans(),
 )
 
 
@@ -101,6 +102,7 @@ def test_a_tally_of_nothing_is_inconclusive() -> None:
         "no updates",
         0,
     )
+    assert finding.vacuous
 
 
 def test_one_comparison_that_holds_is_enough() -> None:
@@ -122,7 +124,8 @@ def test_what_is_missing_forbids_held() -> None:
     for reason in ("a", "a", "b", "c", "d"):
         tally.miss(reason)
     finding = tally.finding(nothing="")
-    assert (finding.verdict, finding.reason) == (Verdict.INCONCLUSIVE, "a; b; c")
+    assert not finding.vacuous
+    assert (finding.verdict, finding.reason) == (Verdict.INCONCLUSIVE, "a; b; c; and 1 more")
 
 
 def test_a_break_outweighs_what_is_missing() -> None:

@@ -15,7 +15,8 @@ from entrenar_py.checks import Check
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import SystemFailure
 from entrenar_py.scenario import Scenario
-from entrenar_py.verdict import Finding, Verdict, inconclusive, worst
+from entrenar_py.systems import SYSTEMS
+from entrenar_py.verdict import Finding, Verdict, first_few, inconclusive, worst
 
 RUN_DEADLINE_S = 120.0
 INTERRUPTED_AGAIN_S = 5.0  # a callback of the garbage collector may have swallowed the first one
@@ -77,13 +78,17 @@ def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> 
     idle = _idle_mutant(traces)
     if finding.verdict is Verdict.HELD and idle is not None:
         reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
-        finding = inconclusive(invariant.id, reason)
+        finding = inconclusive(invariant.id, reason, finding.compared)
     return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in traces))
 
 
 def _idle_mutant(traces: Sequence[trace.Trace]) -> str | None:
-    """The mutant that some of `traces` ask for, if it took part in none of them."""
-    mutated = [one for one in traces if one.scenario.mutant is not None]
+    """The mutant that some of `traces` ask for, if it took part in none of them.
+
+    Somebody's own trainer plants its bugs itself, and `mutant` is what they are called.
+    """
+    ours = [one for one in traces if one.scenario.system in SYSTEMS]
+    mutated = [one for one in ours if one.scenario.mutant is not None]
     if not mutated or any(one.of(trace.Planted) for one in mutated):
         return None
     return mutated[0].scenario.mutant
@@ -102,12 +107,13 @@ def combine(findings: Sequence[Finding]) -> Finding:
     """One finding for all: the worst verdict, all comparisons, the first break, every note."""
     verdict = worst(finding.verdict for finding in findings)
     first = next(finding for finding in findings if finding.verdict is verdict)
-    reasons = dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason)
+    reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
     return replace(
         first,
         compared=sum(finding.compared for finding in findings),
-        reason=first.reason if verdict is Verdict.FALSIFIED else "; ".join([*reasons][:3]),
+        reason=first.reason if verdict is Verdict.FALSIFIED else first_few(reasons),
         notes=tuple(dict.fromkeys(note for finding in findings for note in finding.notes)),
+        vacuous=all(finding.vacuous for finding in findings),
     )
 
 

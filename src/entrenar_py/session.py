@@ -175,8 +175,8 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wor
     tasks = plan.tasks(selected, _plan(options))
     return _Work(
         entries=lambda show: stored.judge_stored(tasks, traces),
-        environment=partial(stored.environment, traces),
-        system=plan.systems_of(trace.scenario for trace in traces),
+        environment=partial(stored.environment, traces.values()),
+        system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
         num_traces=len(traces),
     )

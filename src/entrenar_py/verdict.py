@@ -5,7 +5,7 @@ Decides when a judge may say HELD: only after at least one comparison, all equal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -27,6 +27,7 @@ class Verdict(StrEnum):
 
 
 _ORDER = (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)
+_SHOWN = 3  # reasons, or files: enough to begin with
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -78,7 +79,8 @@ class Finding:
     """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
 
     `reason` is empty only for HELD. `notes` are facts worth printing beside any verdict (a
-    software adapter, a skipped backend).
+    software adapter, a skipped backend). `vacuous` tells an INCONCLUSIVE on runs in which there
+    was nothing to compare, and so nothing missing, from one on runs that lack a fact.
     """
 
     invariant: str
@@ -87,6 +89,7 @@ class Finding:
     reason: str = ""
     counterexample: Counterexample | None = None
     notes: tuple[str, ...] = ()
+    vacuous: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready mapping; `verdict` as its text."""
@@ -116,6 +119,12 @@ def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
     return Finding(
         invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
     )
+
+
+def first_few(texts: Sequence[str], *, separator: str = "; ") -> str:
+    """The first three of `texts`, and how many more there are."""
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return separator.join([*texts[:_SHOWN], *more])
 
 
 @dataclass
@@ -167,7 +176,7 @@ class Tally:
         if self.broken is not None:
             verdict, reason = Verdict.FALSIFIED, self.broken.message
         elif self.missing:
-            verdict, reason = Verdict.INCONCLUSIVE, "; ".join(self.missing[:3])
+            verdict, reason = Verdict.INCONCLUSIVE, first_few(self.missing)
         elif self.compared == 0:
             verdict, reason = Verdict.INCONCLUSIVE, nothing
         return Finding(
@@ -177,6 +186,7 @@ class Tally:
             reason=reason,
             counterexample=self.broken,
             notes=tuple(self.notes),
+            vacuous=not (self.broken or self.missing or self.compared),
         )
 
 

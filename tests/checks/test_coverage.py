@@ -85,7 +85,7 @@ def test_padding_with_duplicates() -> None:
 
 def test_a_dropped_tail() -> None:
     """An epoch that ends without its last samples is found in the step that lacks them."""
-    trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=())
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=(), weight=0.0)
     found = broken(traces.judge("coverage", [trace]))
     assert found.step == 2
     assert (found.expected, found.got) == ("2", "0")
@@ -95,7 +95,8 @@ def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
     """A whole step skipped shows when the next epoch begins, with the samples it left out."""
     trace = traces.run(SUBJECT)
     missed = {i for s in trace.of(Shard) if s.step == 2 for i in s.ids}
-    found = broken(traces.judge("coverage", [without(trace, Shard, step=2)]))
+    skipped = without(without(trace, Shard, step=2), Update, step=2)
+    found = broken(traces.judge("coverage", [skipped]))
     assert found.step == 2
     assert set(found.sample_ids) == missed
 
@@ -279,7 +280,9 @@ def test_samples_that_are_counted_and_not_named() -> None:
     for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
         finding = traces.judge("coverage", found)
         assert finding.verdict is Verdict.INCONCLUSIVE
-        assert finding.reason == "shards count samples and name none of them: record Shard.ids"
+        assert finding.reason == (
+            "shards of steps 0, 1, 2, 3, 4 count samples and name none: record Shard.ids"
+        )
 
 
 def test_updates_alone_cover_nothing() -> None:
@@ -288,5 +291,36 @@ def test_updates_alone_cover_nothing() -> None:
     finding = traces.judge("coverage", [without(trace, Shard)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "record a Shard with ids" in finding.reason
-    found = broken(traces.judge("coverage", [without(trace, Shard, rank=1)]))
+    found = broken(traces.judge("coverage", [without(trace, Shard, rank=1, step=3)]))
     assert found.message.endswith("; ranks 1 recorded no Shard of it")
+    finding = traces.judge("coverage", [without(trace, Shard, rank=1)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("rank 1 made steps and recorded no Shard: record a Shard")
+
+
+@pytest.mark.parametrize("others", [(), (1,)])
+@pytest.mark.parametrize("gap", ["step", "rank", "names"])
+def test_samples_that_are_unknown_in_places(gap: str, others: tuple[int, ...]) -> None:
+    """A step, a rank or names that were not recorded are a gap, in no epoch and beside no other run
+    a sample lost; one that is drawn again behind it is found all the same.
+    """
+    own = traces.run(SUBJECT.with_(num_steps=9))
+    bare = {
+        "step": without(own, Shard, step=1),
+        "rank": without(own, Shard, rank=1),
+        "names": altered(own, Shard, {"rank": 1}, ids=()),
+    }[gap]
+    beside = [traces.run(SUBJECT.with_(num_steps=9, world_size=n)) for n in others]
+    for family in ([bare, *beside], [*beside, bare]):
+        assert traces.judge("coverage", family).verdict is Verdict.INCONCLUSIVE
+    early = traces.one(own, Shard, step=3, rank=0).ids
+    again = altered(bare, Shard, {"step": 5, "rank": 0}, ids=early)
+    found = broken(traces.judge("coverage", [again, *beside]))
+    assert (found.step, found.rank) == (5, 0)
+
+
+def test_steps_before_a_gap_are_counted() -> None:
+    """What is known to be lost is not excused by what is unknown later."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=(), weight=0.0)
+    found = broken(traces.judge("coverage", [without(trace, Shard, step=4)]))
+    assert found.step == 1

@@ -189,6 +189,43 @@ def test_a_halt_in_a_step_without_shards() -> None:
     assert "with finite=False for the one at fault" in finding.reason
 
 
+def halting(**named: Any) -> Trace:
+    """A calm run that halts in step 2, naming `named`."""
+    calm = traces.run(CALM)
+    kept = [e for e in calm.events if getattr(e, "step", 0) <= 2]
+    kept = [e for e in kept if not (isinstance(e, Update) and e.step == 2)]
+    halt = Halt(step=2, reason="NaN", **named)
+    return replace(calm, events=(*kept[:-1], halt, End(status="halted")))
+
+
+def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
+    """Who raises before it records what it found is not said to have found nothing; nor is a halt
+    that names no one while the shard of some worker is unknown.
+    """
+    for trace, unknown in (
+        (without(halting(rank=1), Shard, step=2, rank=1), "no shard of rank 1 was recorded"),
+        (without(halting(), Shard, step=2, rank=1), "rank 1 recorded no shard"),
+        (without(without(halting(), Shard, step=2, rank=1), Start), "rank 1 recorded no shard"),
+        (halting(rank=1, shard=9), "no shard of rank 1 was recorded"),
+    ):
+        finding = traces.judge("finiteness", [trace])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert f"the run halted in step 2, of which {unknown}: record" in finding.reason
+    for trace in (halting(rank=1), halting()):
+        assert "every shard was finite" in broken(traces.judge("finiteness", [trace])).message
+
+
+def test_shards_that_one_rank_did_not_record() -> None:
+    """Whether its gradients were finite is unknown, whatever those of the others were."""
+    for bare in (
+        without(traces.run(CALM), Shard, rank=1),
+        without(traces.run(CALM), Shard, step=3, rank=2),
+    ):
+        finding = traces.judge("finiteness", [bare])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert "record a Shard with" in finding.reason
+
+
 def test_updates_without_shards() -> None:
     """Finite weights do not show that no gradient was cleaned of its NaN."""
     finding = traces.judge("finiteness", [without(traces.run(CALM), Shard)])

@@ -124,3 +124,19 @@ def test_members_of_a_step() -> None:
     stays = {0: [Stay(0, math.inf)], 1: [Stay(0, 2), Stay(4, math.inf)]}
     there = [sorted(history.members(stays, step)) for step in range(6)]
     assert there == [[0, 1], [0, 1], [0], [0], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([start(0, 1), update(0, 1), left(1, 1)], []),
+        ([start(0, 1), left(1, 1), update(0, 1), update(1, 1), update(3, 1)], [1, 3]),
+        ([left(1, 1), update(2, 1)], [2]),
+        ([start(0, 1), left(1, 1), start(3, 1), update(3, 1)], []),
+        ([left(1, 1), Membership(step=3, rank=1, change="joined"), update(3, 1)], []),
+        ([left(4, 1), start(2, 0, resumed=True), update(1, 1), update(2, 1)], [2]),
+    ],
+)
+def test_ghosts(events: list[Event], expected: list[int]) -> None:
+    """Steps made by who had left, until it is back; a rollback makes a departure earlier."""
+    assert [one.step for one in history.ghosts(hand_written(*events))] == expected

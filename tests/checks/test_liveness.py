@@ -124,13 +124,30 @@ def test_weights_that_were_not_recorded() -> None:
     trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("the weights of w on rank 0 are unknown: record Start")
+    assert "rank 0 recorded no weights of frozen e in step 1: record Start" in finding.reason
 
 
 def test_updates_without_a_start() -> None:
     """Without a start nothing was declared trainable or frozen."""
     finding = traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)])
     assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_frozen_tensor_is_known_after_every_step() -> None:
+    """It may have moved where its weights were not recorded."""
+    trace = moving([1, 2, 3, 4])
+    bare = traces.altered(trace, Update, {"step": 2}, weights={"w": values(4.0)})
+    finding = traces.judge("liveness", [bare])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "recorded no weights of frozen e in step 2: record" in finding.reason
+
+
+def test_one_rank_without_a_start() -> None:
+    """What it was to train is unknown, whatever the others trained."""
+    trace = traces.without(traces.run(scenario()), Start, rank=1)
+    finding = traces.judge("liveness", [trace])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("rank 1 updated and never started in step 0: record a Start")
 
 
 def test_adapters_of_the_decoder_hold() -> None:
@@ -143,8 +160,14 @@ def test_adapters_of_the_decoder_hold() -> None:
 def test_tensors_that_were_not_declared_or_not_recorded() -> None:
     """A start that names nothing trainable, or a frozen tensor it does not hold, is missing."""
     for changes, missing in (
-        ({"trainable": ()}, "rank 0 names no trainable tensor: record Start.trainable"),
-        ({"frozen": ("e", "f")}, "frozen f on rank 0 is unknown: record Start.weights"),
+        (
+            {"trainable": ()},
+            "rank 0 named no trainable tensor before the first step: record Start.tr",
+        ),
+        (
+            {"frozen": ("e", "f")},
+            "rank 0 recorded no weights of frozen f before the first step and later",
+        ),
     ):
         finding = traces.judge(
             "liveness", [traces.altered(moving([1, 2, 3, 4]), Start, {}, **changes)]

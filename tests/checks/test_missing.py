@@ -32,6 +32,10 @@ def test_the_nearest_other_trace() -> None:
         assert missing.but_for(runs, pairs) == said
     assert missing.nearest(subject, [far, near], pairs) == (near, {"num_shards": "4, needed 2"})
     assert missing.nearest(subject, [far], pairs) is None
+    exact = subject.with_(world_size=1, detail="values")
+    assert missing.nearest(subject, [near, exact], pairs) == (exact, {})
+    runs = [hand_written(subject=one) for one in (subject, exact)]
+    assert missing.but_for(runs, pairs) == ""
 
 
 def test_what_to_record_is_asked_for_once() -> None:

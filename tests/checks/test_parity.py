@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.checks import parity
+from entrenar_py.checks import oracles
 from entrenar_py.faults import Fault
-from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
+from entrenar_py.trace import Shard, Start, Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario, without
@@ -176,7 +176,7 @@ def test_dropout_is_compared_only_where_masks_agree() -> None:
         ({"system": "textbook"}, False),
     ):
         subject = scenario(dropout=0.3, detail="values", **changes)
-        runs = [traces.run(subject), traces.run(parity.oracle(subject))]
+        runs = [traces.run(subject), traces.run(oracles.oracle(subject))]
         finding = traces.judge("parity", runs)
         assert finding.verdict is not Verdict.FALSIFIED
         assert any("masks" in note for note in finding.notes) is not compared
@@ -245,6 +245,47 @@ def test_runs_without_steps_or_samples_are_not_compared(silent: int) -> None:
         assert missing in finding.reason
 
 
+@pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
+def test_one_comparison_excuses_no_gap(part: str) -> None:
+    """Values of a rank in one step that the other steps and ranks reveal are missing, and the
+    others are judged all the same.
+    """
+    trace = replace(traces.run(SUBJECT), promises=())
+    trace = altered(trace, Update, {"step": 2, "rank": 1}, **{part: {}})
+    finding = traces.judge("parity", family(trace))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith(f"rank 1 was not compared by {part} in step 2: record Update.")
+    wrong = scaled(traces.one(trace, Update, step=3, rank=2).gradient, 2.0)
+    trace = altered(trace, Update, {"step": 3, "rank": 2}, gradient=wrong)
+    assert broken(traces.judge("parity", family(trace))).step == 3
+
+
+def test_a_start_without_values() -> None:
+    """One rank's initial weights are missing where the others' are known."""
+    trace = altered(traces.run(SUBJECT), Start, {"rank": 1}, weights={})
+    finding = traces.judge("parity", family(trace))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("rank 1 was not compared by weights before the first step")
+
+
+def test_samples_of_one_rank_that_are_unnamed() -> None:
+    """They are unknown, and not other samples than the single device's."""
+    trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=())
+    finding = traces.judge("parity", family(replace(trace, promises=())))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("the samples of step 1 are unknown: record Shard.ids")
+
+
+@pytest.mark.parametrize("check", ["parity", "weighting"])
+def test_another_training_without_dropout_excuses_no_masks(check: str) -> None:
+    """What was not compared under dropout is not held by runs of another seed."""
+    masked = traces.family(check, scenario(system="textbook", dropout=0.3, detail="values"))[:3]
+    other = traces.family(check, scenario(system="textbook", seed=9, detail="values"))
+    finding = traces.judge(check, [*masked, *other])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "under dropout textbook draws its masks per rank" in finding.reason
+
+
 def test_a_planted_value_is_another_training() -> None:
     """A run halted by a planted NaN is not compared with one that went on."""
     fault = Fault(kind="non_finite_loss", step=1, rank=0, value="nan")
@@ -254,8 +295,8 @@ def test_a_planted_value_is_another_training() -> None:
 
 def test_the_oracle_is_its_own() -> None:
     """A plain single-device run of the textbook trainer is its own oracle."""
-    assert parity.oracle(parity.oracle(SUBJECT)) == parity.oracle(SUBJECT)
-    assert len(parity.family(parity.oracle(SUBJECT))) == 1
+    assert oracles.oracle(oracles.oracle(SUBJECT)) == oracles.oracle(SUBJECT)
+    assert len(oracles.family(oracles.oracle(SUBJECT))) == 1
 
 
 def test_what_is_learned_away_is_no_alarm() -> None:

@@ -156,17 +156,33 @@ def test_small_masks_do_not_collide(system: str, width: int) -> None:
 
 
 def test_initial_weights_that_were_not_recorded() -> None:
-    """Whether ranks started alike is open where a start, or its weights, are unknown."""
+    """Whether ranks started alike is open where a start, or its weights, are unknown; two that
+    are known to differ differ all the same.
+    """
     trace = traces.run(SUBJECT)
+    other = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
     for bare in (
         traces.without(trace, Start, rank=2),
         altered(trace, Start, {"rank": 2}, weights={}),
     ):
         finding = traces.judge("randomness", [bare])
         assert finding.verdict is Verdict.INCONCLUSIVE
-        assert (
-            finding.reason == "initial weights of ranks [2] were not recorded: record Start.weights"
+        assert finding.reason == (
+            "initial weights of rank 2 were not recorded: record Start.weights on every rank"
         )
+        apart = altered(bare, Start, {"rank": 1}, weights=other)
+        found = broken(traces.judge("randomness", [apart]))
+        assert (found.step, found.rank, found.tensor) == (-1, 1, "output.bias")
+    first = altered(trace, Start, {"rank": 0}, weights={})
+    assert "weights of rank 0" in traces.judge("randomness", [first]).reason
+
+
+def test_draws_of_the_model_that_nobody_recorded() -> None:
+    """What one worker drew is unknown, not different, where it recorded no draws."""
+    many, one = traces.family("randomness", SUBJECT)
+    finding = traces.judge("randomness", [many, altered(one, Shard, {}, draws=None)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record Shard.draws" in finding.reason
 
 
 def test_draws_that_nobody_recorded() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.faults import Fault
-from entrenar_py.trace import Membership, Shard, Trace, Update
+from entrenar_py.trace import End, Membership, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario, without
+from tests.checks.traces import altered, broken, one, scenario, without
 
 SUBJECT = scenario(faults=(traces.leave(1, 2),))
 
@@ -26,7 +26,7 @@ def test_lost_samples_are_named() -> None:
     """The shards of the dead worker must be computed by others, in that very step."""
     disturbed, calm = pair()
     shard = traces.one(disturbed, Shard, step=2, shard=0)
-    lost = altered(disturbed, Shard, {"step": 2, "shard": 0}, ids=())
+    lost = altered(disturbed, Shard, {"step": 2, "shard": 0}, ids=(), weight=0.0)
     found = broken(traces.judge("recovery", [lost, calm]))
     assert (found.step, found.rank, found.sample_ids) == (2, 1, shard.ids)
 
@@ -119,6 +119,62 @@ def test_what_one_run_did_not_record(silent: int) -> None:
         assert missing in finding.reason
 
 
+@pytest.mark.parametrize("step", [3, 5])
+def test_the_dead_make_no_later_step(step: int) -> None:
+    """Nor in any step after the one in which it left."""
+    disturbed, calm = pair()
+    ghost = replace(one(disturbed, Update, step=step, rank=0), rank=1)
+    events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
+    found = broken(traces.judge("recovery", [replace(disturbed, events=events), calm]))
+    assert (found.step, found.rank) == (step, 1)
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_run_that_halts_with_its_worker(last: int) -> None:
+    """Who gives up at the loss, in the first step too, has lost the samples of that step."""
+    subject = scenario(faults=(traces.leave(1, last),))
+    disturbed, calm = traces.family("recovery", subject)
+    kept = [e for e in disturbed.events[:-1] if getattr(e, "step", 0) <= last]
+    kept = [e for e in kept if not (isinstance(e, Update | Shard) and e.step == last)]
+    halted = replace(disturbed, promises=(), events=(*kept, End(status="halted")))
+    found = broken(traces.judge("recovery", [halted, calm]))
+    assert (found.step, found.rank) == (last, 1)
+    assert "has other samples" in found.message
+
+
+def test_samples_of_a_step_that_nobody_recorded() -> None:
+    """They are missing in whichever run, not lost; what is known to be lost elsewhere is."""
+    for silent in (0, 1):
+        runs = list(pair())
+        runs[silent] = without(runs[silent], Shard, step=4)
+        finding = traces.judge("recovery", runs)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert "the samples of step 4 are unknown" in finding.reason
+        runs[0] = altered(runs[0], Shard, {"step": 3, "rank": 2}, ids=(), weight=0.0)
+        assert broken(traces.judge("recovery", runs)).step == 3
+
+
+def test_steps_that_the_undisturbed_run_lacks() -> None:
+    """Its losses are no trajectory there; without any step there is none."""
+    disturbed, calm = pair()
+    finding = traces.judge("recovery", [disturbed, without(calm, Update, step=4)], tolerance=0)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the undisturbed run has no step 4" in finding.reason
+    halted = replace(calm, events=(End(status="halted"),))
+    finding = traces.judge("recovery", [disturbed, halted])
+    assert finding.reason == "the undisturbed run made no step"
+
+
+def test_a_departure_that_was_planned_and_not_seen() -> None:
+    """One of two workers is not known to have left: its loss was not judged."""
+    subject = scenario(faults=(traces.leave(1, 2), traces.leave(2, 4)))
+    disturbed, calm = traces.family("recovery", subject)
+    assert traces.judge("recovery", [disturbed, calm]).verdict is Verdict.HELD
+    finding = traces.judge("recovery", [without(disturbed, Membership, rank=2), calm])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("rank 2 was to leave, and is not known to have left: record")
+
+
 def test_no_loss_shows_no_recovery() -> None:
     """A joined worker is no loss, and a planned one that never happened neither."""
     disturbed, calm = pair()
@@ -150,6 +206,10 @@ def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
     assert finding.verdict is Verdict.HELD
     assert any("without dropout only" in note for note in finding.notes)
     assert traces.judge("recovery", [*family[:2], family[3]]).verdict is Verdict.INCONCLUSIVE
+    other = traces.family("recovery", subject.with_(dropout=0.0, seed=9))
+    finding = traces.judge("recovery", [*family[:2], *other])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "use dropout 0 in both runs" in finding.reason
 
 
 def test_the_textbook_trainer_recovers() -> None:

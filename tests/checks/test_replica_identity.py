@@ -1,4 +1,4 @@
-"""F-DP-001 and F-TI-002 on hand-broken traces."""
+"""F-DP-001 on hand-broken traces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Membership, Saved, Start, Tensors, Trace, Update
+from entrenar_py.trace import Membership, Start, Tensors, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, one, scenario, values, without
@@ -127,51 +127,6 @@ def test_weights_that_were_not_recorded_are_missed() -> None:
     assert finding.reason == "rank 1 recorded no weights in step 2: record Update.weights"
 
 
-@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
-def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
-    """A tensor stale or zero in the checkpoint is named, with the step it was saved before."""
-    trace = traces.run(STOPPED)
-    tensors = getattr(trace.of(Saved)[0], part)
-    name = next(iter(tensors))
-    changed = {part: traces.swapped(tensors, name, BAD)}
-    found = broken(traces.judge("optimizer_state", [altered(trace, Saved, {}, **changed)]))
-    assert (found.step, found.rank, found.tensor) == (4, 0, name)
-    assert "checkpoint holds other" in found.message
-
-
-def test_a_resume_restores_what_was_saved() -> None:
-    """State that is lost on loading is named, with the rank that lost it."""
-    trace = altered(traces.run(STOPPED), Start, {"resumed": True, "rank": 2}, optimizer={})
-    found = broken(traces.judge("optimizer_state", [trace]))
-    assert (found.step, found.rank) == (4, 2)
-    assert "resumed with other optimizer" in found.message
-
-
-def test_a_resume_restores_the_position() -> None:
-    """Epoch, offset and schedule step are part of the state."""
-    where = {"resumed": True, "rank": 1}
-    trace = altered(traces.run(STOPPED), Start, where, progress={"step": 0})
-    found = broken(traces.judge("optimizer_state", [trace]))
-    assert (found.step, found.rank) == (4, 1)
-    assert "another position" in found.message
-
-
-def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
-    """Saving alone proves no resume."""
-    finding = traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "never loaded" in finding.reason
-
-
-def test_optimizer_state_differs_between_ranks() -> None:
-    """F-TI-002 finds a rank whose moments drifted."""
-    trace = altered(
-        traces.run(SUBJECT), Update, {"step": 1, "rank": 1}, optimizer={"momentum": BAD}
-    )
-    found = broken(traces.judge("optimizer_state", [trace]))
-    assert (found.step, found.rank, found.tensor) == (1, 1, "momentum")
-
-
 def test_a_second_step_is_seen() -> None:
     """A rank that updates again in a step it already made: the trap of a step after a step."""
     calm = traces.run(SUBJECT)
@@ -218,7 +173,12 @@ def test_a_worker_that_was_never_heard_of() -> None:
     two = traces.run(scenario(world_size=2))
     finding = traces.judge("replica_identity", [replace(two, scenario=scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("of world_size=3 workers ranks [2] never started")
+    assert finding.reason.startswith("of world_size=3 workers rank 2 never started")
+    gone = scenario(faults=(traces.leave(2, 1),))
+    left = Membership(step=1, rank=2, change="left")
+    heard_of = replace(two, scenario=gone, events=(left, *two.events))
+    finding = traces.judge("replica_identity", [heard_of])
+    assert finding.reason.startswith("of world_size=3 workers rank 2 never started")
 
 
 def test_a_worker_that_is_to_join_need_not_start() -> None:
@@ -228,93 +188,37 @@ def test_a_worker_that_is_to_join_need_not_start() -> None:
     assert traces.judge("replica_identity", [waiting]).verdict is Verdict.HELD
 
 
-def sharing(*held: Tensors) -> Trace:
-    """One step after which each rank holds this optimizer state."""
-    subject = scenario(world_size=len(held), optimizer="momentum")
-    weights = {"w": values(1.0)}
-    updates = [updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
-    return traces.hand_written(*updates, subject=subject)
+@pytest.mark.parametrize("part", ["optimizer", "buffers"])
+def test_a_worker_that_joins_with_nothing(part: str) -> None:
+    """State that its updates have was lost on the way in."""
+    subject = SUBJECT.with_(faults=(traces.leave(1, 1), traces.join(1, 4)))
+    trace = altered(traces.run(subject), Start, {"step": 4}, **{part: {}})
+    found = broken(traces.judge("replica_identity", [trace]))
+    assert (found.step, found.rank) == (3, 1)
+    assert f"joined with other {part}" in found.message
 
 
-A, B, C, D = ({name: values(1.0)} for name in "abcd")
+@pytest.mark.parametrize("step", [2, 4])
+def test_who_has_left_makes_no_step(step: int) -> None:
+    """An update by a rank that had left is no replica's; once it is back it is."""
+    subject = SUBJECT.with_(faults=(traces.leave(1, 2),))
+    trace = traces.run(subject)
+    ghost = replace(one(trace, Update, step=step, rank=0), rank=1)
+    with_ghost = replace(trace, events=(*trace.events[:-1], ghost, trace.events[-1]))
+    found = broken(traces.judge("replica_identity", [with_ghost]))
+    assert (found.step, found.rank) == (step, 1)
+    assert "had left and yet updated" in found.message
+    back = Start(step=step, rank=1, weights=one(trace, Update, step=step - 1, rank=0).weights)
+    joined = replace(trace, events=(*trace.events[:-1], back, ghost, trace.events[-1]))
+    assert "had left" not in traces.judge("replica_identity", [joined]).reason
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        pytest.param((A, B), id="two halves"),
-        pytest.param((A, B, C), id="three thirds"),
-        pytest.param((A | C, B | C), id="halves beside a common tensor"),
-        pytest.param((A, A, B, B), id="halves, each held twice"),
-    ],
-)
-def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
-    """ZeRO-1: each rank keeps the state of its own tensors; what two hold is compared."""
-    finding = traces.judge("replica_identity", [sharing(*held)])
-    assert finding.verdict is Verdict.HELD
-    assert finding.notes == (
-        "optimizer state is sharded over ranks: compared is what two of them hold",
-    )
-
-
-@pytest.mark.parametrize(
-    ("held", "rank", "tensor"),
-    [
-        pytest.param((A | B, A), 1, "b", id="lost by one of two"),
-        pytest.param((A | B, A, A), 0, "b", id="held by one that holds all"),
-        pytest.param((A | B, B | C, D), 2, "b", id="lost by one of three"),
-        pytest.param((A | C, B | {"c": BAD}), 1, "c", id="a common tensor differs"),
-        pytest.param((A, {"a": BAD}, B, B), 1, "a", id="a half that is held twice differs"),
-    ],
-)
-def test_sharding_excuses_no_loss(held: tuple[Tensors, ...], rank: int, tensor: str) -> None:
-    """What all others hold, or two hold differently, is found all the same."""
-    found = broken(traces.judge("replica_identity", [sharing(*held)]))
-    assert (found.rank, found.tensor) == (rank, tensor)
-
-
-def test_a_resume_of_sharded_state() -> None:
-    """Each rank loads its own part, or takes it from a checkpoint that holds everything."""
-    weights, changed = {"w": values(1.0)}, {"a": BAD}
-    base = sharing(A, B)
-    saved = Saved(step=1, rank=0, weights=weights, optimizer=A | B)
-    starts = [
-        Start(step=1, rank=rank, weights=weights, optimizer=held, resumed=True)
-        for rank, held in enumerate((A, B))
-    ]
-    trace = replace(base, events=(*base.events[:-1], saved, *starts, base.events[-1]))
-    assert traces.judge("optimizer_state", [trace]).verdict is Verdict.HELD
-    found = broken(
-        traces.judge("optimizer_state", [altered(trace, Start, {"rank": 0}, optimizer=changed)])
-    )
-    assert (found.step, found.rank, found.tensor) == (1, 0, "a")
-
-
-@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
-def test_what_one_rank_never_recorded(part: str) -> None:
-    """State that only some ranks record is missing, not different, in both clauses."""
-    trace = altered(traces.run(SUBJECT), Update, {"rank": 1}, **{part: {}})
-    for check in ("replica_identity", "optimizer_state"):
-        finding = traces.judge(check, [trace])
-        asked = check == "replica_identity" or part == "optimizer"
-        assert finding.verdict is (Verdict.INCONCLUSIVE if asked else Verdict.HELD)
-        assert finding.reason == (
-            f"rank 1 recorded no {part} in step 0: record Update.{part}" if asked else ""
-        )
-
-
-@pytest.mark.parametrize("kind", [Saved, Start])
-def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
-    """Weights and buffers are never empty: where they are, nobody recorded them. Optimizer state
-    is, where it was lost.
-    """
-    trace = traces.run(STOPPED)
-    for part in ("weights", "buffers"):
-        finding = traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, **{part: {}})])
-        assert finding.verdict is Verdict.INCONCLUSIVE
-        assert f"record {kind.__name__}.{part}" in finding.reason
-    lost = altered(trace, kind, {"step": 4}, optimizer={})
-    assert traces.judge("optimizer_state", [lost]).verdict is Verdict.FALSIFIED
+def test_a_rank_that_stops_without_a_start() -> None:
+    """That its start was not recorded does not excuse a rank from the steps that others make."""
+    trace = without(traces.run(SUBJECT), Start, rank=1)
+    assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
+    found = broken(traces.judge("replica_identity", [without(trace, Update, step=4, rank=1)]))
+    assert (found.step, found.rank) == (4, 1)
 
 
 def test_starts_alone_show_no_step() -> None:
@@ -322,10 +226,3 @@ def test_starts_alone_show_no_step() -> None:
     finding = traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason == "no step was recorded: record an Update for every rank and step"
-
-
-def test_an_optimizer_without_state() -> None:
-    """Plain SGD and no checkpoint: the reason says that there is no state to compare."""
-    finding = traces.judge("optimizer_state", [traces.run(scenario())])
-    assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("optimizer=sgd keeps no state, and no checkpoint")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import altered, broken, scenario
+from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="cosine")
 
@@ -100,6 +100,29 @@ def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -
     finding = traces.judge("resume", runs)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert f"record Shard.{field} in both" in finding.reason
+
+
+def test_a_resume_that_was_planned_and_not_seen() -> None:
+    """One of two stops without a resume was not judged, nor one rank's steps that are gone."""
+    stopped, straight = pair()
+    for bare, missing in (
+        (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and is not known"),
+        (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
+    ):
+        finding = traces.judge("resume", [bare, straight])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+@pytest.mark.parametrize("part", ["optimizer", "buffers"])
+def test_state_that_is_gone_after_the_resume(part: str) -> None:
+    """What every step before it had, and none after it, was lost."""
+    stopped, straight = pair()
+    for step in (2, 3, 4, 5):
+        stopped = altered(stopped, Update, {"step": step}, **{part: {}})
+    found = broken(traces.judge("resume", [stopped, straight]))
+    assert found.step == 2
+    assert f"({part}): only expected holds" in found.message
 
 
 def test_a_run_without_stops_shows_nothing() -> None:

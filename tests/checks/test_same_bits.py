@@ -144,6 +144,32 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
     )
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("part", ["optimizer", "buffers"])
+def test_state_that_is_gone(part: str, silent: int) -> None:
+    """What a run holds after some steps and not after others it lost."""
+    subject = scenario(optimizer="momentum")
+    runs = list(traces.family("determinism", subject))
+    runs[silent] = altered(runs[silent], Update, {"step": 4}, **{part: {}})
+    found = broken(traces.judge("determinism", runs))
+    assert found.step == 4
+    assert f"({part}): only" in found.message
+
+
+def test_shards_that_one_run_did_not_record() -> None:
+    """Samples of one step, or the gradients of all shards, that one run only reveals."""
+    first, second = pair()
+    finding = traces.judge("determinism", [first, without(second, Shard, step=3)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "one run only has shards of step 3: record a Shard of each step in both" in (
+        finding.reason
+    )
+    many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
+    finding = traces.judge("worker_count", [many, altered(one, Shard, {}, gradient={})])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "record Shard.gradient in both" in finding.reason
+
+
 def test_two_runs_that_recorded_no_weights() -> None:
     """Equal losses alone are not the same bits; without steps there are not even those."""
     bare = [altered(one, Update, {}, weights={}) for one in pair()]

@@ -52,7 +52,7 @@ def rule(
     """The rule of a rank that starts with `weights` before `step`."""
     start = Start(step=step, rank=0, weights=weights, decayed=decayed)
     subject = scenario(optimizer=optimizer, weight_decay=DECAY, clip_norm=clip_norm)
-    return update_rule.after(None, start, subject)
+    return update_rule.after({}, start, subject)
 
 
 def trained(optimizer: str) -> tuple[Tensors, list[Update]]:
@@ -104,8 +104,44 @@ def test_a_resume_keeps_the_moments() -> None:
     followed = rule("momentum", initial)
     list(followed.step(updates[0]))
     resumed = Start(step=1, rank=0, weights=updates[0].weights, resumed=True)
-    assert update_rule.after(followed, resumed, followed.scenario) is followed
+    assert update_rule.after({0: followed}, resumed, followed.scenario) is followed
     assert list(followed.step(updates[1]))
+
+
+def test_who_joins_has_the_moments_of_the_others() -> None:
+    """As they were before the step it joins in; of those that are elsewhere, none."""
+    initial, updates = trained("momentum")
+    there = rule("momentum", initial)
+    list(there.step(updates[0]))
+    for step, known in ((1, True), (2, False)):
+        start = Start(step=step, rank=1, weights=updates[step - 1].weights, decayed=("w",))
+        joined = update_rule.after({0: there}, start, there.scenario)
+        assert bool(list(joined.step(updates[step]))) == known
+    ((_, expected),) = there.step(updates[1])
+    got = updates[1].weights["w"].values()
+    assert got is not None
+    np.testing.assert_allclose(expected.weight, got, rtol=1e-12)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_who_goes_back_has_the_moments_of_then(saved: bool) -> None:
+    """If a checkpoint was written there; twice, if need be."""
+    initial, updates = trained("adamw")
+    followed = rule("adamw", initial)
+    for step in (0, 1, 2, 3):
+        if step == 2 and saved:
+            followed.save(step)
+        list(followed.step(updates[step]))
+    for _ in range(2):
+        back = Start(step=2, rank=0, weights=updates[1].weights, resumed=True)
+        followed = update_rule.after({0: followed}, back, followed.scenario)
+        for step in (2, 3):
+            found = list(followed.step(updates[step]))
+            assert bool(found) == saved
+            got = updates[step].weights["w"].values()
+            assert got is not None
+            for _, expected in found:
+                np.testing.assert_allclose(expected.weight, got, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

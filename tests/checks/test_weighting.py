@@ -94,6 +94,24 @@ def test_what_was_not_recorded() -> None:
         assert missing in finding.reason
 
 
+def test_one_comparison_excuses_no_gap() -> None:
+    """A rank without a gradient, a run without any, or the shards of one step, beside all that
+    could be compared.
+    """
+    own, one = traces.family("weighting", SUBJECT)[0], traces.run(SUBJECT.with_(world_size=1))
+    oracle = traces.family("weighting", SUBJECT)[-1]
+    bare = replace(own, events=tuple(map(_digests, own.events)))
+    for found, missing in (
+        ([altered(own, Update, {"rank": 1}, gradient={}), oracle], "rank 1 was not compared by gr"),
+        ([bare, one, oracle], "record Update.gradient in both runs with values"),
+        ([altered(own, Shard, {"step": 4}, gradient={}), oracle], "step 4 could not be added"),
+        ([without(own, Shard, rank=1), oracle], "rank 1 made steps and recorded no Shard"),
+    ):
+        finding = traces.judge("weighting", found)
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
 def _digests(event: Event) -> Event:
     if not isinstance(event, Update):
         return event

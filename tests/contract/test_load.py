@@ -91,6 +91,7 @@ def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
         ("30:7:", "clause F-DP-002: key 'owner' is not read; known are id, "),
         ("40:5:", "F-NET-001 has no check"),
         ("78:5:", "FALSIFY-DP-003: if_fails is missing"),
+        ("111:7:", "'every worker agrees after 10 steps' names no clause, so that the gate can't"),
     ]
     found = [warning.removeprefix(f"{FOREIGN}:") for warning in loaded.warnings]
     assert [line.split(" ")[0] for line in found] == [place for place, _ in expected]

@@ -124,15 +124,45 @@ def test_mutants_are_loaded_only_where_a_clause_names_one(tmp_path: Path) -> Non
     assert _warnings(tmp_path, "id: F-1", vocabulary=Vocabulary(checks=(SAME,), mutants=loud)) == ()
 
 
-@pytest.mark.parametrize("name", ["A", "replicas", "c", "group.inner", "inner"])
-def test_a_gate_names_clauses_by_id_name_or_group(tmp_path: Path, name: str) -> None:
-    """All that the report understands; of a group also its last part."""
+def _gate_naming(tmp_path: Path, name: str) -> contract.Contract:
     path = tmp_path / "c.yaml"
     path.write_text(
         "metadata: {version: 1, references: [a paper]}\n"
-        "c: [{id: A, name: replicas}]\ngroup: {inner: [{id: B}]}\n"
+        "c: [{id: A, name: replicas}]\ngroup: {inner: {most: [{id: B}]}}\n"
+        "equations: {average: sum / n}\nproof_obligations: [{property: Sums commute}]\n"
+        "falsification_tests: [{id: T, rule: replicas, prediction: p, if_fails: f}]\n"
         f"qa_gate: {{checks: [{name}]}}\n"
     )
-    gate = contract.load(path, vocabulary=known.NOTHING).gate
-    assert gate is not None
-    assert gate.checks == (name,)
+    return contract.load(path, vocabulary=known.NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("name", "clauses"),
+    [
+        *(("A", "A"), ("replicas", "A"), ("c", "A"), ("T", "A")),
+        *(("group", "B"), ("group.inner", "B"), ("group.inner.most", "B"), ("most", "B")),
+        *(("average", ""), ("Sums commute", "")),
+    ],
+)
+def test_a_gate_names_what_the_contract_names(tmp_path: Path, name: str, clauses: str) -> None:
+    """Clauses by id, name, group (its last part too) or a test of theirs; and what no clause is."""
+    loaded = _gate_naming(tmp_path, name)
+    assert loaded.gate is not None
+    (demanded,) = loaded.gate.checks
+    assert "".join(one.id for one in loaded.invariants if demanded in one.gate_names) == clauses
+    assert not any("qa_gate" in line for line in loaded.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("replica", "did you mean 'replicas'?"),
+        ("inner", "did you mean 'group.inner' or 'group.inner.most'?"),
+        ("all workers agree", "use the id, name or group of a clause"),
+    ],
+)
+def test_a_gate_in_other_words_loads(tmp_path: Path, name: str, hint: str) -> None:
+    """Prose and typos are warnings: foreign contracts write what they like."""
+    *_, warning = _gate_naming(tmp_path, name).warnings
+    why = f"qa_gate: check {name!r} names no clause, so that the gate can't pass; {hint}"
+    assert warning.endswith(f":7:20: warning: {why}")

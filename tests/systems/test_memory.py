@@ -256,7 +256,7 @@ def _interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> 
 
 def test_a_child_out_of_memory_is_a_failed_run() -> None:
     """A width no machine can hold: the child's own last line is the reason."""
-    end = systems.run(USUAL.with_(width=10**9)).end
+    end = systems.run(USUAL.with_(width=10**12)).end
     assert end.status == "failed"
     assert "SystemFailure: the process of rank 0 exited with 1: " in end.reason
 

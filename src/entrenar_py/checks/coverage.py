@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from entrenar_py.checks import evidence, history, missing
@@ -14,14 +15,15 @@ from entrenar_py.verdict import Finding, Tally
 def family(scenario: Scenario) -> list[Scenario]:
     """The run, the same with one worker, and the same again."""
     alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
-    return evidence.distinct([scenario, alone, scenario.with_(repeat=1)])
+    return evidence.distinct([scenario, alone, scenario.with_(repeat=scenario.repeat + 1)])
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Disjoint, complete and by members in each run; the same batches in runs of the same data."""
     tally = Tally(invariant.id)
-    kept = [trace for trace in evidence.usable(traces, tally) if _named(tally, trace)]
+    kept = evidence.usable(traces, tally)
     for trace in kept:
+        missing.require_updates(tally, trace)
         _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)
         _by_members(tally, trace)
@@ -34,20 +36,13 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     )
 
 
-def _named(tally: Tally, trace: Trace) -> bool:
-    """Whether the shards name samples, or at least count none; asks for what was not recorded."""
-    missing.require_updates(tally, trace)
-    missing.require_shards(tally, trace)
-    shards = [shard for part in evidence.shards(trace).values() for shard in part]
-    if any(shard.weight > 0 for shard in shards) and not any(shard.ids for shard in shards):
-        missing.ask(tally, "shards count samples and name none of them", "Shard.ids")
-        return False
-    return True
-
-
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
-    """Each sample once in its epoch; a batch may take the end of one and the begin of the next."""
+    """Each sample once in its epoch; a batch may take the end of one and the begin of the next.
+
+    How many were drawn is counted up to the first step of which that is unknown.
+    """
     scenario = trace.scenario
+    known_until = min(missing.require_ids(tally, trace), default=math.inf)
     seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
     for step, shards in sorted(evidence.shards(trace).items()):
         epochs = sorted({s.epoch for s in shards if s.ids} or {shards[0].epoch})
@@ -55,6 +50,8 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         left = sum(scenario.num_samples - len(seen.get(epoch, ())) for epoch in epochs)
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}))
+        if step >= known_until:
+            continue
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
             min(scenario.batch_size, left),
@@ -172,12 +169,13 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
 
     In the same order too, shard after shard, where logical shards are what makes the bits.
     """
-    model = evidence.shards(group[0])
+    model, model_unknown = evidence.shards(group[0]), missing.unknown_steps(group[0])
     for trace in group[1:]:
+        unknown = model_unknown | missing.unknown_steps(trace)
         ordered = all("bitwise" in one.promises for one in (group[0], trace))
         arranged = list if ordered else sorted
         for step, shards in sorted(evidence.shards(trace).items()):
-            if step not in model:
+            if step not in model or step in unknown:
                 continue
             expected = arranged(i for shard in model[step] for i in shard.ids)
             got = arranged(i for shard in shards for i in shard.ids)

@@ -186,6 +186,11 @@ def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
     return known if known and len(known) == len(found) else None
 
 
+def has_values(tensors: Tensors) -> bool:
+    """Whether more than the digest of some tensor was recorded."""
+    return any(record.data is not None for record in tensors.values())
+
+
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """(step, rank -> update) in step order."""
     yield from sorted(updates(trace).items())

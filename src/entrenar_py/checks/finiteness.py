@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, history, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -46,10 +46,11 @@ def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
 def _stays_finite(tally: Tally, trace: Trace) -> None:
     scenario = trace.scenario.to_dict()
     for halt in trace.of(Halt):
-        if all(shard.step != halt.step for shard in trace.of(Shard)):
-            tally.miss(
-                f"the run halted in step {halt.step}, of which no shard was recorded: record a "
-                "Shard for each, with finite=False for the one at fault"
+        if unknown := _unknown_at(trace, halt):
+            missing.ask(
+                tally,
+                f"the run halted in step {halt.step}, of which {unknown}",
+                "a Shard for each, with finite=False for the one at fault",
             )
             continue
         tally.check(
@@ -63,6 +64,26 @@ def _stays_finite(tally: Tally, trace: Trace) -> None:
         )
     for update in trace.of(Update):
         _finite_update(tally, trace, update)
+    updates = evidence.updates(trace)
+    for step, shards in evidence.shards(trace).items():
+        if missing.lacks_samples(shards, updates[step]):
+            missing.ask(
+                tally,
+                f"the shards of step {step} count fewer samples than its updates",
+                "a Shard with finite for every rank and step",
+            )
+
+
+def _unknown_at(trace: Trace, halt: Halt) -> str:
+    """What of a halt's step was not recorded that may have been its cause; empty if all was."""
+    shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
+    if not any(_same_place(halt, shard) for shard in shards):
+        where = "" if halt.rank is None else f" of rank {halt.rank}"
+        return f"no shard{where if shards else ''} was recorded"
+    there = history.members(history.stays(trace), halt.step)
+    there |= evidence.updates(trace).get(halt.step - 1, {}).keys()
+    silent = there - {shard.rank for shard in shards}
+    return f"{missing.named(silent)} recorded no shard" if silent else ""
 
 
 def _is_finite(shard: Shard) -> bool:

@@ -85,3 +85,22 @@ def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
         for rank, of_rank in stays_of.items()
         if any(one.first <= step < one.end for one in of_rank)
     }
+
+
+def ghosts(trace: Trace) -> list[Update]:
+    """The updates of steps for which their rank had left, and not come back, in order."""
+    gone: dict[int, int] = {}
+    found = []
+    for event in standing(trace).events:
+        if isinstance(event, Start):
+            gone.pop(event.rank, None)
+            if event.resumed:
+                gone = {rank: min(step, event.step) for rank, step in gone.items()}
+        elif isinstance(event, Membership):
+            if event.change == "left":
+                gone[event.rank] = event.step
+            else:
+                gone.pop(event.rank, None)
+        elif isinstance(event, Update) and event.step >= gone.get(event.rank, math.inf):
+            found.append(event)
+    return found

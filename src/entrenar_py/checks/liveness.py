@@ -27,13 +27,19 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     for trace in map(history.standing, evidence.usable(traces, tally)):
         missing.require_updates(tally, trace)
+        gaps = missing.Gaps()
         starts = {start.rank: start for start in reversed(trace.of(Start))}
         by_rank: dict[int, list[Update]] = {rank: [] for rank in starts}
         for update in trace.of(Update):
             by_rank.setdefault(update.rank, []).append(update)
         for rank, start in sorted(starts.items()):
-            _frozen(tally, trace, start, by_rank[rank])
-            _moving(tally, trace, start, by_rank[rank])
+            _frozen(tally, gaps, trace, start, by_rank[rank])
+            _moving(tally, gaps, trace, start, by_rank[rank])
+        for rank in by_rank.keys() - starts.keys():
+            first = by_rank[rank][0].step
+            what = "a Start with weights and trainable on every rank"
+            gaps.add("updated and never started", what, rank=rank, step=first)
+        gaps.tell(tally)
     return tally.finding(
         nothing=f"no run declared its trainable tensors and made {STEPS_TO_MOVE} steps: record "
         "Start.trainable (and frozen), Start.weights and Update.weights, and run that many steps "
@@ -41,11 +47,15 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     )
 
 
-def _frozen(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update]) -> None:
+def _frozen(
+    tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
+) -> None:
     scenario = trace.scenario.to_dict()
-    unknown = [name for name in start.frozen if name not in start.weights]
-    if unknown:
-        missing.ask(tally, f"frozen {unknown[0]} on rank {start.rank} is unknown", _WEIGHTS)
+    held = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
+    for step, weights in held:
+        if unknown := [name for name in start.frozen if name not in weights]:
+            why = f"recorded no weights of frozen {unknown[0]}"
+            gaps.add(why, _WEIGHTS, rank=start.rank, step=step)
     for update in updates:
         kept = [name for name in start.frozen if name in start.weights and name in update.weights]
         before = {name: start.weights[name] for name in kept}
@@ -54,16 +64,20 @@ def _frozen(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update])
         evidence.compare_exact(tally, before, after, "a frozen tensor changed", **place)
 
 
-def _moving(tally: Tally, trace: Trace, start: Start, updates: Sequence[Update]) -> None:
+def _moving(
+    tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
+) -> None:
     live = [update for update in updates if update.learning_rate > 0]
     if not start.trainable:
-        missing.ask(tally, f"rank {start.rank} names no trainable tensor", "Start.trainable")
+        why = "named no trainable tensor"
+        gaps.add(why, "Start.trainable", rank=start.rank, step=start.step - 1)
     if len(live) < STEPS_TO_MOVE:
         return
     for name in start.trainable:
         first = [start.weights, *(update.weights for update in live[:STEPS_TO_MOVE])]
         if not all(name in weights for weights in first):
-            missing.ask(tally, f"the weights of {name} on rank {start.rank} are unknown", _WEIGHTS)
+            why = f"recorded no weights of {name}"
+            gaps.add(why, _WEIGHTS, rank=start.rank, step=start.step - 1)
             continue
         rest = _rest(start, name, live)
         moved = len(rest) < sum(name in update.weights for update in live)

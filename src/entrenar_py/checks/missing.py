@@ -5,13 +5,13 @@ Reasons name events and fields as `entrenar_py.trace` has them; docs/traces.md h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Event, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally
 
 # A trace that differs in more fields than these from one that is missing is of another training.
@@ -27,16 +27,123 @@ def ask(tally: Tally, why: str, what: str) -> None:
         tally.miss(why + advice)
 
 
-def require_shards(tally: Tally, trace: Trace) -> None:
-    """Counts steps as missing that were made, and of which no shard was recorded."""
-    known = evidence.shards(trace)
-    bare = sorted(step for step in evidence.updates(trace) if step not in known)
-    if bare:
+class Gaps:
+    """What ranks did not record: told once for all ranks that lack the same."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+
+    def add(self, why: str, what: str, *, rank: int, step: int) -> None:
+        """`rank` lacks `what` in `step` (-1: before the first); `why` goes on after its name."""
+        self._found.setdefault((why, what), []).append((step, rank))
+
+    def tell(self, tally: Tally) -> None:
+        """Counts each as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
+        for (why, what), places in self._found.items():
+            steps, ranks = ({place[at] for place in places} for at in (0, 1))
+            later = " and later" if len(steps) > 1 else ""
+            ask(tally, f"{named(ranks)} {why} {when(min(steps))}{later}", what)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 2`; the first eight."""
+    known = sorted(ranks)
+    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
+    return f"rank{'s' if known[1:] else ''} {', '.join(map(str, known[:8]))}{more}"
+
+
+Recorded = Set[tuple[type[Event], int, str]]
+
+
+def recorded(trace: Trace) -> Recorded:
+    """(kind, rank, part) for what each rank's starts and updates hold of the parts of its state
+    that may be lost: optimizer, buffers.
+    """
+    return {
+        (type(event), event.rank, part)
+        for event in trace.events
+        if isinstance(event, Start | Update)
+        for part in ("optimizer", "buffers")
+        if getattr(event, part)
+    }
+
+
+def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bool:
+    """Whether the `part` of which `holder` has nothing was not recorded; else it was lost.
+
+    Weights and gradients are never empty. Optimizer state and buffers are where they were lost:
+    after a step if the rank recorded them after another, in a start if it did anywhere, in a
+    checkpoint if any rank did. `known` is what `recorded` gives.
+    """
+    if part in ("weights", "gradient"):
+        return True
+    return not any(
+        part == there
+        and (isinstance(holder, Saved) or rank == holder.rank)
+        and (kind is Update or not isinstance(holder, Update))
+        for kind, rank, there in known
+    )
+
+
+def require_shards(tally: Tally, trace: Trace) -> set[int]:
+    """The steps that were made and of which shards are unknown, counted as missing."""
+    bare = _unsharded(trace)
+    advice = "a Shard with ids, loss_sum, weight and finite for every rank and step"
+    if lacking := sorted(bare - evidence.shards(trace).keys()):
+        ask(tally, f"no shard of steps {str(lacking[:5])[1:-1]} was recorded", advice)
+    elif bare:
+        ask(tally, f"{named(_silent(trace))} made steps and recorded no Shard", advice)
+    return bare
+
+
+def _silent(trace: Trace) -> set[int]:
+    """The ranks that made steps and never recorded a shard."""
+    return {update.rank for update in trace.of(Update)} - {shard.rank for shard in trace.of(Shard)}
+
+
+def _unsharded(trace: Trace) -> set[int]:
+    """The steps that were made and of which no shard was recorded; or none of a rank that never
+    recorded any, and the others have not all samples.
+    """
+    known, silent = evidence.shards(trace), _silent(trace)
+    return {
+        step
+        for step, by_rank in evidence.updates(trace).items()
+        if step not in known or (silent & by_rank.keys() and lacks_samples(known[step], by_rank))
+    }
+
+
+def lacks_samples(shards: Sequence[Shard], by_rank: Mapping[int, Update]) -> bool:
+    """Whether the shards of a step count fewer samples (or tokens) than one of its updates."""
+    most = max(update.weight for update in by_rank.values())
+    return sum(shard.weight for shard in shards) < most * (1 - 1e-9)
+
+
+def require_ids(tally: Tally, trace: Trace) -> set[int]:
+    """The steps that were made and of which samples are unknown, counted as missing."""
+    bare = require_shards(tally, trace)
+    if nameless := _unnamed(trace):
         ask(
             tally,
-            f"no shard of steps {str(bare[:5])[1:-1]} was recorded",
-            "a Shard with ids, loss_sum, weight and finite for every rank and step",
+            f"shards of steps {str(sorted(nameless)[:5])[1:-1]} count samples and name none",
+            "Shard.ids",
         )
+    return bare | nameless
+
+
+def unknown_steps(trace: Trace) -> set[int]:
+    """What `require_ids` gives, uncounted."""
+    return _unsharded(trace) | _unnamed(trace)
+
+
+def _unnamed(trace: Trace) -> set[int]:
+    """The steps of which a shard counts samples and names none; all if no shard names any."""
+    never = not any(shard.ids for shard in trace.of(Shard))
+    return {
+        step
+        for step, shards in evidence.shards(trace).items()
+        if never or any(shard.weight > 0 and not shard.ids for shard in shards)
+    }
 
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:
@@ -62,6 +169,12 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
             found[name] = unknown
         if any(filled) and not all(filled):
             ask(tally, f"one run only has {name} in its shards", f"Shard.{name} in both")
+    steps = [
+        evidence.shards(run).keys() & evidence.updates(other).keys()
+        for run, other in ((model, trace), (trace, model))
+    ]
+    if lacking := sorted(steps[0] ^ steps[1]):
+        ask(tally, f"one run only has shards of step {lacking[0]}", "a Shard of each step in both")
     return found
 
 
@@ -74,8 +187,8 @@ def nearest(
     own: Scenario, others: Iterable[Scenario], family: Callable[[Scenario], list[Scenario]]
 ) -> tuple[Scenario, dict[str, str]] | None:
     """Of `others` the one that comes nearest to a run that `family` wants beside `own`, and the
-    fields in which it misses it: name -> `4, needed 2`. None where none is near: what `own` and the
-    wanted run differ in must be right.
+    fields in which it misses it: name -> `4, needed 2`, none where it only differs in detail. None
+    where none is near: what `own` and the wanted run differ in must be right.
     """
     wanted = [one for one in family(own) if one != own and one.system == own.system]
     found = [
@@ -84,7 +197,7 @@ def nearest(
         for one in wanted
         if _differences(own, one).keys().isdisjoint(_differences(other, one))
     ]
-    near = [pair for pair in found if 0 < len(pair[1]) <= _NEAR]
+    near = [pair for pair in found if len(pair[1]) <= _NEAR]
     return min(near, key=lambda pair: len(pair[1]), default=None)
 
 
@@ -96,11 +209,14 @@ def but_for(traces: Sequence[Trace], family: Callable[[Scenario], list[Scenario]
     for trace in traces:
         others = [other.scenario for other in traces if other is not trace]
         near = nearest(trace.scenario, others, family)
-        found += [] if near is None else [near[1]]
-    if not found:
-        return ""
-    fields = ", ".join(f"{name} ({how})" for name, how in min(found, key=len).items())
-    return f"; the nearest other trace differs in {fields}"
+        found += [near[1]] if near is not None and near[1] else []
+    return differing(min(found, key=len)) if found else ""
+
+
+def differing(fields: Mapping[str, str]) -> str:
+    """What to end a reason with where the nearest trace misses `fields`, as `nearest` has them."""
+    listed = ", ".join(f"{name} ({how})" for name, how in fields.items())
+    return f"; the nearest other trace differs in {listed}"
 
 
 def _differences(given: Scenario, needed: Scenario) -> dict[str, str]:

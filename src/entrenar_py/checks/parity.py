@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.checks import evidence, missing, same_bits
+from entrenar_py.checks import evidence, missing, oracles, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
+from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 PUBLISHED_FROM_STEP = 100
@@ -45,37 +45,12 @@ ROUNDING_STEPS = 4
 ADAM_GRADIENT_BOUND = 1e-2
 ADAM_LOSS_BOUND = 1e-3
 
-ORACLE = "textbook"  # the independent trainer; its ranks draw their own dropout masks
-
-# What may differ between two runs of the same training.
-SPLIT = (
-    "system",
-    "world_size",
-    "num_shards",
-    "accumulation",
-    "backends",
-    "faults",
-    "stops",
-    "mutant",
-)
-
-
-def oracle(scenario: Scenario) -> Scenario:
-    """The plain single-device run of the same training, by the independent trainer."""
-    return evidence.plain(scenario, system=ORACLE, world_size=1, accumulation=1, backends=("cpu",))
-
-
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, the same with one worker, and the oracle.
-
-    Where masks are drawn per rank, one worker is another run: then all three without dropout too.
-    """
-    model = oracle(scenario)
-    alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
-    runs = [scenario, alone, model]
-    if scenario.dropout and scenario.system == ORACLE and scenario != model:
-        runs += family(scenario.with_(dropout=0.0))
-    return evidence.distinct(runs)
+# What an update is compared by where its values were recorded, and what is said if it is off.
+_PARTS = {
+    "gradient": "averaged gradient is not the single device's",
+    "weights": "weights after the step are not the single device's",
+    "buffers": "buffers after the step are not the single device's",
+}
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
@@ -86,100 +61,60 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     compare_with_oracle(tally, kept, tolerance)
     promised = [trace for trace in kept if "bitwise" in trace.promises]
     same_bits.compare_worker_counts(tally, promised)
-    return tally.finding(nothing=missing_model(kept))
+    return tally.finding(nothing=oracles.missing_model(kept))
 
 
-def missing_model(traces: Sequence[Trace]) -> str:
-    """Why `traces` hold no run on a single device to compare with, and what to record; empty if
-    they do.
-    """
-    for group in evidence.groups(traces, *SPLIT):
-        for trace in group:
-            model = _model_of(trace, group)
-            if model is not None and _same_masks(model, trace):
-                return ""
-            if model is not None:
-                return f"{_other_masks(trace)}: use dropout 0 in both runs"
-    others = [trace for trace in traces if trace.scenario != oracle(trace.scenario)]
-    why = "no run of the same training on one worker to compare with: record one with world_size=1"
-    if others and all(trace.scenario.world_size == 1 for trace in others):
-        why = "no run on several workers: record the same training with a larger world_size"
-    return f"{why}, and all else equal{missing.but_for(traces, family)}"
-
-
-def compare_with_oracle(tally: Tally, traces: Sequence[Trace], tolerance: float | None) -> int:
+def compare_with_oracle(
+    tally: Tally, traces: Sequence[Trace], tolerance: float | None
+) -> list[int]:
     """Compares every trace with its oracle's, if that is among them: the first steps within
     rounding, and from the published step on within `tolerance`, where one is given.
 
     Of somebody's own trainer, which no oracle can run, the model is its run with one worker.
-    How many averaged gradients were compared.
+    Of each trace that was compared and made a step, how many averaged gradients were.
     """
-    num_gradients = 0
-    for group in evidence.groups(traces, *SPLIT):
+    num_gradients: list[int] = []
+    followed: set[Scenario] = set()
+    masked: list[Trace] = []
+    for group in evidence.groups(traces, *oracles.SPLIT):
         for trace in group:
-            model = _model_of(trace, group)
+            model = oracles.model_of(trace, group)
             if model is None:
                 continue
-            if not _same_masks(model, trace):
-                tally.note(_other_masks(trace))
+            if not oracles.same_masks(model, trace):
+                masked.append(trace)
                 continue
-            if model.scenario != oracle(trace.scenario):
+            if model.scenario != oracles.oracle(trace.scenario):
                 tally.note("compared with its own run on one worker, which may have the same bug")
-            num_gradients += _compare(tally, model, trace, tolerance)
+            count = _compare(tally, model, trace, tolerance)
+            if trace.of(Update):
+                num_gradients.append(count)
+            followed.add(oracles.without_dropout(trace.scenario))
+    for trace in masked:
+        excused = "bitwise" in trace.promises or oracles.without_dropout(trace.scenario) in followed
+        if excused or not followed:
+            tally.note(oracles.other_masks(trace))
+        else:
+            tally.miss(oracles.other_masks(trace))
     return num_gradients
-
-
-def _model_of(trace: Trace, group: Sequence[Trace]) -> Trace | None:
-    """What `trace` is compared with; None for a model itself and where there is none."""
-    scenario = trace.scenario
-    oracles = [other for other in group if other.scenario == oracle(scenario)]
-    if oracles:
-        return None if trace in oracles else oracles[0]
-    alone = [t for t in group if (t.scenario.system, t.scenario.world_size) == (scenario.system, 1)]
-    return None if not alone or trace in alone else alone[0]
-
-
-def _same_masks(model: Trace, trace: Trace) -> bool:
-    """Whether dropout, if any, drops in `trace` what it drops in the model.
-
-    A single device draws what its logical shards would draw; who promises bits keys its dropout by
-    shard too. Of others the first stream tells, if it was recorded. Micro-batches draw in another
-    order.
-    """
-    if not trace.scenario.dropout:
-        return True
-    if trace.scenario.accumulation > 1:
-        return False
-    mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
-    known = trace.scenario.workload != "own" or None not in mine
-    return "bitwise" in trace.promises or (mine == theirs and known)
-
-
-def _other_masks(trace: Trace) -> str:
-    if "bitwise" in trace.promises:
-        return "not compared with a single device, whose dropout draws other masks"
-    system = trace.scenario.system
-    if all(shard.draws is None for shard in trace.of(Shard)):
-        return f"under dropout {system} was not compared with one worker, since no Shard has draws"
-    return (
-        f"under dropout {system} draws its masks per rank: on one worker it is another run, and "
-        "was not compared"
-    )
 
 
 def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> int:
     if not missing.require_updates(tally, model, trace):
         return 0
-    _compare_starts(tally, model, trace)
+    gaps = missing.Gaps()
+    _compare_starts(tally, gaps, model, trace)
     expected = evidence.updates(model)
     floors = _Floors.of(expected, trace.scenario)
     samples, model_samples = _samples(trace), _samples(model)
+    valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
+    unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
     num_gradients = 0
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             tally.miss(f"the single-device run has no step {step}")
             continue
-        if not samples.get(step) or not model_samples.get(step):
+        if step in unknown or not samples.get(step) or not model_samples.get(step):
             missing.ask(tally, f"the samples of step {step} are unknown", "Shard.ids in both runs")
             continue
         if samples.get(step) != model_samples.get(step):
@@ -193,9 +128,14 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
                 allowed = ADAM_LOSS_BOUND if adam_moved else LOSS_BOUND
                 _compare_losses(tally, one, update, allowed, floors.loss, place)
                 allowed = ADAM_GRADIENT_BOUND if adam_moved else GRADIENT_BOUND
-                num_gradients += _compare_tensors(tally, one, update, allowed, floors, place)
+                compared = _compare_tensors(tally, one, update, allowed, floors, place)
+                for part in sorted(valued - compared):
+                    what = f"Update.{part} in both runs {missing.WITH_VALUES}"
+                    gaps.add(f"was not compared by {part}", what, rank=rank, step=step)
+                num_gradients += "gradient" in compared
             elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
                 _compare_losses(tally, one, update, tolerance, floors.loss, place)
+    gaps.tell(tally)
     _compare_steps(tally, model, trace)
     return num_gradients
 
@@ -247,19 +187,17 @@ def _compare_tensors(
     allowed: float,
     floors: _Floors,
     place: Mapping[str, Any],
-) -> bool:
-    """Gradient, weights and buffers of one rank; whether the gradient could be compared."""
-    message = "averaged gradient is not the single device's"
-    compared = evidence.compare_close(
-        tally, one.gradient, update.gradient, allowed, message, floors.gradient, **place
-    )
-    if not floors.adam:
-        message = "weights after the step are not the single device's"
-        evidence.compare_close(tally, one.weights, update.weights, GRADIENT_BOUND, message, **place)
-    message = "buffers after the step are not the single device's"
-    mine, theirs = _floats(one.buffers), _floats(update.buffers)
-    evidence.compare_close(tally, mine, theirs, GRADIENT_BOUND, message, **place)
-    return compared
+) -> set[str]:
+    """Gradient, weights and buffers of one rank; which of them are done with."""
+    done = {"weights"} if floors.adam else set()
+    for part, message in _PARTS.items():
+        if part in done:
+            continue
+        bound, floor = (allowed, floors.gradient) if part == "gradient" else (GRADIENT_BOUND, 0.0)
+        mine, theirs = _tensors(one, part), _tensors(update, part)
+        if evidence.compare_close(tally, mine, theirs, bound, message, floor, **place):
+            done.add(part)
+    return done
 
 
 def _compare_steps(tally: Tally, model: Trace, trace: Trace) -> None:
@@ -284,17 +222,28 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
     }
 
 
-def _floats(buffers: Tensors) -> Tensors:
-    """Running means; counters may count micro-batches."""
-    return {name: record for name, record in buffers.items() if record.dtype.startswith("float")}
+def _tensors(update: Update, part: str) -> Tensors:
+    """A part of what a rank holds; of buffers running means, since counters may count
+    micro-batches.
+    """
+    tensors: Tensors = getattr(update, part)
+    if part != "buffers":
+        return tensors
+    return {name: record for name, record in tensors.items() if record.dtype.startswith("float")}
 
 
-def _compare_starts(tally: Tally, model: Trace, trace: Trace) -> None:
+def _has_values(trace: Trace, part: str) -> bool:
+    return any(evidence.has_values(_tensors(update, part)) for update in trace.of(Update))
+
+
+def _compare_starts(tally: Tally, gaps: missing.Gaps, model: Trace, trace: Trace) -> None:
     """Every rank's weights before the first step: a trainer that was only built has not trained."""
     one = next((start for start in model.of(Start) if start.step == 0), None)
-    for start in trace.of(Start):
-        if one is not None and start.step == 0 and not start.resumed:
-            evidence.compare_close(
+    starts = [start for start in trace.of(Start) if start.step == 0 and not start.resumed]
+    valued = any(evidence.has_values(start.weights) for start in starts)
+    for start in starts:
+        if one is not None and evidence.has_values(one.weights):
+            compared = evidence.compare_close(
                 tally,
                 one.weights,
                 start.weights,
@@ -304,6 +253,9 @@ def _compare_starts(tally: Tally, model: Trace, trace: Trace) -> None:
                 rank=start.rank,
                 scenario=trace.scenario.to_dict(),
             )
+            if valued and not compared:
+                what = f"Start.weights in both runs {missing.WITH_VALUES}"
+                gaps.add("was not compared by weights", what, rank=start.rank, step=-1)
 
 
 def _largest(sizes: Iterable[float]) -> float:

@@ -88,6 +88,11 @@ def parity(invariant: Invariant) -> list[Scenario]:
     ]
 
 
+def weightings(invariant: Invariant) -> list[Scenario]:
+    """Those of parity in which gradients are recorded with their values."""
+    return [one for one in parity(invariant) if one.detail == "values"]
+
+
 def departures(invariant: Invariant) -> list[Scenario]:
     """One worker dies; two die and one comes back."""
     leave = Fault(kind="leave", rank=1, step=2)

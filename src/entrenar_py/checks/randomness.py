@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace
@@ -111,19 +111,21 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
 
 def _initial_agrees(tally: Tally, trace: Trace) -> None:
     starts = [start for start in trace.of(Start) if start.step == 0 and not start.resumed]
-    first = next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {})
-    known = {start.rank for start in starts if start.weights}
-    if 0 in evidence.updates(trace) and (unknown := sorted(set(first) - known)) and len(first) > 1:
-        tally.miss(
-            f"initial weights of ranks {unknown[:5]} were not recorded: record Start.weights"
+    known = [start for start in starts if start.weights]
+    first = evidence.updates(trace).get(0, {})
+    unknown = (first.keys() | {start.rank for start in starts}) - {start.rank for start in known}
+    if unknown and len(first) > 1:
+        missing.ask(
+            tally,
+            f"initial weights of {missing.named(unknown)} were not recorded",
+            "Start.weights on every rank",
         )
-        return
-    for start in starts[1:]:
+    for start in known[1:]:
         evidence.compare_exact(
             tally,
-            starts[0].weights,
+            known[0].weights,
             start.weights,
-            f"rank {start.rank} starts from other weights than rank {starts[0].rank}",
+            f"rank {start.rank} starts from other weights than rank {known[0].rank}",
             step=-1,
             rank=start.rank,
             scenario=trace.scenario.to_dict(),
@@ -133,7 +135,12 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
 def _same_for_any_worker_count(tally: Tally, traces: Sequence[Trace]) -> None:
     """Each run against the one with the fewest workers."""
     ordered = sorted(traces, key=lambda trace: trace.scenario.world_size)
-    model = {(s.step, s.shard): s.draws for trace in ordered[:1] for s in trace.of(Shard)}
+    model = {
+        (shard.step, shard.shard): shard.draws
+        for trace in ordered[:1]
+        for shard in trace.of(Shard)
+        if shard.draws is not None
+    }
     for trace in ordered[1:]:
         for shard in trace.of(Shard):
             place = (shard.step, shard.shard)

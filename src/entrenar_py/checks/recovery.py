@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from entrenar_py.checks import evidence, missing, parity, same_bits
+from entrenar_py.checks import evidence, history, missing, oracles, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Membership, Shard, Trace, Update
+from entrenar_py.trace import Membership, Trace
 from entrenar_py.verdict import Finding, Tally
 
 ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP-005
@@ -17,7 +17,7 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 def family(scenario: Scenario) -> list[Scenario]:
     """The disturbed run and the undisturbed one; of masks drawn per rank, also without dropout."""
     pair = [scenario, scenario.with_(faults=())]
-    if scenario.dropout and scenario.system == parity.ORACLE:
+    if scenario.dropout and scenario.system == oracles.ORACLE:
         pair += [one.with_(dropout=0.0) for one in pair]
     return evidence.distinct(pair)
 
@@ -26,11 +26,8 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Shards redistributed, no step lost, loss back within the tolerated steps (0: same bits)."""
     tally = Tally(invariant.id)
     kept = evidence.usable(traces, tally)
-    followed = {
-        trace.scenario.system
-        for trace in kept
-        if _departures(trace) and not _drops_otherwise(trace)
-    }
+    followed: set[Scenario] = set()
+    masked: list[Trace] = []
     for group in evidence.groups(kept, "faults"):
         calm = [one for one in group if not one.scenario.faults and not _departures(one)]
         for trace in group:
@@ -42,14 +39,17 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
                 continue
             if not missing.require_updates(tally, calm[0], trace):
                 continue
+            _require_departures(tally, trace, left)
             _continues(tally, calm[0], trace, left)
             if _drops_otherwise(trace):
-                _tell_masks(tally, trace, followed)
-            else:
-                _on_trajectory(tally, calm[0], trace, left, int(invariant.tolerance or 0))
+                masked.append(trace)
+            elif _on_trajectory(tally, calm[0], trace, left, int(invariant.tolerance or 0)):
+                followed.add(oracles.without_dropout(trace.scenario))
             if "bitwise" in trace.promises:
                 message = "bits differ from those of the undisturbed run"
                 same_bits.compare_steps(tally, calm[0], trace, message)
+    for trace in masked:
+        _tell_masks(tally, trace, followed)
     return tally.finding(
         nothing="no worker left in any run: record one with a fault of kind leave in its scenario, "
         "and in it a Membership with change='left' where the worker is gone"
@@ -60,15 +60,29 @@ def _departures(trace: Trace) -> list[Membership]:
     return [change for change in trace.of(Membership) if change.change == "left"]
 
 
+def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) -> None:
+    """Every departure that was planned has been recorded."""
+    planned = {fault.rank for fault in trace.scenario.faults if fault.kind == "leave"}
+    silent = {rank for rank in planned if rank is not None} - {change.rank for change in left}
+    if silent:
+        missing.ask(
+            tally,
+            f"{missing.named(silent)} was to leave, and is not known to have left",
+            "a Membership with change='left' where a worker is gone",
+        )
+
+
 def _drops_otherwise(trace: Trace) -> bool:
     """Whether dropout's masks may depend on who is there."""
     return trace.scenario.dropout > 0 and "bitwise" not in trace.promises
 
 
-def _tell_masks(tally: Tally, trace: Trace, followed: Collection[str]) -> None:
-    """Losses can't be followed under such masks: a note where they were without dropout."""
+def _tell_masks(tally: Tally, trace: Trace, followed: Collection[Scenario]) -> None:
+    """Losses can't be followed under such masks: a note where those of the same run without dropout
+    were.
+    """
     why = "dropout draws other masks once a worker has left"
-    if trace.scenario.system in followed:
+    if oracles.without_dropout(trace.scenario) in followed:
         tally.note(f"{why}: losses were compared without dropout only")
     else:
         tally.miss(f"{why}, so that losses differ: use dropout 0 in both runs")
@@ -87,12 +101,19 @@ def _no_calm_run(trace: Trace, traces: Sequence[Trace]) -> str:
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:
     """Every step is made, with all its samples, and not by the one who left."""
     expected, got = evidence.shards(calm), evidence.shards(trace)
-    if not (_names_samples(expected) and _names_samples(got)):
-        missing.ask(tally, "the samples of a run are unknown", "Shard.ids in both runs")
-        expected = {}
+    made = evidence.updates(calm)
+    unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
+    ghosts = history.ghosts(trace)
+    if not made:
+        tally.miss("the undisturbed run made no step")
     for change in left:
         place = {"rank": change.rank, "scenario": trace.scenario.to_dict()}
-        for step in sorted(step for step in expected if step >= change.step):
+        for step in sorted(step for step in made if step >= change.step):
+            if step in unknown:
+                missing.ask(
+                    tally, f"the samples of step {step} are unknown", "Shard.ids in both runs"
+                )
+                continue
             before = sorted(i for shard in expected[step] for i in shard.ids)
             after = sorted(i for shard in got.get(step, ()) for i in shard.ids)
             lost = tuple(sorted(set(before) ^ set(after)))
@@ -103,34 +124,34 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
                 sample_ids=lost,
                 **place,
             )
-        ghosts = [
-            update
-            for update in trace.of(Update)
-            if update.rank == change.rank and update.step == change.step
-        ]
+        own = [ghost.step for ghost in ghosts if ghost.rank == change.rank]
         tally.check(
-            not ghosts,
-            f"worker {change.rank} left in step {change.step} and yet updated",
-            step=change.step,
+            not own,
+            f"worker {change.rank} left in step {change.step} and yet updated in steps {own[:5]}",
+            step=min(own, default=change.step),
             **place,
         )
 
 
-def _names_samples(shards: Mapping[int, Sequence[Shard]]) -> bool:
-    return any(shard.ids for part in shards.values() for shard in part)
-
-
 def _on_trajectory(
     tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership], within_steps: int
-) -> None:
-    """The loss after `within_steps` (or at the end of a shorter run) is the undisturbed one's."""
+) -> bool:
+    """The loss after `within_steps` (or at the end of a shorter run) is the undisturbed one's.
+
+    Whether any step of both could be compared.
+    """
     expected, got = evidence.updates(calm), evidence.updates(trace)
     if not expected or not got:
-        return
+        return False
     last = max(expected)
     for change in left:
         for step in range(min(change.step + within_steps, last), last + 1):
             place = {"step": step, "rank": change.rank, "scenario": trace.scenario.to_dict()}
+            if step not in expected:
+                missing.ask(
+                    tally, f"the undisturbed run has no step {step}", "an Update for every step"
+                )
+                continue
             if step not in got:
                 tally.check(False, f"no step {step} after worker {change.rank} left", **place)
                 continue
@@ -146,3 +167,4 @@ def _on_trajectory(
                 got=repr(other),
                 **place,
             )
+    return True

@@ -28,6 +28,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             if not straight:
                 tally.miss(_no_straight_run(trace, kept))
                 continue
+            _require_resumes(tally, trace)
             _same_data(tally, straight[0], trace)
             message = "the resumed run is another run"
             same_bits.compare_steps(tally, straight[0], trace, message)
@@ -49,6 +50,19 @@ def _no_straight_run(trace: Trace, traces: Sequence[Trace]) -> str:
         return f"{why}the run that resumed must say so by stops=({back_to},) in its scenario"
     near = missing.but_for(traces, family)
     return f"{why}record one with stops=() in its scenario, and all else equal{near}"
+
+
+def _require_resumes(tally: Tally, trace: Trace) -> None:
+    """Every stop that was planned shows a resume, unless the run ended before it."""
+    seen = {start.step for start in trace.of(Start) if start.resumed}
+    last = max(evidence.updates(trace), default=-1)
+    for stop in trace.scenario.stops:
+        if stop not in seen and stop <= last:
+            missing.ask(
+                tally,
+                f"the run was to stop before step {stop}, and is not known to have resumed",
+                "a Start with resumed=True on every rank",
+            )
 
 
 def _same_data(tally: Tally, straight: Trace, trace: Trace) -> None:

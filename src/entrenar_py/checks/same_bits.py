@@ -76,7 +76,7 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
 
 def repeated(scenario: Scenario) -> list[Scenario]:
     """The run, twice."""
-    return [scenario, scenario.with_(repeat=1)]
+    return [scenario, scenario.with_(repeat=scenario.repeat + 1)]
 
 
 def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
@@ -95,23 +95,35 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
     """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit.
 
     Where a trainer reveals the gradients of its logical shards these come first: they name the
-    worker that computed another one from the same samples. What only one run recorded is no
-    difference.
+    worker that computed another one from the same samples. What one run never recorded is missing;
+    what it recorded, and then no more, is a difference.
     """
     if not missing.require_updates(tally, model, trace):
         return
     _compare_local(tally, model, trace, message)
     expected = evidence.updates(model)
+    known, model_known = missing.recorded(trace), missing.recorded(model)
+    workers, model_workers = (
+        (run.scenario.world_size, run.scenario.faults) for run in (trace, model)
+    )
+    same_workers = workers == model_workers
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             continue
+        if same_workers and (alone := expected[step].keys() ^ by_rank.keys()):
+            why = f"{missing.named(alone)} recorded step {step} in one run only"
+            missing.ask(tally, why, "an Update for every rank and step in both")
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
             place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
             for part in ("gradient", "weights", "optimizer", "buffers"):
                 left, right = getattr(one, part), getattr(update, part)
-                if bool(left) != bool(right) or (part == "weights" and not left):
-                    held = "one run only" if left or right else "neither run"
+                bare = [
+                    not tensors and missing.is_unknown(whose, holder, part)
+                    for whose, holder, tensors in ((model_known, one, left), (known, update, right))
+                ]
+                if any(bare) and (part == "weights" or not all(bare)):
+                    held = "neither run" if all(bare) else "one run only"
                     why = f"{held} recorded the {part} of step {step}"
                     missing.ask(tally, why, f"Update.{part} in both")
                     continue
@@ -131,7 +143,11 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
     expected = {(shard.step, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
         one = expected.get((shard.step, shard.shard))
-        if one is None or one.ids != shard.ids or not (one.gradient and shard.gradient):
+        if one is None or one.ids != shard.ids:
+            continue
+        if bool(one.gradient) != bool(shard.gradient):
+            why = f"one run only recorded the gradients of shards in step {shard.step}"
+            missing.ask(tally, why, "Shard.gradient in both")
             continue
         evidence.compare_exact(
             tally,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from entrenar_py.checks import evidence, missing, update_rule
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # Where a contract gives no tolerance: rates and norms are sums or products in float32, whose n
@@ -32,53 +33,65 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):
-        num_moved = 0
-        rules: dict[int, update_rule.Rule] = {}
-        for event in trace.events:
-            if isinstance(event, Start):
-                rules[event.rank] = update_rule.after(rules.get(event.rank), event, trace.scenario)
-            elif isinstance(event, Update):
-                place = {
-                    "step": event.step,
-                    "rank": event.rank,
-                    "scenario": trace.scenario.to_dict(),
-                }
-                _rate(tally, trace.scenario, event, relative, place)
-                _clipping(tally, trace.scenario, event, relative, place)
-                if event.rank in rules:
-                    num_moved += _moved(tally, trace.scenario, rules[event.rank], event, place)
-        if trace.of(Update) and not num_moved and (gaps := _gaps(trace)):
-            tally.miss(f"no step could be recomputed: {gaps}")
+        scenario = trace.scenario.to_dict()
+        for update in trace.of(Update):
+            place = {"step": update.step, "rank": update.rank, "scenario": scenario}
+            _rate(tally, trace.scenario, update, relative, place)
+            _clipping(tally, trace.scenario, update, relative, place)
+        _follow(tally, trace)
     return tally.finding(
         nothing="no step was recorded: record a Start and Updates for every rank, weights and "
         f"gradient {missing.WITH_VALUES}"
     )
 
 
-def _gaps(trace: Trace) -> str:
-    """What the first update and the start before it lack for a step to be recomputed.
+def _follow(tally: Tally, trace: Trace) -> None:
+    """Recomputes every update of every rank; of each the first that can't be is missing."""
+    rules: dict[int, update_rule.Rule] = {}
+    lost: set[int] = set()
+    gaps = missing.Gaps()
+    for event in trace.events:
+        if isinstance(event, Start):
+            rules[event.rank] = update_rule.after(rules, event, trace.scenario)
+        elif isinstance(event, Saved):
+            for rule in rules.values():
+                rule.save(event.step)
+        elif isinstance(event, Update):
+            rule_before = replace(rules[event.rank]) if event.rank in rules else None
+            if rule_before is not None and _moved(tally, trace, rules[event.rank], event):
+                continue
+            if event.rank not in lost and (lack := _lack(rule_before, event)):
+                gaps.add(*lack, rank=event.rank, step=event.step)
+            lost.add(event.rank)
+    gaps.tell(tally)
 
-    Empty if that is the norms alone, which `_clipping` asks for.
+
+def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
+    """Why an update can't be recomputed by the rule as it was before, and what to record.
+
+    None if that is the norms alone, which `_clipping` asks for.
     """
-    update, scenario = trace.of(Update)[0], trace.scenario
-    start = next((one for one in trace.of(Start) if one.rank == update.rank), None)
-    if start is None:
-        return f"record a Start of rank {update.rank}, weights {missing.WITH_VALUES}"
+    why = "can't be recomputed"
+    if rule is None:
+        return why, f"a Start of each rank, its weights {missing.WITH_VALUES}"
     parts = {
-        "Start.weights": start.weights,
+        "Start.weights": rule.weights,
         "Update.weights": update.weights,
         "Update.gradient": update.gradient,
     }
     bare = [name for name, tensors in parts.items() if evidence.vectors(tensors) is None]
+    scenario = rule.scenario
     if bare:
-        return f"record {' and '.join(bare)} {missing.WITH_VALUES}"
+        return why, f"{' and '.join(bare)} {missing.WITH_VALUES}"
     if scenario.clip_norm is not None and None in (update.grad_norm, update.applied_norm):
-        return ""
-    if scenario.weight_decay and start.decayed is None:
-        return f"weight_decay={scenario.weight_decay}: record Start.decayed, the tensors it acts on"
-    if start.step:
-        return f"{scenario.optimizer} has state: record the run from step 0 on"
-    return "record weights and gradient of the same names and sizes, and finite=True where they are"
+        return None
+    if scenario.weight_decay and rule.decayed is None:
+        why += f" under weight_decay={scenario.weight_decay}"
+        return why, "Start.decayed, the tensors it acts on"
+    if not rule.follows(update):
+        why += f", since {scenario.optimizer} has state,"
+        return why, "the run from step 0 on, every step"
+    return why, "weights and gradient of the same names and sizes, and finite=True where they are"
 
 
 def expected_rate(scenario: Scenario, step: int) -> float:
@@ -151,22 +164,20 @@ def _clipping(
     )
 
 
-def _moved(
-    tally: Tally,
-    scenario: Scenario,
-    rule: update_rule.Rule,
-    update: Update,
-    place: Mapping[str, Any],
-) -> int:
-    """Each tensor moved as the optimizer's formula says, element by element; how many could be
-    compared.
+def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
+    """Each tensor moved as the optimizer's formula says, element by element; whether all that were
+    to move, or did, could be compared.
     """
-    num_compared = 0
-    roundings = UPDATE_ULPS + (0 if scenario.optimizer == "sgd" else update.step)
+    optimizer, before = trace.scenario.optimizer, rule.weights
+    compared: set[str] = set()
+    roundings = UPDATE_ULPS + (0 if optimizer == "sgd" else update.step)
     for name, expected in rule.step(update):
         record = update.weights.get(name)
         after = None if record is None else record.values()
-        if after is None or after.shape != expected.weight.shape or not after.size:
+        if after is None or after.shape != expected.weight.shape:
+            continue
+        compared.add(name)
+        if not after.size:
             continue
         # inf - inf and the like: a NaN, which is no gap that is allowed.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -175,13 +186,23 @@ def _moved(
         element = int(gap.argmax())
         tally.check(
             bool((gap <= 0).all()),
-            f"{name} did not move by learning rate times clipped gradient, as {scenario.optimizer} "
-            "has it",
+            f"{name} did not move by learning rate times clipped gradient, as {optimizer} has it",
+            step=update.step,
+            rank=update.rank,
             tensor=name,
             element=element,
             expected=repr(float(expected.weight[element])),
             got=repr(float(after[element])),
-            **place,
+            scenario=trace.scenario.to_dict(),
         )
-        num_compared += 1
-    return num_compared
+    names = set(rule.trainable) or update.weights.keys() | update.gradient.keys()
+    return bool(compared) and not any(
+        name in update.gradient or _may_have_moved(before, update.weights, name)
+        for name in names - compared
+    )
+
+
+def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
+    """Whether a tensor is not known to have rested."""
+    known = name in before and name in after
+    return not known or before[name].digest != after[name].digest

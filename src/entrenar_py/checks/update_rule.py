@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,25 @@ class Rule:
     scenario: Scenario
     decayed: tuple[str, ...] | None
     weights: Tensors
+    trainable: tuple[str, ...]
     known: bool
     step_made: int = 0
     moments: dict[str, Moments] = field(default_factory=dict)
+    saved: dict[int, dict[str, Moments]] = field(default_factory=dict)
+
+    def follows(self, update: Update) -> bool:
+        """Whether the moments before `update` are known, if the optimizer has any."""
+        followed = self.known and update.step == self.step_made
+        return followed or self.scenario.optimizer == "sgd"
+
+    def save(self, step: int) -> None:
+        """Keeps the moments before `step`, in which a checkpoint was written."""
+        if self.known and self.step_made == step:
+            self.saved[step] = self.copied()
+
+    def copied(self) -> dict[str, Moments]:
+        """The moments now; later steps leave them alone."""
+        return {name: replace(moments) for name, moments in self.moments.items()}
 
     def step(self, update: Update) -> Iterator[tuple[str, Expected]]:
         """Name and expected weight of each tensor for which everything needed was recorded."""
@@ -132,12 +148,24 @@ class Rule:
         return moments.first / correction / root, moments.size / correction / root
 
 
-def after(rule: Rule | None, start: Start, scenario: Scenario) -> Rule:
-    """The rule of the rank that starts: a new one, or after a resume the one it had (`rule`)."""
-    if rule is not None and start.resumed:
-        rule.weights = start.weights
-        return rule
-    return Rule(scenario, start.decayed, start.weights, known=start.step == 0)
+def after(rules: Mapping[int, Rule], start: Start, scenario: Scenario) -> Rule:
+    """The rule of the rank that starts: a new one, or after a resume the one it had.
+
+    Who goes back to a checkpoint has the moments of then, who joins those of the others.
+    """
+    own = rules.get(start.rank)
+    if own is not None and start.resumed:
+        own.weights = start.weights
+        if start.step != own.step_made and start.step in own.saved:
+            own.moments, own.step_made, own.known = own.saved[start.step], start.step, True
+            own.moments = own.copied()
+        return own
+    rule = Rule(scenario, start.decayed, start.weights, start.trainable, known=start.step == 0)
+    for other in rules.values():
+        if start.step and other.known and other.step_made == start.step:
+            rule.known, rule.step_made, rule.moments = True, start.step, other.copied()
+            break
+    return rule
 
 
 def _clip_factor(scenario: Scenario, update: Update) -> float | None:

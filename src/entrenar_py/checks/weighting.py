@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, parity
+from entrenar_py.checks import evidence, missing, oracles, parity
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -23,14 +23,15 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in kept:
         missing.require_updates(tally, trace)
-        missing.require_shards(tally, trace)
-        _weighted_loss(tally, trace, relative)
-        _summed_gradient(tally, trace)
+        unknown = missing.require_shards(tally, trace)
+        _weighted_loss(tally, trace, relative, unknown)
+        _summed_gradient(tally, trace, unknown)
     shared = any(
-        trace.of(Update) and trace.scenario != parity.oracle(trace.scenario) for trace in kept
+        trace.of(Update) and trace.scenario != oracles.oracle(trace.scenario) for trace in kept
     )
-    if not parity.compare_with_oracle(tally, kept, tolerance=None) and shared:
-        why = parity.missing_model(kept) or (
+    gradients = parity.compare_with_oracle(tally, kept, tolerance=None)
+    if shared and not (gradients and all(gradients)):
+        why = (not gradients and oracles.missing_model(kept)) or (
             f"record Update.gradient in both runs {missing.WITH_VALUES}"
         )
         tally.miss(f"the gradient's weighting is unknown: {why}")
@@ -40,12 +41,15 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     )
 
 
-def _weighted_loss(tally: Tally, trace: Trace, relative: float) -> None:
+def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
+    """Each update's loss and weight are those of its shards, but for steps whose are `unknown`."""
     shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
-        weight = sum(shard.weight for shard in shards.get(step, ()))
+        if step in unknown:
+            continue
+        weight = sum(shard.weight for shard in shards[step])
         if not weight:
-            _miss_weight(tally, step, shards.get(step, ()))
+            missing.ask(tally, f"the shards of step {step} have no weight", "Shard.weight")
             continue
         mean = sum(shard.loss_sum for shard in shards[step]) / weight
         # Losses may have both signs: rounding is relative to their sizes, not to their sum.
@@ -70,12 +74,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float) -> None:
             )
 
 
-def _miss_weight(tally: Tally, step: int, shards: Sequence[Shard]) -> None:
-    if any(shard.ids for shard in shards):
-        missing.ask(tally, f"the shards of step {step} have samples, no weight", "Shard.weight")
-
-
-def _summed_gradient(tally: Tally, trace: Trace) -> None:
+def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
     """The averaged gradient is the shards' sum divided by one number: by the same one in every
     tensor, and in every step by the same one, or by the same multiple of the step's weight.
 
@@ -83,12 +82,18 @@ def _summed_gradient(tally: Tally, trace: Trace) -> None:
     weight is in it where a trainer divides before it adds.
     """
     shards = evidence.shards(trace)
+    valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     model: tuple[float, float] | None = None
     for step, by_rank in evidence.ranks_by_step(trace):
+        if step in unknown:
+            continue
         update = evidence.any_rank(by_rank)
-        total = _sum([shard.gradient for shard in shards.get(step, ()) if shard.ids])
+        total = _sum([shard.gradient for shard in shards[step] if shard.ids])
         mean = evidence.vectors(update.gradient)
         if not total or mean is None or _shapes(total) != _shapes(mean):
+            if valued:
+                what = f"Shard.gradient and Update.gradient of all tensors {missing.WITH_VALUES}"
+                missing.ask(tally, f"the gradients of step {step} could not be added", what)
             continue
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
         divisor = sum(float(np.dot(total[n], mean[n].astype(np.float64))) for n in mean)

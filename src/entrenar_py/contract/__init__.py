@@ -59,7 +59,7 @@ def load(path: Path, *, vocabulary: Vocabulary, strict: bool = False) -> Contrac
     attackable = names | rules.equations(root, problems) | rules.obligations(root, problems)
     nodes = rules.entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, attackable, problems) for node in nodes)
-    gate = _gate(root, invariants, problems)
+    gate = _gate(root, invariants, tests, attackable, problems)
     rules.harnesses(root, problems)
     rules.unique_ids(root, problems)
     depends.check(path, root, problems)
@@ -138,31 +138,42 @@ def _test(node: MapNode, attackable: set[str], problems: Problems) -> Falsificat
     )
     if test.rule not in attackable:
         allowed = "the id or name of a clause, an equation, or a proof obligation's property"
-        hint = problems.hint(test.rule, attackable, otherwise=f"use {allowed}")
+        hint = problems.hint(test.rule, sorted(attackable), otherwise=f"use {allowed}")
         problems.error(record.place("rule"), f"{what}: rule {test.rule!r} names no clause{hint}")
     if not test.if_fails:
         problems.warn(node.at, f"{what}: if_fails is missing; say what a failure would mean")
     return test
 
 
-def _gate(root: MapNode, invariants: tuple[Invariant, ...], problems: Problems) -> Gate | None:
+def _gate(
+    root: MapNode,
+    invariants: tuple[Invariant, ...],
+    tests: tuple[FalsificationTest, ...],
+    attackable: set[str],
+    problems: Problems,
+) -> Gate | None:
     node = rules.block(root, "qa_gate", problems)
     if node is None:
         problems.warn(root.at, "no qa_gate: say which clauses must hold for a pass")
         return None
     record = Record(node, what="qa_gate", known=layout.GATE_KEYS, problems=problems)
     record.warn_unread()
+    attacked_by = {test.id: test.rule for test in tests}
     names = {name for clause in invariants for name in clause.gate_names}
+    names |= attackable | attacked_by.keys()
     for item in record.scalars("checks"):
         given = item.text.strip()
         if given not in names:
-            hint = problems.hint(given, names, otherwise="use the id, name or group of a clause")
-            problems.error(item.at, f"qa_gate: check {given!r} names no clause{hint}")
+            hint = problems.hint(
+                given, sorted(names), otherwise="use the id, name or group of a clause"
+            )
+            why = f"check {given!r} names no clause, so that the gate can't pass"
+            problems.warn(item.at, f"qa_gate: {why}{hint}")
     return Gate(
         id=record.text("id"),
         name=record.text("name"),
         description=record.text("description"),
-        checks=record.texts("checks"),
+        checks=tuple(attacked_by.get(name, name) for name in record.texts("checks")),
         pass_criteria=record.text("pass_criteria"),
         position=node.at,
         falsification=record.text("falsification"),

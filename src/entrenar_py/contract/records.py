@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ class Invariant:
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """How a gate may call the clause: by id, by name, or by the list it stands in."""
-        return self.id, self.name, self.group, self.group.rpartition(".")[2]
+        """How a gate may call the clause: by id, by name, or by a group that it stands in: all
+        beginnings of the dotted path, and its last part.
+        """
+        *above, last = self.group.split(".")
+        return self.id, self.name, last, *accumulate([*above, last], "{}.{}".format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class FalsificationTest:
 class Gate:
     """The contract's own bar: `checks` name the clauses that must hold (`Invariant.gate_names`).
 
-    Without names it demands every clause that is P0 or critical.
+    Where a test was named, the rule of that test stands. Without names the gate demands every
+    clause that is P0 or critical.
     """
 
     id: str

@@ -17,6 +17,7 @@ from entrenar_py.reports import output_file
 from entrenar_py.reports.report import Entry, Report
 
 SCHEMA = "entrenar-check-report/1"
+_UNSHOWN = ("invariant", "vacuous")  # of a finding: the first is the result's id
 
 
 def dump(report: Report) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         "file": clause.position.file,
         "line": clause.position.line,
         "column": clause.position.column,
-        **{name: value for name, value in finding.items() if name != "invariant"},
+        **{name: value for name, value in finding.items() if name not in _UNSHOWN},
         "means": report.meanings(entry),
         "num_scenarios": entry.num_scenarios,
         "num_explored": entry.num_explored,

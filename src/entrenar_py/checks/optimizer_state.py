@@ -1,0 +1,91 @@
+"""F-TI-002: optimizer state agrees on all workers; a checkpoint holds what they held, and a resume
+restores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence, history, missing, replica_identity
+from entrenar_py.checks.state import PARTS, Comparison
+from entrenar_py.contract import Invariant
+from entrenar_py.trace import Saved, Start, Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Optimizer state across ranks, and everything across save and load."""
+    tally = Tally(invariant.id)
+    for trace in evidence.usable(traces, tally):
+        comparison = Comparison(tally, trace)
+        missing.require_updates(tally, trace)
+        replica_identity.require_ranks(tally, trace)
+        for step, by_rank in evidence.ranks_by_step(trace):
+            comparison.compare_ranks(step, by_rank, ("optimizer",))
+        _compare_restored(tally, comparison)
+        comparison.tell()
+    stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
+    why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
+    return tally.finding(
+        nothing=f"{why}, and no checkpoint was recorded: record, with an optimizer that has state, "
+        "Update.optimizer on two ranks or more; or a Saved where a checkpoint is written, and a "
+        "Start with resumed=True on every rank that loads it"
+    )
+
+
+def _compare_restored(tally: Tally, comparison: Comparison) -> None:
+    """Each checkpoint with what its writer held, and with what every rank had that loaded it."""
+    kept, updates = history.standing(comparison.trace), evidence.updates(comparison.trace)
+    for saved in kept.of(Saved):
+        holders = updates.get(saved.step - 1, {})
+        sharded = comparison.is_sharded(holders)
+        if holders and saved.rank not in holders:
+            missing.ask(
+                tally,
+                f"what rank {saved.rank} saved before step {saved.step} it was not seen to hold",
+                f"its Update of step {saved.step - 1}",
+            )
+        for part in PARTS if saved.rank in holders else ():
+            comparison.compare(
+                part,
+                holders[saved.rank],
+                saved,
+                f"the checkpoint holds other {part} than rank {saved.rank} had",
+                sharded=sharded,
+                step=saved.step,
+                rank=saved.rank,
+            )
+        starts = [start for start in kept.of(Start) if start.step == saved.step]
+        resumed = [start for start in starts if start.resumed]
+        silent = updates.get(saved.step, {}).keys() - {start.rank for start in starts}
+        if not resumed or silent:
+            who = f" by {missing.named(silent)}" if resumed else ""
+            tally.miss(
+                f"the checkpoint before step {saved.step} was never loaded{who}: record a Start "
+                f"with resumed=True and step={saved.step} on every rank that loads it"
+            )
+        for start in resumed:
+            _compare_loaded(tally, comparison, saved, start, sharded=sharded)
+
+
+def _compare_loaded(
+    tally: Tally, comparison: Comparison, saved: Saved, start: Start, *, sharded: bool
+) -> None:
+    for part in PARTS:
+        comparison.compare(
+            part,
+            saved,
+            start,
+            f"rank {start.rank} resumed with other {part} than were saved",
+            sharded=sharded,
+            step=saved.step,
+            rank=start.rank,
+        )
+    tally.equal(
+        dict(saved.progress),
+        dict(start.progress),
+        f"rank {start.rank} resumed at another position than was saved",
+        step=saved.step,
+        rank=start.rank,
+        scenario=comparison.trace.scenario.to_dict(),
+    )

@@ -1,0 +1,108 @@
+"""Which run on a single device a training is compared with; judges nothing.
+
+The independent trainer's, and of somebody's own trainer, which that can't run, its own with one
+worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Shard, Trace
+
+ORACLE = "textbook"  # the independent trainer; its ranks draw their own dropout masks
+
+# What may differ between two runs of the same training.
+SPLIT = (
+    "system",
+    "world_size",
+    "num_shards",
+    "accumulation",
+    "backends",
+    "faults",
+    "stops",
+    "repeat",
+    "mutant",
+)
+
+
+def oracle(scenario: Scenario) -> Scenario:
+    """The plain single-device run of the same training, by the independent trainer."""
+    return evidence.plain(scenario, system=ORACLE, world_size=1, accumulation=1, backends=("cpu",))
+
+
+def family(scenario: Scenario) -> list[Scenario]:
+    """The run, the same with one worker, and the oracle.
+
+    Where masks are drawn per rank, one worker is another run: then all three without dropout too.
+    """
+    model = oracle(scenario)
+    alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
+    runs = [scenario, alone, model]
+    if scenario.dropout and scenario.system == ORACLE and scenario != model:
+        runs += family(scenario.with_(dropout=0.0))
+    return evidence.distinct(runs)
+
+
+def missing_model(traces: Sequence[Trace]) -> str:
+    """Why `traces` hold no run on a single device to compare with, and what to record; empty if
+    they do.
+    """
+    for group in evidence.groups(traces, *SPLIT):
+        for trace in group:
+            model = model_of(trace, group)
+            if model is not None and same_masks(model, trace):
+                return ""
+            if model is not None:
+                return f"{other_masks(trace)}: use dropout 0 in both runs"
+    others = [trace for trace in traces if trace.scenario != oracle(trace.scenario)]
+    why = "no run of the same training on one worker to compare with: record one with world_size=1"
+    if others and all(trace.scenario.world_size == 1 for trace in others):
+        why = "no run on several workers: record the same training with a larger world_size"
+    return f"{why}, and all else equal{missing.but_for(traces, family)}"
+
+
+def model_of(trace: Trace, group: Sequence[Trace]) -> Trace | None:
+    """What `trace` is compared with; None for a model itself and where there is none."""
+    scenario = trace.scenario
+    oracles = [other for other in group if other.scenario == oracle(scenario)]
+    if oracles:
+        return None if trace in oracles else oracles[0]
+    alone = [t for t in group if (t.scenario.system, t.scenario.world_size) == (scenario.system, 1)]
+    return None if not alone or trace in alone else alone[0]
+
+
+def same_masks(model: Trace, trace: Trace) -> bool:
+    """Whether dropout, if any, drops in `trace` what it drops in the model.
+
+    A single device draws what its logical shards would draw; who promises bits keys its dropout by
+    shard too. Of others the first stream tells, if it was recorded. Micro-batches draw in another
+    order.
+    """
+    if not trace.scenario.dropout:
+        return True
+    if trace.scenario.accumulation > 1:
+        return False
+    mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
+    known = trace.scenario.workload != "own" or None not in mine
+    return "bitwise" in trace.promises or (mine == theirs and known)
+
+
+def other_masks(trace: Trace) -> str:
+    """Why a trace under dropout is not compared with a single device."""
+    if "bitwise" in trace.promises:
+        return "not compared with a single device, whose dropout draws other masks"
+    system = trace.scenario.system
+    if all(shard.draws is None for shard in trace.of(Shard)):
+        return f"under dropout {system} was not compared with one worker, since no Shard has draws"
+    return (
+        f"under dropout {system} draws its masks per rank: on one worker it is another run, and "
+        "was not compared"
+    )
+
+
+def without_dropout(scenario: Scenario) -> Scenario:
+    """The same training without dropout, however much of it is recorded."""
+    return scenario.with_(dropout=0.0, detail="digests")

@@ -1,0 +1,143 @@
+"""State that must be one and the same, part by part: what differs, was lost, or is unknown.
+
+Between the ranks of a step, and between any two holders: a worker, a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+
+PARTS = ("weights", "optimizer", "buffers")
+
+ByRank = Mapping[int, Start] | Mapping[int, Update]
+
+
+class Comparison:
+    """The comparisons made in one trace, counted in `tally`; at the end `tell` what is unknown."""
+
+    def __init__(self, tally: Tally, trace: Trace) -> None:
+        self.trace = trace
+        self._tally = tally
+        self._recorded = missing.recorded(trace)
+        self._gaps = missing.Gaps()
+
+    def tell(self) -> None:
+        """Counts as missing what ranks did not record and others did."""
+        self._gaps.tell(self._tally)
+
+    def is_sharded(self, by_rank: ByRank) -> bool:
+        """Whether ranks keep the optimizer state of different tensors (ZeRO-1); says so in a note.
+
+        No rank has all of it then. Where one has, the others have lost what they lack.
+        """
+        held = [set(holder.optimizer) for holder in by_rank.values()]
+        everything = set().union(*held)
+        sharded = all(names < everything for names in held)
+        if sharded:
+            self._tally.note(
+                "optimizer state is sharded over ranks: compared is what two of them hold"
+            )
+        return sharded
+
+    def compare(
+        self,
+        part: str,
+        expected: Start | Update | Saved,
+        got: Start | Update | Saved,
+        message: str,
+        *,
+        sharded: bool,
+        step: int,
+        rank: int,
+    ) -> None:
+        """One part of two states; of sharded optimizer state only what both hold."""
+        left, right = getattr(expected, part), getattr(got, part)
+        bare = got if left else expected
+        if bool(left) != bool(right) and missing.is_unknown(self._recorded, bare, part):
+            self._miss(bare, part, step)
+            return
+        if sharded and part == "optimizer":
+            left, right = (
+                {name: record for name, record in one.items() if name in other}
+                for one, other in ((left, right), (right, left))
+            )
+        scenario = self.trace.scenario.to_dict()
+        evidence.compare_exact(
+            self._tally, left, right, message, step=step, rank=rank, scenario=scenario
+        )
+
+    def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
+        """Each rank against what most ranks hold (of two, the lower rank), so the culprit is named.
+
+        Ranks of which a part is unknown are left out of it, and missed.
+        """
+        if len(by_rank) < 2:
+            return
+        sharded = "optimizer" in parts and self.is_sharded(by_rank)
+        for part in parts:
+            held: dict[int, Tensors] = {
+                rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)
+            }
+            apart = sharded and part == "optimizer"
+            if not apart:
+                held = self._known(part, step, by_rank, held)
+            for name in dict.fromkeys(name for tensors in held.values() for name in tensors):
+                self._compare_tensor(step, part, name, _sharers(held, name) if apart else held)
+
+    def _known(
+        self, part: str, step: int, by_rank: ByRank, held: Mapping[int, Tensors]
+    ) -> dict[int, Tensors]:
+        """`held` without the ranks of which the part is unknown, as it is of all if none has it."""
+        anyone = any(held.values())
+        if not (anyone or self._is_due(part, by_rank)):
+            return {}
+        found = {}
+        for rank, tensors in held.items():
+            holder = by_rank[rank]
+            if tensors or (anyone and not missing.is_unknown(self._recorded, holder, part)):
+                found[rank] = tensors
+            else:
+                self._miss(holder, part, step)
+        return found
+
+    def _is_due(self, part: str, by_rank: ByRank) -> bool:
+        """Whether somebody must hold some of a part: weights always; after a step also state of an
+        optimizer that has any, and what was there after other steps.
+        """
+        if part == "weights":
+            return True
+        stepped = any(isinstance(holder, Update) for holder in by_rank.values())
+        stateful = part == "optimizer" and self.trace.scenario.optimizer != "sgd"
+        held = any(kind is Update and part == there for kind, _, there in self._recorded)
+        return stepped and (stateful or held)
+
+    def _miss(self, holder: Start | Update | Saved, part: str, step: int) -> None:
+        what = f"{type(holder).__name__}.{part}"
+        self._gaps.add(f"recorded no {part}", what, rank=holder.rank, step=step)
+
+    def _compare_tensor(self, step: int, part: str, name: str, held: Mapping[int, Tensors]) -> None:
+        digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}
+        usual = Counter(digests.values()).most_common(1)[0][0]
+        model = next(rank for rank, digest in digests.items() if digest == usual)
+        for rank in digests:
+            if rank != model:
+                evidence.compare_exact(
+                    self._tally,
+                    {name: held[model][name]} if name in held[model] else {},
+                    {name: held[rank][name]} if name in held[rank] else {},
+                    f"rank {rank} and rank {model} hold different {part}",
+                    step=step,
+                    rank=rank,
+                    scenario=self.trace.scenario.to_dict(),
+                )
+
+
+def _sharers(held: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
+    """The ranks that share a tensor of sharded state; all, if all but one of three or more do."""
+    sharers = {rank: tensors for rank, tensors in held.items() if name in tensors}
+    return dict(held) if len(held) - 1 == len(sharers) > 1 else sharers

@@ -1,0 +1,123 @@
+"""F-TI-002 on hand-broken traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.trace import Saved, Start, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.test_state import A, B, sharing
+from tests.checks.traces import altered, broken, scenario, values, without
+
+SUBJECT = scenario(optimizer="momentum")
+STOPPED = scenario(optimizer="momentum", stops=(4,))
+BAD = values(1.0, 2.0)
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
+def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
+    """A tensor stale or zero in the checkpoint is named, with the step it was saved before."""
+    trace = traces.run(STOPPED)
+    tensors = getattr(trace.of(Saved)[0], part)
+    name = next(iter(tensors))
+    changed = {part: traces.swapped(tensors, name, BAD)}
+    found = broken(traces.judge("optimizer_state", [altered(trace, Saved, {}, **changed)]))
+    assert (found.step, found.rank, found.tensor) == (4, 0, name)
+    assert "checkpoint holds other" in found.message
+
+
+def test_a_resume_restores_what_was_saved() -> None:
+    """State that is lost on loading is named, with the rank that lost it."""
+    trace = altered(traces.run(STOPPED), Start, {"resumed": True, "rank": 2}, optimizer={})
+    found = broken(traces.judge("optimizer_state", [trace]))
+    assert (found.step, found.rank) == (4, 2)
+    assert "resumed with other optimizer" in found.message
+
+
+def test_a_resume_restores_the_position() -> None:
+    """Epoch, offset and schedule step are part of the state."""
+    where = {"resumed": True, "rank": 1}
+    trace = altered(traces.run(STOPPED), Start, where, progress={"step": 0})
+    found = broken(traces.judge("optimizer_state", [trace]))
+    assert (found.step, found.rank) == (4, 1)
+    assert "another position" in found.message
+
+
+def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
+    """Saving alone proves no resume."""
+    finding = traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "never loaded" in finding.reason
+
+
+def test_optimizer_state_differs_between_ranks() -> None:
+    """F-TI-002 finds a rank whose moments drifted."""
+    trace = altered(
+        traces.run(SUBJECT), Update, {"step": 1, "rank": 1}, optimizer={"momentum": BAD}
+    )
+    found = broken(traces.judge("optimizer_state", [trace]))
+    assert (found.step, found.rank, found.tensor) == (1, 1, "momentum")
+
+
+def test_a_resume_of_sharded_state() -> None:
+    """Each rank loads its own part, or takes it from a checkpoint that holds everything."""
+    weights, changed = {"w": values(1.0)}, {"a": BAD}
+    base = sharing(A, B)
+    saved = Saved(step=1, rank=0, weights=weights, optimizer=A | B)
+    starts = [
+        Start(step=1, rank=rank, weights=weights, optimizer=held, resumed=True)
+        for rank, held in enumerate((A, B))
+    ]
+    trace = replace(base, events=(*base.events[:-1], saved, *starts, base.events[-1]))
+    assert traces.judge("optimizer_state", [trace]).verdict is Verdict.HELD
+    found = broken(
+        traces.judge("optimizer_state", [altered(trace, Start, {"rank": 0}, optimizer=changed)])
+    )
+    assert (found.step, found.rank, found.tensor) == (1, 0, "a")
+
+
+@pytest.mark.parametrize("kind", [Saved, Start])
+def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
+    """Weights are never empty: where they are, nobody recorded them. Optimizer state and buffers
+    are where they were lost: the workers had them.
+    """
+    trace = traces.run(STOPPED)
+    finding = traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, weights={})])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert f"record {kind.__name__}.weights" in finding.reason
+    for part in ("optimizer", "buffers"):
+        lost = altered(trace, kind, {"step": 4}, **{part: {}})
+        assert part in broken(traces.judge("optimizer_state", [lost])).message
+
+
+def test_buffers_that_only_a_checkpoint_holds() -> None:
+    """What the workers never recorded is missing where the checkpoint has it."""
+    bare = altered(altered(traces.run(STOPPED), Update, {}, buffers={}), Start, {}, buffers={})
+    finding = traces.judge("optimizer_state", [bare])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "rank 0 recorded no buffers in step 4: record Update.buffers" in finding.reason
+    assert "ranks 0, 1, 2 recorded no buffers in step 4: record Start.buffers" in finding.reason
+
+
+def test_a_checkpoint_that_one_rank_did_not_load() -> None:
+    """Who goes on from a checkpoint without having loaded it, or whose own state before it is not
+    known, is named.
+    """
+    trace = traces.run(STOPPED)
+    for bare, missing in (
+        (without(trace, Start, resumed=True, rank=1), "step 4 was never loaded by rank 1: record"),
+        (without(trace, Update, step=3, rank=0), "record its Update of step 3"),
+    ):
+        finding = traces.judge("optimizer_state", [bare])
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert missing in finding.reason
+
+
+def test_an_optimizer_without_state() -> None:
+    """Plain SGD and no checkpoint: the reason says that there is no state to compare."""
+    finding = traces.judge("optimizer_state", [traces.run(scenario())])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("optimizer=sgd keeps no state, and no checkpoint")
