@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, NEEDED, OPTIONAL
 from entrenar_py.kill_matrix import Row
+from entrenar_py.protocol import frames, messages, phases
+from entrenar_py.protocol.messages import MESSAGES, Message
+from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.systems import SYSTEMS
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
+PROTOCOL = DOCS / "protocol.md"
 
 # What each field of a scenario means to who writes one; what it may hold is read from the record.
 MEANINGS = {
@@ -56,20 +62,59 @@ TYPES = {
     "tuple[Fault, ...]": "list of mappings",
     "Mapping[str, Any]": "mapping",
 }
+# What a field of a message holds, as JSON.
+WIRE_TYPES = {
+    "bool": "boolean",
+    "int": "integer",
+    "int | None": "integer or null",
+    "str": "text",
+    "str | None": "text or null",
+    "float": "real",
+    "tuple[int, ...]": "list of integers",
+    "Nonce": "32 hex digits",
+    "Proof": "64 hex digits",
+}
+PAYLOADS = {
+    "": "",
+    "state": "weights, optimizer state, position",
+    "events": "trace events, JSON lines",
+    "vector": "float32, one per parameter",
+}
 
 
 def pages(rows: Sequence[Row]) -> dict[str, str]:
-    """File name -> text: the command line's reference, the contract format's, the kill matrix."""
+    """File name -> text: of every page that is generated, or has tables that are."""
     return {
         "cli.md": options.reference(),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix.markdown(rows),
+        "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
     }
 
 
 def contract_format(page: str) -> str:
-    """`page` with today's tables between `<!-- generated: NAME -->` and `<!-- end -->`."""
+    """`page` with today's tables of what a contract may say."""
     tables = {"checks": checks(), "scenario": fields(), "systems": systems(), "faults": faults()}
+    return _filled(page, tables)
+
+
+def protocol(page: str) -> str:
+    """`page` with today's frames, messages, bounds and legal moves."""
+    tables = {
+        "frame": layout(),
+        "messages": said(),
+        "peer": _legal(phases.PEER_MAY_SAY),
+        "worker": _legal(phases.WORKER_MAY_HEAR),
+        "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
+        "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
+        "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
+        "bounds": bounds(),
+    }
+    return _filled(page, tables)
+
+
+def _filled(page: str, tables: Mapping[str, str]) -> str:
+    """`page` with `tables` between `<!-- generated: NAME -->` and `<!-- end -->`."""
     for name, table in tables.items():
         before, start, rest = page.partition(f"<!-- generated: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")
@@ -149,6 +194,80 @@ def faults() -> str:
         for kind, what in KINDS.items()
     ]
     return _table(("fault", "what happens", "needs", "takes"), rows)
+
+
+def layout() -> str:
+    """A frame's prefix, as the module that writes it has it."""
+    lines = (frames.__doc__ or "").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("    bytes"))
+    end = lines.index("", start)
+    return f"```\n{textwrap.dedent(chr(10).join(lines[start:end]))}\n```\n"
+
+
+def said() -> str:
+    """A row per message: who says it, its fields, what it carries, what it means."""
+    rows = [
+        (
+            *(str(tag), f"`{kind.__name__}`", _who(kind)),
+            "<br>".join(
+                f"`{field.name}` {WIRE_TYPES[str(field.type)]}"
+                for field in dataclasses.fields(kind)
+            ),
+            PAYLOADS[kind.carries],
+            " ".join((kind.__doc__ or "").split()).partition(": ")[2],
+        )
+        for tag, kind in MESSAGES.items()
+    ]
+    return _table(("tag", "message", "said by", "fields", "payload", "meaning"), rows)
+
+
+def _who(kind: type[Message]) -> str:
+    """Who says it: where both can, either."""
+    to_coordinator = {*phases.ALWAYS, *(one for row in phases.PEER_MAY_SAY.values() for one in row)}
+    to_worker = {one for row in phases.WORKER_MAY_HEAR.values() for one in row}
+    if kind in to_coordinator & to_worker:
+        return "either"
+    return "worker" if kind in to_coordinator else "coordinator"
+
+
+def _legal(table: Mapping[Any, Sequence[type[Message]]]) -> str:
+    """A row per place: what may be heard there."""
+    rows = [(f"`{place}`", _code(kind.__name__ for kind in row)) for place, row in table.items()]
+    return _table(("place", "legal"), rows)
+
+
+def diagram(moves: Iterable[tuple[StrEnum, str | type[Message], StrEnum]], start: StrEnum) -> str:
+    """A state diagram: an arrow per way from one place to another, with all that leads there."""
+    ways: dict[tuple[StrEnum, StrEnum], list[str]] = {}
+    for before, cause, after in moves:
+        named = cause if isinstance(cause, str) else cause.__name__
+        ways.setdefault((before, after), []).append(named)
+    arrows = [
+        f"    {before} --> {after}: {' or '.join(causes)}"
+        for (before, after), causes in ways.items()
+    ]
+    return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {start}", *arrows, "```", ""])
+
+
+def bounds() -> str:
+    """A row per bound: how long, how large, how many."""
+    timing = Timing()
+    rows = [
+        (
+            "header of a message that comes without a key",
+            f"{frames.UNKEYED_HEADER_BYTES_MAX} bytes",
+        ),
+        ("header of any other", f"{frames.HEADER_BYTES_MAX} bytes"),
+        ("text in a header", f"{messages.TEXT_CHARS_MAX} characters"),
+        ("list in a header", f"{messages.LIST_MAX} numbers"),
+        ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
+        ("payload of a message", "what its receiver allows: the manifest says how much is right"),
+        ("from a connection to its hello", f"{timing.hello_s:g} s"),
+        ("between heartbeats", f"{timing.heartbeat_s:g} s"),
+        ("silence that is death", f"{timing.dead_after_s:g} s"),
+        ("waiting for workers before a step", f"{timing.gather_s:g} s"),
+    ]
+    return _table(("what", "at most, unless set otherwise"), rows)
 
 
 def _code(names: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from entrenar_py.mutants import Variant
 from . import (
     accumulation,
     benign,
+    benign_protocol,
     checkpoint,
     clipping,
     communication,
@@ -23,16 +24,21 @@ from . import (
     membership,
     non_finite,
     optimizer,
+    protocol,
     randomness,
     schedule,
+    wire,
 )
 
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
+    *(wire, protocol),
 )
 
 
 def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
-    return [variant for family in (*_MUTANTS, benign) for variant in family.VARIANTS]
+    return [
+        variant for family in (*_MUTANTS, benign, benign_protocol) for variant in family.VARIANTS
+    ]

@@ -186,20 +186,20 @@ def unshuffled(num_samples: int, rng: np.random.Generator) -> sharding.Ids:
 def rolled_back(self: coordinator.Trainer) -> str:
     """Crashes after step 3, goes back to the checkpoint before step 2, and makes both again."""
     for worker in self.workers.values():
-        self._record_start(worker, step=0)
+        self.record_start(worker, step=0)
     for step in (0, 1):
         self._step(step)
-    first, progress = self.workers[0], self._progress(2)
-    self.recorder.emit(trace.Saved(step=2, rank=0, progress=progress, **self._state(first)))
+    first, progress = self.workers[0], self.progress(2)
+    self.recorder.emit(trace.Saved(step=2, rank=0, progress=progress, **self.state(first)))
     tensors, state = deepcopy((first.replica.arrays, first.state))
     position, schedule_step = self.position, self.schedule_step
     for step in (2, 3):
         self._step(step)
     self.position, self.schedule_step = position, schedule_step
     for rank in self.workers:
-        self.workers[rank] = self._worker(rank, tensors)
+        self.workers[rank] = self.new_worker(rank, tensors)
         self.workers[rank].state = deepcopy(state)
-        self._record_start(self.workers[rank], 2, resumed=True)
+        self.record_start(self.workers[rank], 2, resumed=True)
     for step in range(2, self.scenario.num_steps):
         self._step(step)
     return "completed"

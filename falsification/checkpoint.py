@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from entrenar_py.mutants import Variant
 from entrenar_py.systems import reference as trainer
-from entrenar_py.systems import textbook_replica
+from entrenar_py.systems import replicas, textbook_replica
 from entrenar_py.systems.textbook_replica import Replica, Setup
 from entrenar_py.training import checkpoint, sharding
 from entrenar_py.training.tensors import Array
 
-from .subjects import REFERENCE, REPLICA, TEXTBOOK, TRAINING, reference, textbook, visit
+from .subjects import REFERENCE, REPLICA, REPLICAS, TEXTBOOK, TRAINING, reference, textbook, visit
 
 _load_file, _group_of = checkpoint.load, checkpoint.group_of
 _save, _load, _load_optimizer = (
@@ -26,7 +26,7 @@ _save, _load, _load_optimizer = (
     textbook_replica.load,
     textbook_replica.load_optimizer,
 )
-_progress, _stop_and_resume = trainer.Trainer._progress, trainer.Trainer._stop_and_resume
+_progress, _stop_and_resume = replicas.Replicas.progress, trainer.Trainer._stop_and_resume
 
 # Weights before the latest step, as `remembering` saw them: rank -> name -> value.
 _before: dict[int, dict[str, torch.Tensor]] = {}
@@ -187,7 +187,7 @@ VARIANTS = (
         summary="the position counts from the last resume, so the second resume goes back",
         source="torchtitan #3908",
         plants={
-            f"{REFERENCE}.Trainer._progress": since_resume,
+            f"{REPLICAS}.Replicas.progress": since_resume,
             f"{REFERENCE}.Trainer._stop_and_resume": resumed_at,
         },
         scenario=_TWICE,

@@ -12,16 +12,16 @@ from torch import Tensor
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import reference as coordinator
+from entrenar_py.systems import replicas
 from entrenar_py.systems import textbook as trainer
 from entrenar_py.systems.textbook_replica import Replica, Setup
 from entrenar_py.training import engine, reduction, sharding
 from entrenar_py.training.tensors import Array
 
-from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook
 
 _all_reduce, _apply, _micro_step = trainer.all_reduce, trainer.apply, trainer.micro_step
-_inject, _add = coordinator.Trainer._inject, reduction.add
+_inject, _add = replicas.Replicas.inject, reduction.add
 
 # What `earlier_stay_local` keeps of this step's earlier micro-batches: rank -> name -> gradient.
 _earlier: dict[int, dict[str, Tensor]] = {}
@@ -110,10 +110,10 @@ def mean_of_local_means(setup: Setup, replicas: list[Replica], ids: sharding.Ids
 
 
 def flipped_before(
-    self: coordinator.Trainer,
+    self: replicas.Replicas,
     vector: Array,
     loss: float,
-    worker: coordinator.Worker,
+    worker: replicas.Worker,
     step: int,
     shard: int,
     count: int,
@@ -240,7 +240,7 @@ VARIANTS = (
         name="sdc-flip-before",
         summary="one bit of worker 1's gradient flips before the reduction",
         source="Llama 3 report; Ma et al. arXiv 2502.12340",
-        plants={f"{REFERENCE}.Trainer._inject": flipped_before},
+        plants={f"{REPLICAS}.Replicas.inject": flipped_before},
         scenario=reference(),
         invariants=("F-TI-006",),
         place={"step": 1, "rank": 1, "shard": 2, "tensor": "hidden1.weight", "element": 2},

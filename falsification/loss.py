@@ -8,13 +8,13 @@ from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import reference as trainer
+from entrenar_py.systems import replicas
 from entrenar_py.systems.textbook_replica import Setup
 from entrenar_py.training import decoder, reduction, sharding
 
-from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook
 
-_compute = trainer.Trainer._compute
+_compute = replicas.Replicas.compute
 
 
 def mean_of_means(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
@@ -39,7 +39,7 @@ def by_batch_size(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) 
 
 
 def shard_mean(
-    self: trainer.Trainer, worker: trainer.Worker, step: int, shard: int, ids: sharding.Ids
+    self: replicas.Replicas, worker: replicas.Worker, step: int, shard: int, ids: sharding.Ids
 ) -> reduction.Node:
     """Sends the shard's mean with weight 1 in place of its sum with its weight."""
     leaf = _compute(self, worker, step, shard, ids)
@@ -86,7 +86,7 @@ VARIANTS = (
         name="shard-mean",
         summary="workers send the mean of a shard where its sum and weight are due",
         source="classic",
-        plants={f"{REFERENCE}.Trainer._compute": shard_mean},
+        plants={f"{REPLICAS}.Replicas.compute": shard_mean},
         scenario=reference(num_steps=2),
         invariants=("F-TI-001",),
         place={"step": 0, "rank": 0, "expected": "8.0", "got": "5.0"},

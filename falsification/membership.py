@@ -10,6 +10,7 @@ from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.systems import reference as trainer
+from entrenar_py.systems import replicas
 from entrenar_py.training import reduction, sharding
 from entrenar_py.training.tensors import Array
 
@@ -18,12 +19,12 @@ from .subjects import REFERENCE, TRAINING, reference, visit
 _leave, _assignments = trainer.Trainer._leave, trainer.Trainer._assignments
 
 # Whom `not_quite_dead` gave up, of each run.
-_given_up: WeakKeyDictionary[trainer.Trainer, trainer.Worker] = WeakKeyDictionary()
+_given_up: WeakKeyDictionary[trainer.Trainer, replicas.Worker] = WeakKeyDictionary()
 
 
 def without_orphans(
     self: trainer.Trainer, step: int
-) -> Iterator[tuple[trainer.Worker, Sequence[int]]]:
+) -> Iterator[tuple[replicas.Worker, Sequence[int]]]:
     """Nobody takes over what the dead worker had."""
     run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
     for fault in self._faults("leave", step):
@@ -58,7 +59,7 @@ def not_quite_dead(self: trainer.Trainer, fault: Fault, step: int) -> int:
 
 def ghost_computes(
     self: trainer.Trainer, step: int
-) -> Iterator[tuple[trainer.Worker, Sequence[int]]]:
+) -> Iterator[tuple[replicas.Worker, Sequence[int]]]:
     """What a worker computes that was given up in an earlier step is taken for somebody's."""
     ghost = _given_up.get(self)
     for worker, run in _assignments(self, step):
@@ -72,11 +73,11 @@ def join_with(
     """Joins with `weights` (the donor's if None) and an optimizer that has seen nothing."""
     assert fault.rank is not None
     donor = next(iter(self.workers.values()))
-    worker = self._worker(fault.rank, weights or donor.replica.arrays)
+    worker = self.new_worker(fault.rank, weights or donor.replica.arrays)
     self.workers = dict(sorted({**self.workers, fault.rank: worker}.items()))
-    self._record_fault(fault, step)
+    self.record_fault(fault, step)
     self.recorder.emit(trace.Membership(step=step, rank=fault.rank, change="joined"))
-    self._record_start(worker, step)
+    self.record_start(worker, step)
 
 
 def join_without_moments(self: trainer.Trainer, fault: Fault, step: int) -> None:

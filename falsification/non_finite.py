@@ -11,17 +11,17 @@ import torch
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import reference as coordinator
+from entrenar_py.systems import replicas
 from entrenar_py.systems import textbook as trainer
 from entrenar_py.systems.textbook_replica import Replica, Setup
 from entrenar_py.training import engine, layout, reduction, sharding
 from entrenar_py.training.tensors import Array
 
-from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook
+from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook
 
 _all_reduce, _apply = trainer.all_reduce, trainer.apply
-_inject, _guard = coordinator.Trainer._inject, coordinator.Trainer._guard
-_apply_all = coordinator.Trainer._apply
+_inject, _guard = replicas.Replicas.inject, replicas.Replicas.guard
+_apply_all = replicas.Replicas.apply
 
 
 def nobody(shards: Sequence[trace.Shard]) -> trace.Shard | None:
@@ -46,10 +46,10 @@ def skip_if_mine(setup: Setup, replica: Replica, step: int, loss: float, weight:
 
 
 def nan_to_num(
-    self: coordinator.Trainer,
+    self: replicas.Replicas,
     vector: Array,
     loss: float,
-    worker: coordinator.Worker,
+    worker: replicas.Worker,
     step: int,
     shard: int,
     count: int,
@@ -67,9 +67,9 @@ def nan_alone(vector: Array) -> int | None:
 
 
 def blamed_on_rank_0(
-    self: coordinator.Trainer,
+    self: replicas.Replicas,
     leaf: reduction.Node,
-    worker: coordinator.Worker,
+    worker: replicas.Worker,
     step: int,
     shard: int,
     ids: sharding.Ids,
@@ -85,9 +85,9 @@ def first_tensor(self: layout.Layout, position: int) -> tuple[str, int]:
 
 
 def unguarded(
-    self: coordinator.Trainer,
+    self: replicas.Replicas,
     leaf: reduction.Node,
-    worker: coordinator.Worker,
+    worker: replicas.Worker,
     step: int,
     shard: int,
     ids: sharding.Ids,
@@ -96,7 +96,7 @@ def unguarded(
     return None
 
 
-def skip_in_silence(self: coordinator.Trainer, step: int, total: reduction.Node) -> None:
+def skip_in_silence(self: replicas.Replicas, step: int, total: reduction.Node) -> None:
     """Leaves out a step that is not finite, and goes on."""
     if engine.non_finite(total.vector) is None:
         _apply_all(self, step, total)
@@ -168,7 +168,7 @@ VARIANTS = (
         name="nan-to-num",
         summary="nan_to_num in front of the guard, so that every shard looks finite",
         source="classic (nan_to_num)",
-        plants={f"{REFERENCE}.Trainer._inject": nan_to_num},
+        plants={f"{REPLICAS}.Replicas.inject": nan_to_num},
         scenario=reference(faults=(_NAN,)),
         invariants=("F-DP-003",),
         place=_CULPRIT,
@@ -186,7 +186,7 @@ VARIANTS = (
         name="nan-after-reduce",
         summary="the guard looks after the reduction, where all are NaN, and blames rank 0",
         source="Megatron-LM d66807759c",
-        plants={f"{REFERENCE}.Trainer._guard": blamed_on_rank_0},
+        plants={f"{REPLICAS}.Replicas.guard": blamed_on_rank_0},
         scenario=reference(faults=(_NAN,)),
         invariants=("F-DP-003",),
         place=_CULPRIT,
@@ -204,7 +204,7 @@ VARIANTS = (
         name="guard-missing",
         summary="nobody looks, and the NaN reaches every weight",
         source="classic",
-        plants={f"{REFERENCE}.Trainer._guard": unguarded},
+        plants={f"{REPLICAS}.Replicas.guard": unguarded},
         scenario=reference(faults=(_NAN,)),
         invariants=("F-DP-003",),
         place=_CULPRIT,
@@ -214,8 +214,8 @@ VARIANTS = (
         summary="a step that is not finite is left out in silence and training goes on",
         source="classic (loss scaler)",
         plants={
-            f"{REFERENCE}.Trainer._guard": unguarded,
-            f"{REFERENCE}.Trainer._apply": skip_in_silence,
+            f"{REPLICAS}.Replicas.guard": unguarded,
+            f"{REPLICAS}.Replicas.apply": skip_in_silence,
         },
         scenario=reference(faults=(_NAN,)),
         invariants=("F-DP-003",),

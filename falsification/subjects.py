@@ -12,6 +12,12 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.training import sharding
 
 REFERENCE = "entrenar_py.systems.reference"
+REPLICAS = "entrenar_py.systems.replicas"
+COORDINATOR = "entrenar_py.protocol.coordinator"
+WORKER = "entrenar_py.protocol.worker"
+FRAMES = "entrenar_py.protocol.frames"
+SERVER = "entrenar_py.systems.server"
+MEMBER = "entrenar_py.systems.member"
 TEXTBOOK = "entrenar_py.systems.textbook"
 REPLICA = "entrenar_py.systems.textbook_replica"
 TRAINING = "entrenar_py.training"
@@ -40,6 +46,11 @@ def reference(**changes: Any) -> Scenario:
     The shards of a full batch hold 2, 2, 2, 1 and 1 samples.
     """
     return textbook(**{"system": "reference", "world_size": 3, **changes})
+
+
+def star(**changes: Any) -> Scenario:
+    """The same three workers, each talking to a parameter server under the simulator."""
+    return reference(**{"system": "parameter_server_simulated", **changes})
 
 
 def visit(scenario: Scenario, *, epoch: int = 0) -> list[int]:

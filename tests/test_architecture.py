@@ -16,7 +16,9 @@ FLOORS = {
     "errors": 0,
     "": 0,  # entrenar_py itself: the version
     "backends": 1,
+    "protocol": 2,
     "training": 2,
+    "drivers": 3,
     "contract": 4,
     "faults": 4,
     "mutants": 4,
@@ -34,6 +36,7 @@ FLOORS = {
     "plan": 6,
     "reports": 6,
     "runner": 6,
+    "schedules": 6,
     "shrink": 6,
     "stored": 6,
     "cli": 7,

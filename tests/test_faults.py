@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import KINDS, NEEDED, OPTIONAL, Fault
+from entrenar_py.faults import KINDS, NEEDED, ON_THE_WAY, OPTIONAL, PLACES, Fault
+from entrenar_py.protocol.messages import MESSAGES
 
 GIVEN: dict[str, Any] = {
     "step": 1,
@@ -18,7 +19,11 @@ GIVEN: dict[str, Any] = {
     "element": 3,
     "value": "nan",
     "backend": "cpu",
+    "at": "Commit",
+    "seconds": 1.5,
 }
+
+FROZEN: dict[str, Any] = {"kind": "freeze", "step": 0, "rank": 0, "at": "Commit"}
 
 
 def _given(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -73,6 +78,14 @@ def test_non_finite_values_are_text(value: str) -> None:
         ({"kind": "absent", "backend": ["cpu"]}, r"backend=\['cpu'\]: use text"),
         ({"kind": "absent", "value": "nan"}, "value='nan': this kind takes none"),
         ({"kind": "leave", "step": 0, "rank": 0, "value": "nan"}, "this kind takes none"),
+        ({"kind": "cut", "step": 0, "rank": 0, "at": 3}, "at=3: use text"),
+        ({"kind": "cut", "step": 0, "rank": 0, "at": "Hello"}, "at='Hello': use one of Assign"),
+        ({**FROZEN, "seconds": 0}, "seconds=0: use a number > 0"),
+        ({**FROZEN, "seconds": -1.0}, r"seconds=-1\.0: use a number > 0"),
+        ({**FROZEN, "seconds": float("nan")}, "seconds=nan: use a number > 0"),
+        ({**FROZEN, "seconds": float("inf")}, "seconds=inf: use a number > 0"),
+        ({**FROZEN, "seconds": "1"}, "seconds='1': use a number > 0"),
+        ({**FROZEN, "seconds": True}, "seconds=True: use a number > 0"),
         ({"kind": "non_finite_loss", "step": 0, "value": float("nan")}, "value=nan: use text"),
         ({"kind": "non_finite_loss", "step": 0, "value": "3"}, "value='3': use nan, inf or -inf"),
         ({"kind": "non_finite_loss", "step": 0, "value": "naan"}, "use nan, inf or -inf"),
@@ -99,3 +112,15 @@ def test_what_is_no_fault_is_refused(record: Any, message: str) -> None:
     """Garbage gives a UsageError, never a TypeError."""
     with pytest.raises(UsageError, match=message):
         Fault.from_dict(record)
+
+
+@pytest.mark.parametrize("at", PLACES)
+@pytest.mark.parametrize("kind", ON_THE_WAY)
+def test_what_befalls_messages(kind: str, at: str) -> None:
+    """Each kind at each place, which is a message that says its step; whole seconds will do."""
+    given = {**_given(kind, NEEDED[kind]), "at": at}
+    if "seconds" in given:
+        given["seconds"] = 2
+    fault = Fault(kind=kind, **given)
+    assert Fault.from_dict(fault.to_dict()) == fault
+    assert at in {one.__name__ for one in MESSAGES.values() if "step" in one.__dataclass_fields__}

@@ -20,6 +20,16 @@ KINDS: dict[str, str] = {
     "huge_gradient": "one element of a shard's per-sample gradients becomes `value`, finite",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
+    "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
+    "freeze": "worker `rank` is stopped (SIGSTOP) for `seconds` at message `at` of step `step`",
+    "cut": "the connection of worker `rank` breaks in the middle of message `at` of step `step`",
+    "half_open": "from message `at` of step `step` on nothing passes, and nobody is told",
+    "delay": "message `at` of step `step` takes `seconds` longer, and what follows it, too",
+    "duplicate": "message `at` of step `step` is sent twice",
+    "reorder": "message `at` of step `step` is sent after the one that follows it",
+    "truncate": "the second half of message `at` of step `step` is lost",
+    "flip": "one bit of message `at` of step `step` is flipped",
+    "restart": "the coordinator dies at message `at` of step `step`; another takes its checkpoint",
     "absent": "backend `backend` is not there",
     "init_error": "backend `backend` fails when it is opened",
     "out_of_memory": "backend `backend` runs out of memory while computing",
@@ -33,6 +43,16 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "huge_gradient": ("step", "value"),
     "leave": ("step", "rank"),
     "join": ("step", "rank"),
+    "kill": ("step", "rank", "at"),
+    "freeze": ("step", "rank", "at", "seconds"),
+    "cut": ("step", "rank", "at"),
+    "half_open": ("step", "rank", "at"),
+    "delay": ("step", "rank", "at", "seconds"),
+    "duplicate": ("step", "rank", "at"),
+    "reorder": ("step", "rank", "at"),
+    "truncate": ("step", "rank", "at"),
+    "flip": ("step", "rank", "at"),
+    "restart": ("step", "at"),
     "absent": ("backend",),
     "init_error": ("backend",),
     "out_of_memory": ("backend",),
@@ -46,6 +66,15 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "huge_gradient": ("rank", "shard", "tensor", "element"),
     "non_finite_output": ("element",),
 }
+
+
+# What befalls a worker or a message on its way, in systems whose workers talk.
+ON_THE_WAY = (
+    *("kill", "freeze", "cut", "half_open"),
+    *("delay", "duplicate", "reorder", "truncate", "flip"),
+)
+# The messages of a step at which that can be (protocol.messages).
+PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +93,8 @@ class Fault:
     element: int | None = None
     value: str | None = None
     backend: str | None = None
+    at: str | None = None
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(KINDS):
@@ -72,9 +103,13 @@ class Fault:
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 0):
                 self._refuse(name, "use a whole number >= 0")
-        for name in ("tensor", "value", "backend"):
+        for name in ("tensor", "value", "backend", "at"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "use text, in quotes")
+        if self.at not in (None, *PLACES):
+            self._refuse("at", f"use one of {', '.join(PLACES)}")
+        if self.seconds is not None and not _is_duration(self.seconds):
+            self._refuse("seconds", "use a number > 0")
         self._check_fields()
         self._check_value()
 
@@ -118,3 +153,8 @@ class Fault:
         if "kind" not in record:
             raise UsageError(f"fault without kind: allowed kinds are {', '.join(KINDS)}")
         return cls(**record)
+
+
+def _is_duration(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf  # type: ignore[operator]

@@ -146,7 +146,8 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--system",
         metavar="NAME",
-        help="the trainer, instead of the contract's: reference or textbook",
+        help="the trainer, instead of the contract's: reference, textbook, parameter_server "
+        "(real processes over TCP) or parameter_server_simulated",
     )
     group.add_argument(
         "--world-size",

@@ -11,6 +11,7 @@ import pytest
 from entrenar_py import kill_matrix
 from entrenar_py.checks import CHECKS
 from entrenar_py.kill_matrix import Row
+from entrenar_py.protocol import messages, phases
 from entrenar_py.scenario import Scenario
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,7 +36,7 @@ def test_make_docs_changes_nothing(
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     generate.main()
     written = sorted(path.name for path in tmp_path.iterdir())
-    assert written == ["cli.md", "contract-format.md", "kill-matrix.md"]
+    assert written == ["cli.md", "contract-format.md", "kill-matrix.md", "protocol.md"]
     for name in written:
         assert (tmp_path / name).read_text("utf-8") == (DOCS / name).read_text("utf-8"), name
 
@@ -46,6 +47,33 @@ def test_tables_stand_between_their_marks(generate: ModuleType) -> None:
     edited = page.replace("| `parity` | F-DP-005 |", "| `parity` | F-DP-500 |")
     assert edited != page
     assert generate.contract_format(edited) == page
+
+
+def test_the_protocol_is_as_the_tables_have_it(
+    generate: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages, legal moves and diagrams follow the code, and are current."""
+    page = generate.PROTOCOL.read_text("utf-8")
+    assert generate.protocol(page) == page, "say `make docs`"
+    legal = dict.fromkeys(phases.WorkerPhase, (messages.Leave,))
+    monkeypatch.setattr(phases, "WORKER_MAY_HEAR", legal)
+    move = (phases.Stage.OVER, "a miracle", phases.Stage.GATHERING)
+    monkeypatch.setattr(phases, "RUN_MOVES", (move,))
+    changed = generate.protocol(page)
+    assert "| `away` | `Leave` |" in changed
+    assert "over --> gathering: a miracle" in changed
+    assert "| 21 | `Leave` | either |" in changed
+
+
+def test_every_message_has_a_row(generate: ModuleType) -> None:
+    """In the order of the tags, each with who says it and what it means."""
+    rows = [row.strip("|\n ").split(" | ") for row in generate.said().splitlines()[2:]]
+    kinds = messages.MESSAGES.items()
+    assert [row[:2] for row in rows] == [[str(tag), f"`{kind.__name__}`"] for tag, kind in kinds]
+    for row, (_, kind) in zip(rows, kinds, strict=True):
+        assert row[2] in ("coordinator", "worker", "either")
+        assert bool(row[4].strip()) == bool(kind.carries)
+        assert row[5]
 
 
 def test_a_page_without_the_marks_is_refused(generate: ModuleType) -> None:

@@ -46,7 +46,7 @@ def test_every_training_clause_is_silent_on_something_right(matrix: list[Row]) -
         for name, clause in kill_matrix.invariants().items()
         if (check := checks.bind(clause)) is not None and check.explores
     }
-    assert {row.invariant for row in matrix if row.variant.benign and row.silent} == training
+    assert {row.invariant for row in matrix if row.variant.benign and row.silent} >= training
 
 
 def test_contracts_and_catalogue_agree() -> None:
@@ -57,7 +57,7 @@ def test_contracts_and_catalogue_agree() -> None:
     }
     written = {name: sorted(clause.mutants) for name, clause in kill_matrix.invariants().items()}
     assert written == claims
-    assert len(written) == 17
+    assert len(written) == 22
     assert all(written.values())
 
 

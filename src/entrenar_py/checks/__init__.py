@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from entrenar_py.checks import (
     coverage,
+    endurance,
     fallback,
     finiteness,
     liveness,
@@ -27,6 +28,7 @@ from entrenar_py.checks import (
     same_bits,
     step_rule,
     weighting,
+    wire,
 )
 from entrenar_py.contract import EQUALITY_KINDS, CheckTerms, Invariant
 from entrenar_py.scenario import Scenario
@@ -203,6 +205,48 @@ _TABLE = (
         plan=plans.step_rules,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
+    ),
+    Check(
+        name="wire_round_trip",
+        id="F-WP-001",
+        decides="a message comes out of the wire as it went in, bit by bit, in whatever pieces",
+        judge=wire.judge_round_trip,
+        plan=wire.plan,
+        explores=False,
+    ),
+    Check(
+        name="wire_refusal",
+        id="F-WP-002",
+        decides="damaged and malformed bytes give a ProtocolError, and nothing else",
+        judge=wire.judge_refusal,
+        plan=wire.plan,
+        explores=False,
+    ),
+    Check(
+        name="wire_memory",
+        id="F-WP-003",
+        decides="reading takes the payload's memory and little more, whatever the bytes claim",
+        judge=wire.judge_memory,
+        plan=wire.plan,
+        explores=False,
+        tolerance_kinds=("bytes",),
+    ),
+    Check(
+        name="admission",
+        id="F-WP-004",
+        decides="who proves the secret and agrees on the run is let in, and nobody else",
+        judge=wire.judge_admission,
+        plan=wire.plan,
+        explores=False,
+    ),
+    Check(
+        name="endurance",
+        id="F-WP-005",
+        decides="whatever befalls workers and messages, the run ends, on the same weights",
+        judge=endurance.judge,
+        plan=endurance.plan,
+        family=endurance.family,
+        explores=False,
     ),
 )
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.checks import history
+from entrenar_py.faults import ON_THE_WAY
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
-# Faults that change who computes; all others change what is computed.
-_MEMBERSHIP = ("leave", "join")
+# Faults that change who computes, or when; all others change what is computed.
+_MEMBERSHIP = ("leave", "join", *ON_THE_WAY)
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:

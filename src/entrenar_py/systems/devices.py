@@ -12,22 +12,24 @@ from entrenar_py.systems.recorder import Recorder
 
 
 class Devices:
-    """Every worker's backend, opened once, before training starts.
+    """The backends of the workers in this process, each opened once, when a worker is made.
 
     `auto` walks the fallback chain once, each try an Attempt event; whoever served there serves
     all workers of that name to the end of the run. A backend asked for by its own name is that one
-    or none. Raises BackendUnavailable.
+    or none.
     """
 
     def __init__(self, scenario: Scenario, recorder: Recorder) -> None:
         self._scenario = scenario
         self._recorder = recorder
-        used = scenario.backends[: scenario.world_size]
-        self._opened = {name: self._open(name) for name in dict.fromkeys(used)}
+        self._opened: dict[str, Backend] = {}
 
     def of(self, rank: int) -> Backend:
-        """The backend of worker `rank`."""
-        return self._opened[self._scenario.backend_of(rank)]
+        """The backend of worker `rank`; BackendUnavailable if it can't be opened."""
+        name = self._scenario.backend_of(rank)
+        if name not in self._opened:
+            self._opened[name] = self._open(name)
+        return self._opened[name]
 
     @property
     def alike(self) -> bool:

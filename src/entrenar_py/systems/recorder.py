@@ -34,6 +34,12 @@ class Recorder:
             name: trace.record_tensor(vector[part], values=values) for name, part in parts.items()
         }
 
+    def drain(self) -> list[trace.Event]:
+        """The events so far, which are then no longer kept here."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
     def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:
         """The trace, closed with an End event."""
         self.emit(trace.End(status=status, reason=reason))

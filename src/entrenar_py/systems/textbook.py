@@ -35,6 +35,8 @@ def run(scenario: Scenario) -> trace.Trace:
 def train(scenario: Scenario, recorder: Recorder) -> str:
     """The whole run; `completed` or `halted`."""
     setup = Setup(scenario, models.model_of(scenario), recorder, Devices(scenario, recorder))
+    for rank in range(scenario.world_size):
+        setup.devices.of(rank)  # before training starts: what is missing is found at once
     ranks = membership.initial_ranks(scenario)
     replicas = [textbook_replica.build_replica(setup, rank) for rank in ranks]
     textbook_replica.broadcast(replicas)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from entrenar_py.trace.events import (
     EVENTS,
+    Admission,
     Attempt,
+    Carried,
     E,
     End,
     Event,
@@ -15,6 +17,7 @@ from entrenar_py.trace.events import (
     Memory,
     Planted,
     Product,
+    Refused,
     Saved,
     Shard,
     Start,
@@ -24,12 +27,14 @@ from entrenar_py.trace.events import (
     Update,
     record_tensor,
 )
-from entrenar_py.trace.ledger import VERSION, dump_lines, load, save
+from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
 
 __all__ = [
     "EVENTS",
     "VERSION",
+    "Admission",
     "Attempt",
+    "Carried",
     "E",
     "End",
     "Event",
@@ -40,6 +45,7 @@ __all__ = [
     "Memory",
     "Planted",
     "Product",
+    "Refused",
     "Saved",
     "Shard",
     "Start",
@@ -47,8 +53,10 @@ __all__ = [
     "Tensors",
     "Trace",
     "Update",
+    "dump_events",
     "dump_lines",
     "load",
+    "load_events",
     "record_tensor",
     "save",
 ]

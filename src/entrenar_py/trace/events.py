@@ -256,6 +256,47 @@ class Memory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Carried(Event):
+    """A message went through the wire's codec in `pieces`: digests of it as `sent` and as `got`.
+
+    `got` is None if nothing came out. `allocated_bytes` is the most that reading it took.
+    """
+
+    kind: ClassVar[str] = "carried"
+    message: str
+    payload_bytes: int
+    pieces: int
+    sent: str
+    got: str | None
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Event):
+    """Damaged or malformed bytes were read: the `error` that it gave; None if they were accepted.
+
+    `claimed_bytes` is how much they said would follow, `allocated_bytes` what was set aside.
+    """
+
+    kind: ClassVar[str] = "refused"
+    case: str
+    error: str | None
+    claimed_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission(Event):
+    """Somebody asked to join: whether they were `entitled`, whether they were let in."""
+
+    kind: ClassVar[str] = "admission"
+    case: str
+    entitled: bool
+    let_in: bool
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End(Event):
     """The run is over: `completed`, `halted` (on purpose) or `failed` (`reason` says how)."""
 
@@ -268,7 +309,7 @@ EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
         *(Start, Shard, Update, Membership, Injected, Planted, Halt, Saved),
-        *(Manifest, Attempt, Product, Memory, End),
+        *(Manifest, Attempt, Product, Memory, Carried, Refused, Admission, End),
     )
 }
 

@@ -7,17 +7,15 @@ without it. The last event is `End`, so a truncated file is found too.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from blake3 import blake3
 
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace.events import EVENTS, End, Event, TensorRecord, Trace
+from entrenar_py.trace import records
+from entrenar_py.trace.events import End, Event, Trace
 
 VERSION = 1
 
@@ -32,7 +30,7 @@ def dump_lines(trace: Trace) -> Iterator[str]:
         "promises": list(trace.promises),
     }
     chain = ""
-    for record in (header, *map(_to_record, trace.events)):
+    for record in (header, *map(records.to_record, trace.events)):
         body = json.dumps(record, separators=(",", ":"), allow_nan=False)
         chain = _link(chain, body)
         yield f'{body[:-1]},"chain":"{chain}"}}'
@@ -62,8 +60,23 @@ def load(path: Path) -> Trace:
         raise TraceError(f"trace file {path}: can't be read ({error.strerror})") from error
 
 
-# What a record of other keys or types makes its readers raise.
-_NOT_AN_EVENT = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+def dump_events(events: Iterable[Event]) -> bytes:
+    """`events` as JSON lines, without a chain: what one process tells another."""
+    lines = (
+        json.dumps(records.to_record(one), separators=(",", ":"), allow_nan=False) for one in events
+    )
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def load_events(data: bytes) -> list[Event]:
+    """The events that `dump_events` wrote; TraceError, with the line, for anything else."""
+    events = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            events.append(records.from_record(json.loads(line)))
+        except records.NOT_AN_EVENT as error:
+            raise TraceError(f"event {number} can't be read ({error!r})") from error
+    return events
 
 
 def _parse(lines: Iterable[str], path: Path) -> Trace:
@@ -96,8 +109,8 @@ def _parse(lines: Iterable[str], path: Path) -> Trace:
                 if record.get("kind") != "trace":
                     raise TraceError(f"{where}: first line kind={record.get('kind')!r}, not trace")
             else:
-                events.append(_from_record(record))
-        except _NOT_AN_EVENT as error:
+                events.append(records.from_record(record))
+        except records.NOT_AN_EVENT as error:
             raise TraceError(f"{where}: event can't be read ({error!r})") from error
     if header is None:
         raise TraceError(f"{path}: the file is empty; a trace starts with a header line")
@@ -110,57 +123,9 @@ def _parse(lines: Iterable[str], path: Path) -> Trace:
             promises=tuple(header["promises"]),
             events=tuple(events),
         )
-    except (*_NOT_AN_EVENT, UsageError) as error:
+    except (*records.NOT_AN_EVENT, UsageError) as error:
         raise TraceError(f"{path}:1: header can't be read ({error!r})") from error
 
 
 def _link(chain: str, body: str) -> str:
     return str(blake3(f"{chain}\n{body}".encode()).hexdigest(16))
-
-
-def _to_record(event: Event) -> dict[str, Any]:
-    return {"kind": event.kind} | {f.name: _plain(getattr(event, f.name)) for f in fields(event)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, TensorRecord):
-        if value.data is None:
-            return value.digest
-        return [value.digest, value.data, value.dtype]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no NaN; "nan", "inf", "-inf" come back through float()
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _from_record(record: dict[str, Any]) -> Event:
-    kind = EVENTS.get(record.pop("kind", ""))
-    if kind is None:
-        raise ValueError(f"unknown kind; known are {', '.join(EVENTS)}")
-    values = {}
-    for name, value in record.items():
-        annotation = str(kind.__dataclass_fields__[name].type)
-        values[name] = _typed(annotation, value)
-    return kind(**values)
-
-
-def _typed(annotation: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if annotation == "Tensors":
-        return {
-            name: TensorRecord(item) if isinstance(item, str) else TensorRecord(*item)
-            for name, item in value.items()
-        }
-    if annotation.startswith("float"):
-        return float(value)
-    if annotation.startswith("tuple"):
-        return _tuples(value)
-    return value
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -6,12 +6,14 @@ the buffers, so that both travel along the same tree.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from entrenar_py.training.workload import TensorSpec
@@ -48,6 +50,19 @@ class Layout:
             if spec.role == "trainable" and spec.decayed:
                 mask[self.trainable[spec.name]] = 1
         return mask if mask.any() else None
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of the flat vector, gradients and statistics."""
+        return sum(
+            part.stop - part.start for part in (*self.trainable.values(), *self.buffers.values())
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits that name the manifest: every tensor's name, shape and role, in order."""
+        manifest = [[s.name, list(s.shape), s.role, s.decayed] for s in self.specs]
+        return str(blake3(json.dumps(manifest).encode()).hexdigest(16))
 
     def locate(self, position: int) -> tuple[str, int]:
         """The tensor and the element in it at `position` of the flat vector."""

@@ -38,8 +38,13 @@ class Rule:
 
 def initial_state(kind: str, num_trainable: int) -> State:
     """Zeroed state for optimizer `kind`."""
-    sizes = {"count": 1}
-    return {name: np.zeros(sizes.get(name, num_trainable), np.float32) for name in STATE[kind]}
+    shapes = initial_shapes(kind, num_trainable)
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def initial_shapes(kind: str, num_trainable: int) -> dict[str, tuple[int]]:
+    """The shapes of the state vectors of optimizer `kind`."""
+    return {name: (1 if name == "count" else num_trainable,) for name in STATE[kind]}
 
 
 def mean(total: Vector, weight: float) -> Vector:

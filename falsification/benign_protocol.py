@@ -1,0 +1,109 @@
+"""Other ways to be a right parameter server: no check may alarm on any of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.coordinator import Member as Seen
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.messages import Computed, Message
+from entrenar_py.protocol.phases import Stage
+from entrenar_py.protocol.worker import Worker
+from entrenar_py.systems.server import Server
+from entrenar_py.training import sharding
+
+from .subjects import COORDINATOR, SERVER, TRAINING, WORKER, star
+
+_keep, _tick, _members, _assign = (
+    Server.keep,
+    Worker.tick,
+    Coordinator._members,
+    Coordinator._assign,
+)
+
+
+def always_alive(self: Worker, now: float) -> list[Effect]:
+    """Says that it lives whenever it looks at the clock."""
+    self._said = -math.inf
+    return _tick(self, now)
+
+
+def from_the_last(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Sequence[int]]:
+    """The last rank gets the first shards."""
+    parts = sharding.cut(shards, len(ranks))
+    return dict(zip(sorted(ranks, reverse=True), parts, strict=True))
+
+
+def kept_unfolded(self: Server, rank: int, message: Message, payload: bytearray) -> None:
+    """Leaves all the adding to the end of the step."""
+    if not isinstance(message, Computed):
+        _keep(self, rank, message, payload)
+        return
+    everything = [*self._nodes, *self._pending.pop(rank)]
+    self._nodes = []
+    _keep(self, rank, message, payload)
+    self._nodes = everything
+
+
+def last_first(self: Coordinator) -> dict[Peer, Seen]:
+    """The members, latest first: who joined last is told first."""
+    return dict(reversed(_members(self).items()))
+
+
+def orphans_to_one(
+    self: Coordinator, shards: Sequence[int], members: Mapping[Peer, Seen]
+) -> list[Effect]:
+    """What a dead worker had goes to the lowest rank alone."""
+    if self.stage is Stage.COMPUTING and len(shards) < self.run.num_shards:
+        lowest = min(members, key=lambda peer: members[peer].in_rank())
+        members = {lowest: members[lowest]}
+    return _assign(self, shards, members)
+
+
+_LEAVING = star(faults=(Fault(kind="leave", rank=1, step=1),), optimizer="momentum")
+_BACK = star(faults=(Fault(kind="cut", rank=1, step=1, at="Computed"),), num_steps=5)
+_TRIED = ("F-DP-001", "F-DP-002", "F-DP-005", "F-DP-006", "F-TI-006", "F-TI-007", "F-WP-005")
+
+VARIANTS = (
+    Variant(
+        name="heartbeat-at-every-tick",
+        summary="workers say that they live ten times as often as they have to",
+        plants={f"{WORKER}.Worker.tick": always_alive},
+        scenario=_BACK.with_(
+            faults=(Fault(kind="half_open", rank=1, step=1, at="Average"),), dropout=0.2
+        ),
+        tried=_TRIED,
+    ),
+    Variant(
+        name="assigned-from-the-last",
+        summary="the last rank gets the first shards",
+        plants={f"{TRAINING}.sharding.runs": from_the_last},
+        scenario=_BACK,
+        tried=_TRIED,
+    ),
+    Variant(
+        name="folded-at-the-end",
+        summary="the server adds nothing before everything is there",
+        plants={f"{SERVER}.Server.keep": kept_unfolded},
+        scenario=_LEAVING,
+        tried=_TRIED,
+    ),
+    Variant(
+        name="told-from-the-last",
+        summary="who joined last is told everything first",
+        plants={f"{COORDINATOR}.Coordinator._members": last_first},
+        scenario=_BACK.with_(optimizer="adamw", learning_rate=0.01),
+        tried=_TRIED,
+    ),
+    Variant(
+        name="orphans-to-one",
+        summary="what a dead worker had goes to one worker alone",
+        plants={f"{COORDINATOR}.Coordinator._assign": orphans_to_one},
+        scenario=_LEAVING.with_(world_size=4),
+        tried=_TRIED,
+    ),
+)

@@ -1,0 +1,399 @@
+"""Bugs in how workers and a parameter server go through a step together, whatever befalls them.
+
+Each shows only when something goes wrong on the way: random schedules of faults
+(`entrenar_py.schedules`) find every one of them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.protocol import frames
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.coordinator import Member as Seen
+from entrenar_py.protocol.effects import Apply, Effect, Keep, Left, Peer, Send
+from entrenar_py.protocol.messages import (
+    Applied,
+    Computed,
+    Halt,
+    Message,
+    NonFinite,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.protocol.worker import Worker
+from entrenar_py.systems.member import Member
+from entrenar_py.systems.server import Server
+from entrenar_py.training import checkpoint, reduction, state
+
+from .subjects import COORDINATOR, FRAMES, MEMBER, SERVER, TRAINING, WORKER, star, visit
+
+_keep, _left, _gather, _payload = Server.keep, Server.left, Server.gather, Server.payload
+_reduce, _apply_average, _save = Server.reduce, Server.apply_average, checkpoint.save
+_receive, _drop, _reduced = Coordinator.receive, Coordinator._drop, Coordinator.reduced
+_enter, _load = Worker._enter, Member.load
+_end_prefix, _end_frame = frames.Decoder._end_prefix, frames.Decoder._end_frame
+
+# What the dead had not wholly delivered, of each run.
+_partial: WeakKeyDictionary[Server, list[reduction.Node]] = WeakKeyDictionary()
+# What `state_before` is behind by one step.
+_before: WeakKeyDictionary[Server, bytes] = WeakKeyDictionary()
+_were_in: WeakSet[Worker] = WeakSet()
+
+
+# --- what is added ----------------------------------------------------------------------------
+
+
+def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
+    total = np.add(one.vector, other.vector, dtype=np.float32)
+    loss, weight = one.loss + other.loss, one.weight + other.weight
+    return reduction.Node(one.level, one.index, total, loss, weight)
+
+
+def added_as_they_come(self: Server, rank: int, message: Message, payload: bytearray) -> None:
+    """Adds every node to one sum when it arrives."""
+    if isinstance(message, Computed):
+        came = [*self._nodes, *self._pending.pop(rank)]
+        self._nodes = [reduce(_plus, came)]
+    _keep(self, rank, message, payload)
+
+
+def all_that_came(self: Server) -> tuple[float, float] | str:
+    """Takes what is there for the sum, whichever shards that are."""
+    total = reduce(_plus, self._nodes)
+    top = reduction.height(self.scenario.num_shards)
+    self._nodes = [reduction.Node(top, 0, total.vector, total.loss, total.weight)]
+    return _reduce(self)
+
+
+def nobody_takes_over(self: Coordinator, peer: Peer, reason: str, now: float) -> list[Effect]:
+    """Gives the shards of one who is gone to nobody."""
+    self.peers[peer].assigned.clear()
+    return _drop(self, peer, reason, now)
+
+
+def partial_stays(self: Server, effect: Left) -> None:
+    """Keeps what came of a delivery that its worker's death cut short."""
+    _partial.setdefault(self, []).extend(self._pending.get(effect.rank, ()))
+    _left(self, effect)
+
+
+def partial_counts(self: Server) -> tuple[float, float] | str:
+    """Adds that to what others delivered for the same shards."""
+    first, *others = self._nodes
+    self._nodes = [reduce(_plus, _partial.pop(self, []), first), *others]
+    return _reduce(self)
+
+
+def received_again(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
+    """Takes a node whether it has come before or not."""
+    if isinstance(message, TreeNode) and peer in self.peers:
+        self.peers[peer].covered.clear()
+        effects = _receive(self, peer, message, now)
+        if peer in self.peers:
+            owed = self.peers[peer].assigned
+            self.peers[peer].covered.update(shard for shards in owed for shard in shards)
+        return effects
+    return _receive(self, peer, message, now)
+
+
+def added_again(self: Server, rank: int, message: Message, payload: bytearray) -> None:
+    """Adds a node to what there is of it."""
+    _keep(self, rank, message, payload)
+    if isinstance(message, TreeNode):
+        *earlier, latest = self._pending[rank]
+        places = [(node.level, node.index) for node in earlier]
+        if (latest.level, latest.index) in places:
+            place = places.index((latest.level, latest.index))
+            earlier[place] = _plus(earlier[place], latest)
+            self._pending[rank] = earlier
+
+
+# --- when a step is made ----------------------------------------------------------------------
+
+
+def made_when_reduced(
+    self: Coordinator, step: int, loss: float, weight: float, now: float
+) -> list[Effect]:
+    """Makes the step on the server when the average is there, and counts it when one applied it."""
+    return [Apply(step), *_reduced(self, step, loss, weight, now)]
+
+
+def applied_already(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
+    """The first who applied a step gives no reason to make it on the server."""
+    effects = _receive(self, peer, message, now)
+    if isinstance(message, Applied):
+        return [effect for effect in effects if not isinstance(effect, Apply)]
+    return effects
+
+
+def committed_when_reduced(
+    self: Coordinator, step: int, loss: float, weight: float, now: float
+) -> list[Effect]:
+    """The step counts as made when the average is there, before anyone has it staged."""
+    self._made = True
+    return [Apply(step), *_reduced(self, step, loss, weight, now)]
+
+
+def any_step(self: Coordinator | Worker, step: int) -> None:
+    """Takes a message of any step."""
+
+
+def enter_where_it_was(self: Worker, welcome: Welcome) -> list[Effect]:
+    """Goes on with the step at which the connection was lost."""
+    before = self.step
+    effects = _enter(self, welcome)
+    if self in _were_in:
+        self.step = before
+    _were_in.add(self)
+    return effects
+
+
+def keep_own_state(self: Member, welcome: Welcome, payload: bytearray) -> None:
+    """Keeps the state that it had when the connection was lost."""
+    if not self.workers:
+        _load(self, welcome, payload)
+        return
+    self.recorder.drain()
+    self.record_start(self.workers[self.rank], welcome.step)
+
+
+def halt_for_one(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
+    """Halts the worker that found a value that is not finite; the others take over its shards."""
+    if isinstance(message, NonFinite) and peer in self.peers:
+        rank = self.peers[peer].in_rank()
+        halt = Send(peer, Halt(step=message.step, reason="not finite"))
+        return [Keep(rank, message), halt, *_drop(self, peer, "halted", now)]
+    return _receive(self, peer, message, now)
+
+
+def never_silent(self: Coordinator, member: Seen, now: float) -> bool:
+    """Waits for everyone for ever."""
+    return False
+
+
+# --- state that is handed on ------------------------------------------------------------------
+
+
+def _late(message: Message) -> bool:
+    return isinstance(message, Welcome) and message.step > 0 and not message.resumed
+
+
+def weights_alone(self: Server, message: Message) -> frames.Buffer:
+    """Who joins late gets no moments."""
+    if not _late(message):
+        return _payload(self, message)
+    moments = self.replica.state
+    self.replica.state = {name: np.zeros_like(vector) for name, vector in moments.items()}
+    try:
+        return _payload(self, message)
+    finally:
+        self.replica.state = moments
+
+
+def remembered(self: Server, step: int) -> None:
+    """Makes the step, and keeps the state from before."""
+    stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
+    arrays, moments = self.replica.replica.arrays, self.replica.state
+    specs, kind = self.workload.specs, self.scenario.optimizer
+    _before[self] = bytes(state.dump(specs, kind, stands, arrays, moments))
+    _apply_average(self, step)
+
+
+def state_before(self: Server, message: Message) -> frames.Buffer:
+    """Who joins late gets the state from before the latest step."""
+    return _before[self] if _late(message) and self in _before else _payload(self, message)
+
+
+def torn(path: Path, arrays: checkpoint.Arrays, progress: Mapping[str, Any]) -> None:
+    """Overwrites the file in place, and dies before the moments: they are still the old ones."""
+    if path.exists():
+        old, _ = checkpoint.load(path)
+        arrays = {n: old[n] if n.startswith("optimizer/") else a for n, a in arrays.items()}
+    _save(path, arrays, progress)
+
+
+# --- frames -----------------------------------------------------------------------------------
+
+
+def any_number(self: frames.Decoder) -> frames.Received | None:
+    """Takes a frame whatever its number, also one that came before."""
+    self._number = int.from_bytes(self._prefix[8:16], "little")
+    _end_prefix(self)
+    return None
+
+
+def any_checksum(self: frames.Decoder) -> frames.Received | None:
+    """Takes a frame whatever its checksum."""
+    assert self._received is not None
+    key = frames.NO_KEY if isinstance(self._received.message, frames.UNKEYED) else self.key
+    fields = self._prefix[: frames.FIELDS.size]
+    right = frames.checksum_of(key, fields, self._header, self._chunk)
+    self._prefix[frames.FIELDS.size :] = right
+    return _end_frame(self)
+
+
+def _at(kind: str, place: str, *, rank: int = 1, step: int = 1) -> Fault:
+    return Fault(kind=kind, rank=rank, step=step, at=place)
+
+
+_LEAVING = star(faults=(Fault(kind="leave", rank=1, step=1),))
+_ALL_DIE = star(world_size=2, faults=tuple(_at("kill", "Average", rank=n) for n in (0, 1)))
+_BACK = star(faults=(_at("cut", "Commit"),), optimizer="momentum")
+
+VARIANTS = (
+    Variant(
+        name="server-arrival-order",
+        summary="the server adds what workers deliver when it arrives",
+        source="classic (parameter server)",
+        plants={
+            f"{SERVER}.Server.keep": added_as_they_come,
+            f"{SERVER}.Server.reduce": all_that_came,
+        },
+        scenario=star(num_samples=40, batch_size=40, num_shards=8),
+        invariants=("F-TI-006", "F-DP-005"),
+        place={"step": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="orphans-dropped",
+        summary="the shards of a worker that died are given to nobody, and the step made without",
+        source="Horovod #3144",
+        plants={
+            f"{COORDINATOR}.Coordinator._drop": nobody_takes_over,
+            f"{SERVER}.Server.reduce": all_that_came,
+        },
+        scenario=_LEAVING,
+        invariants=("F-DP-006",),
+        # Step 1 is samples 8-15 of the order; worker 1 has shards 2 and 3, the 5th to 7th of them.
+        place={"step": 1, "rank": 1, "sample_ids": tuple(sorted(visit(_LEAVING)[12:15]))},
+    ),
+    Variant(
+        name="partial-delivery-kept",
+        summary="what a worker had sent when it died counts beside what others compute for it",
+        source="classic (parameter server)",
+        plants={
+            f"{SERVER}.Server.left": partial_stays,
+            f"{SERVER}.Server.reduce": partial_counts,
+        },
+        scenario=star(faults=(_at("cut", "Computed"),)),
+        invariants=("F-WP-005",),
+        place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="duplicate-counted",
+        summary="a delivery that comes twice is added twice",
+        source="classic (at-least-once delivery)",
+        plants={
+            f"{FRAMES}.Decoder._end_prefix": any_number,
+            f"{COORDINATOR}.Coordinator.receive": received_again,
+            f"{SERVER}.Server.keep": added_again,
+        },
+        scenario=star(faults=(_at("duplicate", "TreeNode"),)),
+        invariants=("F-WP-005",),
+        place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="flips-pass",
+        summary="nobody looks at the checksum of a frame that comes",
+        source="classic (silent corruption on the way)",
+        plants={f"{FRAMES}.Decoder._end_frame": any_checksum},
+        scenario=star(faults=(_at("flip", "TreeNode"),)),
+        invariants=("F-WP-005", "F-DP-005"),
+        place={"step": 1, "rank": 0, "tensor": "hidden2.weight", "element": 18},
+    ),
+    Variant(
+        name="made-when-reduced",
+        summary="the server makes a step before anyone does; if all die it makes it once more",
+        source="classic (two-phase commit)",
+        plants={
+            f"{COORDINATOR}.Coordinator.reduced": made_when_reduced,
+            f"{COORDINATOR}.Coordinator.receive": applied_already,
+        },
+        scenario=_ALL_DIE,
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="committed-when-reduced",
+        summary="a step counts as made before anyone has it staged; if all die nobody made it",
+        source="classic (two-phase commit)",
+        plants={f"{COORDINATOR}.Coordinator.reduced": committed_when_reduced},
+        scenario=_ALL_DIE,
+        invariants=("F-DP-002", "F-WP-005"),
+        place={"step": 1},
+    ),
+    Variant(
+        name="stale-step-accepted",
+        summary="a worker that was cut off goes on where it was, and nobody compares steps",
+        source="classic (elastic training)",
+        plants={
+            f"{MEMBER}.Member.load": keep_own_state,
+            f"{WORKER}.Worker._enter": enter_where_it_was,
+            f"{WORKER}.Worker._require_step": any_step,
+            f"{COORDINATOR}.Coordinator._require_step": any_step,
+        },
+        scenario=_BACK,
+        invariants=("F-DP-001", "F-DP-002"),
+        place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="halt-for-one",
+        summary="a value that is not finite halts its worker alone, and the others take its shards",
+        source="classic (halt not propagated)",
+        plants={f"{COORDINATOR}.Coordinator.receive": halt_for_one},
+        scenario=star(
+            faults=(
+                Fault(kind="non_finite_gradient", step=2, rank=1, shard=2, element=3, value="nan"),
+            )
+        ),
+        invariants=("F-DP-003",),
+        place={"step": 2, "rank": 1, "shard": 2},
+    ),
+    Variant(
+        name="never-given-up",
+        summary="a worker that says nothing is waited for, for ever",
+        source="classic (no deadline)",
+        plants={f"{COORDINATOR}.Coordinator._is_silent": never_silent},
+        scenario=star(faults=(_at("half_open", "TreeNode"),)),
+        invariants=("F-WP-005",),
+        place={"step": 1},
+    ),
+    Variant(
+        name="rejoin-without-moments",
+        summary="who comes back gets the weights, and no moments",
+        source="torch elastic",
+        plants={f"{SERVER}.Server.payload": weights_alone},
+        scenario=_BACK,
+        invariants=("F-DP-001",),
+        place={"step": 1, "rank": 1, "tensor": "momentum"},
+    ),
+    Variant(
+        name="rejoin-one-step-old",
+        summary="who comes back gets the state from before the latest step",
+        source="classic (asynchronous snapshot)",
+        plants={
+            f"{SERVER}.Server.apply_average": remembered,
+            f"{SERVER}.Server.payload": state_before,
+        },
+        scenario=_BACK,
+        invariants=("F-DP-001",),
+        place={"step": 1, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="checkpoint-torn",
+        summary="a checkpoint is written over the old one in place, and never to its end",
+        source="classic (not atomic)",
+        plants={f"{TRAINING}.checkpoint.save": torn},
+        scenario=star(stops=(1, 2), optimizer="momentum"),
+        invariants=("F-TI-002",),
+        place={"step": 2, "tensor": "momentum"},
+    ),
+)

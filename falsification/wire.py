@@ -1,0 +1,145 @@
+"""Bugs in the wire and at the door: what is carried, refused, set aside, and who is let in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from weakref import WeakSet
+
+import numpy as np
+
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.protocol import frames, handshake, terms
+from entrenar_py.protocol.effects import Left
+from entrenar_py.protocol.messages import Challenge, Hello, Message, Refuse
+from entrenar_py.protocol.terms import Admission, Terms
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.server import Server
+
+PROTOCOL = "entrenar_py.protocol"
+_encode, _due_first = frames.Encoder.encode, frames.Decoder._due_first
+_admit = terms.admit
+_left, _apply_average = Server.left, Server.apply_average
+_ALLOCATED_BYTES_MAX = 2**26
+_bereaved: WeakSet[Server] = WeakSet()
+
+
+def as_floats(
+    self: frames.Encoder, message: Message, payload: frames.Buffer = b""
+) -> Iterator[bytes | memoryview]:
+    """Payloads of whole floats are read and written as numbers."""
+    if len(payload) % 4 == 0:
+        with np.errstate(invalid="ignore"):
+            payload = (np.frombuffer(payload, np.float32) + np.float32(0)).tobytes()
+    yield from _encode(self, message, payload)
+
+
+def unchecked(
+    key: bytes, fields: frames.Buffer, header: frames.Buffer, chunk: frames.Buffer
+) -> bytes:
+    """The same for everything."""
+    return bytes(16)
+
+
+def set_aside_first(
+    self: frames.Decoder, kind: type[Message], header_bytes: int, whole_bytes: int
+) -> int:
+    """Memory for what is claimed (here: up to 64 MiB of it), and then a look at the claim."""
+    claimed = bytearray(min(whole_bytes, _ALLOCATED_BYTES_MAX))
+    due = _due_first(self, kind, header_bytes, whole_bytes)
+    del claimed
+    return due
+
+
+def half_is_enough(
+    hello: Hello,
+    challenge: Challenge,
+    agreed: Terms,
+    *,
+    secret: bytes,
+    world_size: int,
+    taken: Collection[int | None],
+) -> Admission | Refuse:
+    """Compares as much of the proof as was given."""
+    right = handshake.proof_of_worker(secret, challenge, hello)
+    if hello.proof and right.startswith(hello.proof):
+        hello = replace(hello, proof=right)
+    return _admit(hello, challenge, agreed, secret=secret, world_size=world_size, taken=taken)
+
+
+def bereaved(self: Server, effect: Left) -> None:
+    """Remembers that someone died in this step."""
+    _bereaved.add(self)
+    _left(self, effect)
+
+
+def stepped_twice(self: Server, step: int) -> None:
+    """After a death the step is made again, though it was made."""
+    if self in _bereaved:
+        _bereaved.discard(self)
+        average = self.average_held()
+        self.make(self.replica, step, average)
+    _apply_average(self, step)
+
+
+_WIRE = Scenario(system="wire", workload="linear", world_size=1, seed=0)
+_STAR = Scenario(
+    system="parameter_server_simulated",
+    workload="linear",
+    world_size=3,
+    seed=0,
+    num_steps=5,
+    faults=(Fault(kind="kill", rank=1, step=2, at="TreeNode"),),
+)
+
+VARIANTS = (
+    Variant(
+        name="payload-as-floats",
+        summary="payloads are read and written as numbers, and lose the sign of zero",
+        source="classic (serialisation through numbers)",
+        plants={f"{PROTOCOL}.frames.Encoder.encode": as_floats},
+        scenario=_WIRE,
+        invariants=("F-WP-001",),
+        place={"tensor": "Welcome"},
+    ),
+    Variant(
+        name="checksum-not-checked",
+        summary="every frame's checksum is the same, and so always right",
+        source="classic (placeholder hash)",
+        plants={f"{PROTOCOL}.frames.checksum_of": unchecked},
+        scenario=_WIRE,
+        invariants=("F-WP-002",),
+        place={"tensor": "another session's key"},
+    ),
+    Variant(
+        name="length-checked-late",
+        summary="memory is taken for what a frame claims before the claim is looked at",
+        source="classic (length checked after allocation)",
+        plants={f"{PROTOCOL}.frames.Decoder._due_first": set_aside_first},
+        scenario=_WIRE,
+        invariants=("F-WP-003",),
+        place={"tensor": "payload of 2^62 bytes"},
+    ),
+    Variant(
+        name="half-a-proof",
+        summary="of a proof only as much is compared as was given",
+        source="classic (prefix comparison)",
+        plants={f"{PROTOCOL}.terms.admit": half_is_enough},
+        scenario=_WIRE,
+        invariants=("F-WP-004",),
+        place={"tensor": "half a proof"},
+    ),
+    Variant(
+        name="server-steps-twice",
+        summary="after a worker's death the server makes the step again, though it was made",
+        source="classic (a second optimizer step after one that already stepped)",
+        plants={
+            "entrenar_py.systems.server.Server.left": bereaved,
+            "entrenar_py.systems.server.Server.apply_average": stepped_twice,
+        },
+        scenario=_STAR,
+        invariants=("F-WP-005",),
+        place={"step": 3, "rank": 1},
+    ),
+)

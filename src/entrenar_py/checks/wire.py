@@ -1,0 +1,91 @@
+"""F-WP-001 to F-WP-004: messages arrive as they were sent, nothing else does, and nobody else.
+
+Source: wire-protocol-v1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Admission, Carried, Refused, Trace
+from entrenar_py.verdict import Finding, Tally
+
+SYSTEM = "wire"
+# What reading a message may take beside its payload: a header of at most 1 MiB, as bytes and as
+# text, and the frames' own records.
+BESIDE_BYTES = 4 * 2**20
+REFUSAL = "ProtocolError"
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """Three seeds: other pieces, other bits."""
+    return [
+        Scenario(system=SYSTEM, workload="linear", world_size=1, seed=seed) for seed in range(3)
+    ]
+
+
+def judge_round_trip(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Every message came out as it went in."""
+    tally = Tally(invariant.id)
+    for trace in evidence.usable(traces, tally):
+        for one in trace.of(Carried):
+            what = f"{one.message} with {one.payload_bytes} bytes, in {one.pieces} pieces"
+            place = {"tensor": one.message, "scenario": trace.scenario.to_dict()}
+            tally.equal(one.sent, one.got, f"{what}, is not what was sent", **place)
+    return _finding(tally, invariant, "no message was carried")
+
+
+def judge_refusal(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Everything malformed gave the one error that there is for it."""
+    tally = Tally(invariant.id)
+    for trace in evidence.usable(traces, tally):
+        for one in trace.of(Refused):
+            what = f"{one.case} gave {one.error or 'a message'}"
+            place = {"tensor": one.case, "scenario": trace.scenario.to_dict()}
+            tally.equal(REFUSAL, one.error, what, **place)
+    return _finding(tally, invariant, "nothing malformed was read")
+
+
+def judge_memory(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Reading takes the payload's bytes and little more; what is refused takes little at all."""
+    tally = Tally(invariant.id)
+    for trace in evidence.usable(traces, tally):
+        scenario = trace.scenario.to_dict()
+        for one in trace.of(Carried):
+            most = one.payload_bytes + BESIDE_BYTES
+            tally.check(
+                one.allocated_bytes <= most,
+                f"reading {one.message} with {one.payload_bytes} bytes took {one.allocated_bytes}",
+                tensor=one.message,
+                expected=f"<= {most}",
+                got=str(one.allocated_bytes),
+                scenario=scenario,
+            )
+        for refused in trace.of(Refused):
+            tally.check(
+                refused.allocated_bytes <= BESIDE_BYTES,
+                f"refusing {refused.case} took {refused.allocated_bytes} bytes",
+                tensor=refused.case,
+                expected=f"<= {BESIDE_BYTES}",
+                got=str(refused.allocated_bytes),
+                scenario=scenario,
+            )
+    return _finding(tally, invariant, "no message was read")
+
+
+def judge_admission(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Who is entitled is let in, and nobody else is."""
+    tally = Tally(invariant.id)
+    for trace in evidence.usable(traces, tally):
+        for one in trace.of(Admission):
+            was = "was let in" if one.let_in else "was turned away"
+            place = {"tensor": one.case, "scenario": trace.scenario.to_dict()}
+            tally.equal(one.entitled, one.let_in, f"{one.case}: {was}", **place)
+    return _finding(tally, invariant, "nobody asked to join")
+
+
+def _finding(tally: Tally, invariant: Invariant, nothing: str) -> Finding:
+    return tally.finding(nothing=missing.probed(invariant, nothing))

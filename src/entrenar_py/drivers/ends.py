@@ -1,0 +1,275 @@
+"""An end of the protocol: a machine, its codecs and its hands, without the network.
+
+A driver tells an end what bytes came and what time it is; the end does what its machine wants done
+and writes to the driver's `Wire`. Hands do the arithmetic and keep the record.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.frames import (
+    FROM_COORDINATOR,
+    TO_COORDINATOR,
+    Buffer,
+    Decoder,
+    Encoder,
+    Received,
+)
+from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
+from entrenar_py.protocol.worker import Worker
+
+
+class Wire(Protocol):
+    """Where an end's bytes go."""
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        """Sends `message`, which `buffers` are, after everything before."""
+        ...
+
+    def close(self, peer: Peer, reason: str) -> None:
+        """Ends the connection once all is sent; nothing of it is told to the end any more."""
+        ...
+
+
+class ServerHands(Protocol):
+    """The coordinator's arithmetic and record (`systems.server`)."""
+
+    def sizes(self) -> Mapping[type[Message], int]: ...
+    def require(self, rank: int, message: Message, payload: bytearray) -> None: ...
+    def keep(self, rank: int, message: Message, payload: bytearray) -> None: ...
+    def payload(self, message: Message) -> Buffer: ...
+    def joined(self, effect: do.Joined) -> None: ...
+    def left(self, effect: do.Left) -> None: ...
+    def gather(self, step: int) -> None: ...
+    def reduce(self) -> tuple[float, float] | str: ...
+    def apply_average(self, step: int) -> None: ...
+    def save(self, step: int) -> None: ...
+    def stop(self, effect: do.Stop) -> None: ...
+
+
+class MemberHands(Protocol):
+    """A worker's arithmetic and record (`systems.member`)."""
+
+    def sizes(self) -> Mapping[type[Message], int]: ...
+    def load(self, welcome: Welcome, payload: bytearray) -> None: ...
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite: ...
+    def hold(self, average: Average, payload: bytearray) -> None: ...
+    def make_held(self, step: int) -> None: ...
+    def payload(self, message: Message) -> Buffer: ...
+
+
+@dataclass
+class Stream:
+    """The codecs of one connection."""
+
+    decoder: Decoder
+    encoder: Encoder
+
+    def secure(self, key: bytes) -> None:
+        """All later frames are keyed, in both directions."""
+        self.decoder.key = self.encoder.key = key
+
+
+class CoordinatorEnd:
+    """The coordinator. `finished` is its Finish effect, once there is one."""
+
+    def __init__(
+        self, machine: Coordinator, hands: ServerHands, wire: Wire, clock: Callable[[], float]
+    ) -> None:
+        self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
+        self.finished: do.Finish | None = None
+        self._sizes = hands.sizes()
+        self._streams: dict[Peer, Stream] = {}
+
+    def connected(self, peer: Peer, nonce: str) -> None:
+        """Someone connected; `nonce` is 32 random hex digits."""
+        limit = self._sizes.get
+        decoder = Decoder(lambda kind: limit(kind, 0), direction=TO_COORDINATOR)
+        self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR))
+        self._do(self.machine.connected(peer, nonce, self._clock()))
+
+    def buffer(self, peer: Peer) -> memoryview | None:
+        """Where the next bytes of `peer` go; None if they go nowhere any more."""
+        stream = self._streams.get(peer)
+        return None if stream is None else stream.decoder.buffer()
+
+    def filled(self, peer: Peer, num_bytes: int) -> None:
+        """`num_bytes` were written to `buffer`."""
+        now, decoder = self._clock(), self._streams[peer].decoder
+        num_frames = decoder.num_frames
+        try:
+            received = decoder.filled(num_bytes)
+            if decoder.num_frames > num_frames:
+                self.machine.heard(peer, now)
+            if received is not None:
+                message, payload = received.message, received.payload
+                rank = self.machine.peers[peer].rank
+                if rank is not None:
+                    self.hands.require(rank, message, payload)
+                self._do(self.machine.receive(peer, message, now), payload)
+        except ProtocolError as error:
+            self._do(self.machine.lost(peer, str(error), now))
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """The connection is gone."""
+        if peer in self._streams:
+            self._do(self.machine.lost(peer, reason, self._clock()))
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._do(self.machine.tick(self._clock()))
+
+    def _do(self, wanted: Iterable[Effect], payload: bytearray | None = None) -> None:
+        """Does everything that is wanted, and what follows from that, in order."""
+        waiting = deque(wanted)
+        while waiting:
+            waiting.extend(self._one(waiting.popleft(), payload))
+
+    def _one(self, effect: Effect, payload: bytearray | None) -> list[Effect]:
+        match effect:
+            case do.Send(peer, message):
+                content = self.hands.payload(message)
+                frames = self._streams[peer].encoder.encode(message, content)
+                self._wire.write(peer, message, frames)
+            case do.Secure(peer, key):
+                self._streams[peer].secure(key)
+            case do.Close(peer, reason):
+                del self._streams[peer]
+                self._wire.close(peer, reason)
+            case do.Keep(rank, message):
+                assert payload is not None, "what is kept was received"
+                self.hands.keep(rank, message, payload)
+            case do.Joined():
+                self.hands.joined(effect)
+            case do.Left():
+                self.hands.left(effect)
+            case do.Gather(step):
+                self.hands.gather(step)
+            case do.Reduce(step):
+                return self._reduced(step)
+            case do.Apply(step):
+                self.hands.apply_average(step)
+            case do.Save(step):
+                self.hands.save(step)
+            case do.Stop():
+                self.hands.stop(effect)
+            case do.Finish():
+                self.finished = effect
+            case _:
+                raise AssertionError(f"{effect} is not the coordinator's")
+        return []
+
+    def _reduced(self, step: int) -> list[Effect]:
+        reduced = self.hands.reduce()
+        if isinstance(reduced, str):
+            return self.machine.refused(step, reduced)
+        loss, weight = reduced
+        return self.machine.reduced(step, loss, weight, self._clock())
+
+
+class WorkerEnd:
+    """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
+    with `computed`. `finished` is its Finish effect, once there is one.
+    """
+
+    def __init__(
+        self,
+        machine: Worker,
+        hands: MemberHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        compute: Callable[[do.Compute], None],
+    ) -> None:
+        self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
+        self.finished: do.Finish | None = None
+        self.num_stays = 0  # how often it was let in
+        self._compute = compute
+        self._sizes = hands.sizes()
+        self._stream = self._new_stream()
+
+    def connected(self, peer: Peer, nonce: str) -> None:
+        """Connected to the coordinator; `nonce` is 32 random hex digits."""
+        self._stream = self._new_stream()
+        self._do(self.machine.connected(peer, nonce, self._clock()))
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go."""
+        return self._stream.decoder.buffer()
+
+    def filled(self, num_bytes: int) -> None:
+        """`num_bytes` were written to `buffer`."""
+        now, decoder = self._clock(), self._stream.decoder
+        num_frames = decoder.num_frames
+        try:
+            received = decoder.filled(num_bytes)
+            if decoder.num_frames > num_frames:
+                self.machine.heard(now)
+            if received is not None:
+                self._require(received.message, received.payload)
+                self._do(self.machine.receive(received.message, now), received)
+        except ProtocolError as error:
+            self._do(self.machine.lost(str(error)))
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone."""
+        self._do(self.machine.lost(reason))
+
+    def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
+        """What came of `asked`."""
+        self._do(self.machine.computed(asked, outcome))
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._do(self.machine.tick(self._clock()))
+
+    def _new_stream(self) -> Stream:
+        limit = self._sizes.get
+        decoder = Decoder(lambda kind: limit(kind, 0), direction=FROM_COORDINATOR)
+        return Stream(decoder, Encoder(direction=TO_COORDINATOR))
+
+    def _require(self, message: Message, payload: bytearray) -> None:
+        due = self._sizes.get(type(message), 0)
+        if len(payload) != due:
+            raise ProtocolError(
+                f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
+            )
+
+    def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
+        for effect in wanted:
+            self._one(effect, received)
+
+    def _one(self, effect: Effect, received: Received | None) -> None:
+        match effect:
+            case do.Send(peer, message):
+                content = self.hands.payload(message)
+                frames = self._stream.encoder.encode(message, content)
+                self._wire.write(peer, message, frames)
+            case do.Secure(_, key):
+                self._stream.secure(key)
+            case do.Close(peer, reason):
+                self._wire.close(peer, reason)
+            case do.Load():
+                assert received is not None
+                assert isinstance(received.message, Welcome)
+                self.num_stays += 1
+                self.hands.load(received.message, received.payload)
+            case do.Compute():
+                self._compute(effect)
+            case do.Hold():
+                assert received is not None
+                assert isinstance(received.message, Average)
+                self.hands.hold(received.message, received.payload)
+            case do.Make(step):
+                self.hands.make_held(step)
+            case do.Finish():
+                self.finished = effect
+            case _:
+                raise AssertionError(f"{effect} is not a worker's")

@@ -1,0 +1,143 @@
+"""Worker processes: forked from a parent that has everything loaded, told what to do over a pipe.
+
+A process that is done waits for the next job; one that died is replaced. None outlives the process
+that started it: the end of the pipe ends it, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.forkserver import _forkserver
+from multiprocessing.process import BaseProcess
+
+ENDING_S = 5.0
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+class Job:
+    """The worker's end of its pipe: jobs come, answers go back, and notes while a job is done."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.fileno = pipe.fileno
+
+    def next(self) -> bytes | None:
+        """The next job; None when there will be none."""
+        try:
+            return self._pipe.recv_bytes()
+        except EOFError:
+            return None
+
+    def note(self, text: bytes) -> None:
+        """Says something while the job is being done."""
+        self._pipe.send_bytes(b"+" + text)
+
+    def answer(self, text: bytes) -> None:
+        """Says how the job went."""
+        self._pipe.send_bytes(b"=" + text)
+
+
+@dataclass(eq=False)
+class Hand:
+    """One worker process. `answer` is what it said at the end of its job; None before."""
+
+    process: BaseProcess
+    pipe: Connection
+    answer: bytes | None = None
+
+    def heard(self) -> bytes | None:
+        """Reads what the process said: a note; None if that was the answer, or it is gone."""
+        try:
+            said = self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        if said[:1] == b"+":
+            return said[1:]
+        self.answer = said[1:]
+        return None
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def kill(self) -> None:
+        """Ends the process at once, also one that is stopped."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Crew:
+    """Processes that run `main`; those that are idle are used again."""
+
+    def __init__(self, main: Callable[[Connection], None], *, preload: Sequence[str]) -> None:
+        self._main = main
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self._idle: list[Hand] = []
+        self._busy: list[Hand] = []
+
+    def give(self, job: bytes) -> Hand:
+        """Gives `job` to an idle process, or to a new one."""
+        alive = [hand for hand in self._idle if hand.process.is_alive()]
+        hand = alive[0] if alive else self._new()
+        self._idle = alive[1:]
+        hand.answer = None
+        hand.pipe.send_bytes(job)
+        self._busy.append(hand)
+        return hand
+
+    def gather(self, timeout_s: float) -> None:
+        """Waits until everyone has answered or died; who does neither in time is killed."""
+        deadline = time.monotonic() + timeout_s
+        for hand in self._busy:
+            while hand.answer is None and hand.process.is_alive():
+                if not hand.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    break
+                hand.heard()
+            if hand.answer is None:
+                hand.kill()
+            else:
+                self._idle.append(hand)
+        self._busy.clear()
+
+    def dismiss(self) -> None:
+        """Ends every process."""
+        for hand in (*self._idle, *self._busy):
+            hand.pipe.close()
+            hand.process.join(ENDING_S)
+            if hand.process.is_alive():
+                hand.kill()
+        self._idle.clear()
+        self._busy.clear()
+
+    def _new(self) -> Hand:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_run, args=(self._main, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return Hand(process, ours)
+
+
+def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
+    """Runs `main` in a new process, which dies when the first process does, even if it is stopped.
+
+    A stopped process does not notice the end of its pipe, but the kernel kills it with the fork
+    server, its parent. That one ends with the last writer of its own pipe: every child is given a
+    writer, for children it never has here, and must not keep it.
+    """
+    os.close(_forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    main(pipe)

@@ -1,0 +1,333 @@
+"""The protocol in virtual time: every machine, one seeded scheduler, no sockets.
+
+Bytes arrive in order on each connection, as they do over TCP, after a delay that is drawn; what a
+worker computes takes a time that is drawn. Same seed, same run. `meddle` sees every message on its
+way and may say what happens to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
+from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.effects import Peer
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.handshake import NONCE_BYTES
+from entrenar_py.protocol.messages import Message
+from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.protocol.worker import Worker
+
+LATENCY_S = (0.0001, 0.002)
+COMPUTING_S = (0.001, 0.05)
+RECONNECT_S = 0.5
+TICK_S = 0.5
+FAREWELL_S = 1.0  # how long the last messages may take
+
+
+@dataclass(slots=True)
+class Direction:
+    """One way of a connection: when its last bytes arrive, and what waits to be reordered."""
+
+    arrives: float = 0.0
+    held: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A worker's process. `frozen_until` is when it goes on; `calling`: it will connect soon."""
+
+    end: WorkerEnd
+    connection: Connection | None = None
+    alive: bool = True
+    frozen_until: float = 0.0
+    calling: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """Between a worker and the coordinator, who calls it `peer`. `dead`: nothing passes."""
+
+    peer: int
+    node: Node
+    up: Direction = field(default_factory=Direction)
+    down: Direction = field(default_factory=Direction)
+    dead: bool = False
+    ended: bool = False
+
+
+class Simulation:
+    """One run. `start` starts workers, `run` lets time pass until the coordinator is finished."""
+
+    def __init__(
+        self,
+        run: Run,
+        hands: ServerHands,
+        member: Callable[[], MemberHands],
+        *,
+        seed: int,
+        meddle: Meddle,
+        timing: Timing,
+        secret: bytes = b"",
+    ) -> None:
+        self.now = 0.0
+        self.nodes: list[Node] = []
+        self._run, self._member, self._meddle = run, member, meddle
+        self._timing, self._secret = timing, secret
+        self._random = random.Random(seed)
+        self._numbers = count()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._connections: dict[Peer, Connection] = {}
+        self.coordinator = self._new_coordinator(run, hands)
+        self._tick(lambda: self.coordinator.tick(), lambda: True)
+
+    def start(self, rank: int | None, backend: str) -> Node:
+        """A new worker process, which connects at once; `rank` is the one it asks for."""
+        machine = Worker(
+            self._run.terms, secret=self._secret, backend=backend, rank=rank, timing=self._timing
+        )
+        up = _Up(self)
+        end = WorkerEnd(machine, self._member(), up, self._clock, up.compute)
+        node = up.node = Node(end)
+        self.nodes.append(node)
+        self._connect(node)
+        self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
+        return node
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has `action` done when `seconds` have passed."""
+        self._at(self.now + seconds, action)
+
+    def restart(self, run: Run, hands: ServerHands) -> None:
+        """The coordinator's process is gone, with its connections; another one takes up `run`."""
+        for connection in self._connections.values():
+            connection.dead = True  # what is on its way up has nowhere to go
+            if not connection.ended:
+                connection.ended = True
+                self._end_down(connection, "the coordinator died")
+        self.coordinator = self._new_coordinator(run, hands)
+
+    def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
+        machine = Coordinator(run, secret=self._secret, timing=self._timing, now=self.now)
+        return CoordinatorEnd(machine, hands, _Down(self), self._clock)
+
+    def run(self, *, until_s: float) -> do.Finish:
+        """The coordinator's Finish; `failed` if it is not finished after `until_s`."""
+        while self.coordinator.finished is None and self.now <= until_s:
+            self._next()
+        ended = self.now
+        while self._queue and self._queue[0][0] <= ended + FAREWELL_S:
+            self._next()
+        late = f"not finished after {ended:.0f} s of virtual time"
+        return self.coordinator.finished or do.Finish("failed", late)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        return self.now
+
+    def _next(self) -> None:
+        self.now, _, action = heapq.heappop(self._queue)
+        action()
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (when, next(self._numbers), action))
+
+    def _tick(self, tick: Callable[[], None], going: Callable[[], bool]) -> None:
+        """Calls `tick` every TICK_S for as long as it is `going`."""
+
+        def again() -> None:
+            if going():
+                tick()
+                self._at(self.now + TICK_S, again)
+
+        self._at(self.now + self._random.uniform(0, TICK_S), again)
+
+    def _to(self, node: Node, action: Callable[[], None]) -> None:
+        """Has a worker do `action`: not if it is dead, and later if it is frozen."""
+        if node.alive and node.frozen_until > self.now:
+            self._at(node.frozen_until, lambda: self._to(node, action))
+        elif node.alive:
+            action()
+            self._settle(node)
+
+    def _settle(self, node: Node) -> None:
+        """Lets a worker's process end, or connect again, as its machine says."""
+        if node.end.finished is not None:
+            node.alive = False
+        elif node.connection is None and not node.calling:
+            node.calling = True
+            self._at(self.now + RECONNECT_S, lambda: self._connect(node))
+
+    def work(self, node: Node, asked: do.Compute) -> None:
+        """Has a worker compute, which takes its time."""
+
+        def done() -> None:
+            if node.end.machine.wants(asked):
+                outcome = node.end.hands.work(asked.step, asked.shards)
+                node.end.computed(asked, outcome)
+
+        takes_s = len(asked.shards) * self._random.uniform(*COMPUTING_S)
+        self._at(self.now + takes_s, lambda: self._to(node, done))
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _connect(self, node: Node) -> None:
+        node.calling = False
+        if not node.alive or node.connection is not None:
+            return
+        connection = node.connection = Connection(next(self._numbers), node)
+        self._connections[connection.peer] = connection
+        node.end.connected(connection.peer, self._nonce())
+        self.coordinator.connected(connection.peer, self._nonce())
+
+    def _nonce(self) -> str:
+        return self._random.randbytes(NONCE_BYTES).hex()
+
+    def send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
+        """Puts a message on its way, or what is left of it."""
+        node, way = connection.node, connection.up if up else connection.down
+        if connection.dead or connection.ended:
+            return
+        befalls = self._meddle(node.end.machine.rank, up, message) or Meddling(None)
+        half = data[: len(data) // 2]
+        delay = self._random.uniform(*LATENCY_S)
+        match befalls.fate:
+            case Fate.KILL:
+                self._deliver(connection, up, half if up else b"", delay)
+                node.alive = False
+                self._break(connection, "the process died")
+                return
+            case Fate.CUT:
+                self._deliver(connection, up, half, delay)
+                self._break(connection, "connection reset")
+                return
+            case Fate.HALF_OPEN:
+                connection.dead = True
+                return
+            case Fate.REORDER:
+                way.held += data
+                return
+            case Fate.FREEZE:
+                node.frozen_until = self.now + befalls.seconds
+            case Fate.DELAY:
+                delay += befalls.seconds
+        data, way.held = bent(befalls, data, self._random) + way.held, b""
+        self._deliver(connection, up, data, delay)
+
+    def _deliver(self, connection: Connection, up: bool, data: bytes, delay: float) -> None:
+        way = connection.up if up else connection.down
+        way.arrives = max(way.arrives, self.now + delay)
+
+        peer, node, end = connection.peer, connection.node, self.coordinator
+
+        def to_coordinator() -> None:
+            _feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), data)
+
+        def to_worker() -> None:
+            def buffer() -> memoryview | None:
+                return node.end.buffer() if node.connection is connection else None
+
+            _feed(buffer, node.end.filled, data)
+
+        def arrive() -> None:
+            if up and not connection.dead:
+                to_coordinator()
+            elif not connection.dead:
+                self._to(node, to_worker)
+
+        self._at(way.arrives, arrive)
+
+    def _break(self, connection: Connection, reason: str) -> None:
+        """Ends a connection; each end hears of it once everything before has arrived."""
+        connection.ended = True
+        self._end_up(connection, reason)
+        self._end_down(connection, reason)
+
+    def _end_up(self, connection: Connection, reason: str) -> None:
+        when = max(connection.up.arrives, self.now) + LATENCY_S[0]
+        self._at(when, lambda: self.coordinator.lost(connection.peer, reason))
+
+    def _end_down(self, connection: Connection, reason: str) -> None:
+        node = connection.node
+
+        def end() -> None:
+            if node.connection is connection:
+                node.connection = None
+                node.end.lost(reason)
+
+        when = max(connection.down.arrives, self.now) + LATENCY_S[0]
+        self._at(when, lambda: self._to(node, end))
+
+    def closed_by_coordinator(self, peer: Peer, reason: str) -> None:
+        """The coordinator says nothing more; the worker hears so after what was said before."""
+        connection = self._connections[peer]
+        if not connection.ended and not connection.dead:
+            connection.ended = True
+            self._end_down(connection, f"closed by the coordinator: {reason}")
+
+    def closed_by_worker(self, node: Node, reason: str) -> None:
+        """The worker says nothing more."""
+        connection, node.connection = node.connection, None
+        if connection is not None and not connection.ended and not connection.dead:
+            connection.ended = True
+            self._end_up(connection, f"closed by the worker: {reason}")
+
+    def connection_of(self, peer: Peer) -> Connection:
+        """The connection that the coordinator calls `peer`."""
+        return self._connections[peer]
+
+
+class _Down:
+    """The coordinator's wire."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        data = b"".join(buffers)
+        self._simulation.send(self._simulation.connection_of(peer), False, message, data)
+
+    def close(self, peer: Peer, reason: str) -> None:
+        self._simulation.closed_by_coordinator(peer, reason)
+
+
+class _Up:
+    """A worker's wire, and what it leaves its computing to."""
+
+    node: Node
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        data = b"".join(buffers)
+        if self.node.connection is not None and self.node.alive:
+            self._simulation.send(self.node.connection, True, message, data)
+
+    def close(self, peer: Peer, reason: str) -> None:
+        self._simulation.closed_by_worker(self.node, reason)
+
+    def compute(self, asked: do.Compute) -> None:
+        self._simulation.work(self.node, asked)
+
+
+def _feed(
+    buffer: Callable[[], memoryview | None], filled: Callable[[int], None], data: bytes
+) -> None:
+    """Writes `data` to a decoder, as much at a time as it takes; drops it if it takes none."""
+    left = memoryview(data)
+    while left.nbytes:
+        place = buffer()
+        if place is None:
+            return
+        num_bytes = min(place.nbytes, left.nbytes)
+        place[:num_bytes] = left[:num_bytes]
+        left = left[num_bytes:]
+        filled(num_bytes)

@@ -1,0 +1,221 @@
+"""Bytes <-> messages: framing, integrity, bounds.
+
+A message travels as one frame, or as several when its payload is longer than CHUNK_BYTES: the
+first carries the header and the first chunk, the others a chunk each. The prefix of a frame:
+
+    bytes   0- 3  magic "ENTP"
+            4     version
+            5     tag of the message
+            6     1 for a message's first frame, 0 for a later one
+            7     0 to the coordinator, 1 from it: no end can be told its own words
+            8-15  number of this frame in its direction, from 0
+           16-19  bytes of the header, 0 in a later frame
+           20-23  bytes of the chunk
+           24-31  bytes of the message's whole payload
+           32-47  checksum: BLAKE3, keyed, of bytes 0-31, the header and the chunk
+
+All integers are little-endian. The number makes a frame that was lost, repeated or put elsewhere
+look as wrong as a flipped bit does; the key is the session's (`handshake`), so that nobody else
+can write a frame of it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from blake3 import blake3
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import messages
+from entrenar_py.protocol.messages import MESSAGES, VERSION, Message
+
+MAGIC = b"ENTP"
+CHUNK_BYTES = 2**20
+HEADER_BYTES_MAX = 2**21  # room for the longest list of the longest numbers
+UNKEYED_HEADER_BYTES_MAX = 2**12  # all that a stranger can make this end set aside
+
+FIELDS = struct.Struct("<4sBBBBQIIQ")
+_CHECKSUM_BYTES = 16
+PREFIX_BYTES = FIELDS.size + _CHECKSUM_BYTES
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+# How many payload bytes a message of this kind may bring now; 0 for none.
+Limit = Callable[[type[Message]], int]
+
+
+# Before a session has a key these three alone may come, and they never have it.
+NO_KEY = bytes(32)
+TO_COORDINATOR, FROM_COORDINATOR = 0, 1
+UNKEYED = (messages.Challenge, messages.Hello, messages.Refuse)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A whole message; `payload` is a buffer of its own, empty if it carries nothing."""
+
+    message: Message
+    payload: bytearray
+
+
+class Encoder:
+    """One direction of one connection, at the end that writes; `key` is the session's."""
+
+    def __init__(self, key: bytes = NO_KEY, *, direction: int = TO_COORDINATOR) -> None:
+        self.key = key
+        self._direction = direction
+        self._number = 0
+
+    def encode(self, message: Message, payload: Buffer = b"") -> Iterator[bytes | memoryview]:
+        """The frames of `message`: each its prefix with the header, then a view of its chunk."""
+        whole = memoryview(payload).cast("B")
+        assert message.carries or not whole.nbytes, f"{message} carries nothing"
+        header = messages.dump(message)
+        assert len(header) <= header_bytes_max(type(message)), f"{type(message)} is too long"
+        key = NO_KEY if isinstance(message, UNKEYED) else self.key
+        for start in range(0, max(whole.nbytes, 1), CHUNK_BYTES):
+            chunk = whole[start : start + CHUNK_BYTES]
+            fields = FIELDS.pack(
+                *(MAGIC, VERSION, message.tag, start == 0, self._direction, self._number),
+                *(len(header), chunk.nbytes, whole.nbytes),
+            )
+            self._number += 1
+            yield fields + checksum_of(key, fields, header, chunk) + header
+            if chunk.nbytes:
+                yield chunk
+            header = b""
+
+
+class Decoder:
+    """One direction of one connection, at the end that reads; `key` is the session's.
+
+    Fill `buffer()` and tell `filled` how much was written there: what is complete comes back. A
+    payload is allocated once the prefix is sound and its size within `limit`, and no sooner.
+    """
+
+    def __init__(
+        self, limit: Limit, key: bytes = NO_KEY, *, direction: int = TO_COORDINATOR
+    ) -> None:
+        self.key = key
+        self._direction = direction
+        self._limit = limit
+        self._number = 0
+        self._received: Received | None = None  # the message in work, until its last frame
+        self._at = 0  # bytes of its payload that came
+        self._prefix = bytearray(PREFIX_BYTES)
+        self._header = bytearray()
+        self._chunk = memoryview(b"")
+        self._rest = memoryview(self._prefix)  # of the part in work: prefix, header or chunk
+        self._advance: Callable[[], Received | None] = self._end_prefix
+
+    @property
+    def num_frames(self) -> int:
+        """How many whole frames came. Bytes alone are no progress: a damaged length may ask for any
+        number of them."""
+        return self._number
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        return self._rest
+
+    def filled(self, num_bytes: int) -> Received | None:
+        """Takes the `num_bytes` written to `buffer()`; the message that they complete, if any.
+
+        ProtocolError for what is no frame, or one that is damaged, out of turn or too long:
+        nothing more can be read from this peer then.
+        """
+        self._rest = self._rest[num_bytes:]
+        done = None
+        while not self._rest.nbytes:  # a header or a chunk may be empty
+            done = self._advance()
+        return done
+
+    def _end_prefix(self) -> None:
+        fields = FIELDS.unpack_from(self._prefix)
+        magic, version, tag, first, direction, number, header_bytes, chunk_bytes, whole_bytes = (
+            fields
+        )
+        _require(magic == MAGIC, f"magic={magic!r}: not a frame of this protocol")
+        _require(version == VERSION, f"version={version}: this end speaks {VERSION}")
+        _require(tag in MESSAGES, f"tag={tag}: no message has it")
+        _require(number == self._number, f"frame {number} came where {self._number} was due")
+        in_turn = direction == self._direction and first == (self._received is None)
+        _require(in_turn, "a frame out of its turn")
+        if self._received is None:
+            due = self._due_first(MESSAGES[tag], header_bytes, whole_bytes)
+        else:
+            due = self._due_later(self._received, MESSAGES[tag], header_bytes, whole_bytes)
+        _require(
+            chunk_bytes == min(due, CHUNK_BYTES), f"chunk_bytes={chunk_bytes} with {due} bytes due"
+        )
+        self._header = bytearray(header_bytes)
+        self._rest = memoryview(self._header)
+        self._advance = self._end_header
+
+    def _due_first(self, kind: type[Message], header_bytes: int, whole_bytes: int) -> int:
+        """The bytes of payload due with and after a message's first frame."""
+        name, longest = kind.__name__, header_bytes_max(kind)
+        keyed = kind in UNKEYED or self.key != NO_KEY
+        _require(keyed, f"{name} from a stranger: prove yourself first")
+        _require(
+            0 < header_bytes <= longest, f"{name} header_bytes={header_bytes}: use 1 to {longest}"
+        )
+        most = self._limit(kind) if kind.carries else 0
+        _require(
+            whole_bytes <= most,
+            f"{name} with a payload of {whole_bytes} bytes: {most} are allowed now",
+        )
+        return whole_bytes
+
+    def _due_later(
+        self, received: Received, kind: type[Message], header_bytes: int, whole_bytes: int
+    ) -> int:
+        """The bytes of payload due with and after a later frame of the message in work."""
+        known = type(received.message) is kind and header_bytes == 0
+        _require(known, "a frame of another message came in between")
+        whole = len(received.payload)
+        _require(whole_bytes == whole, f"payload_bytes={whole_bytes}: it began with {whole}")
+        return whole - self._at
+
+    def _end_header(self) -> None:
+        _, _, tag, *_, chunk_bytes, whole_bytes = FIELDS.unpack_from(self._prefix)
+        if self._received is None:
+            message = messages.parse(tag, bytes(self._header))
+            self._received = Received(message, bytearray(whole_bytes))
+            self._at = 0
+        self._chunk = memoryview(self._received.payload)[self._at : self._at + chunk_bytes]
+        self._rest = self._chunk
+        self._advance = self._end_frame
+
+    def _end_frame(self) -> Received | None:
+        received = self._received
+        assert received is not None, "_end_header made it"
+        key = NO_KEY if isinstance(received.message, UNKEYED) else self.key
+        fields, checksum = self._prefix[: FIELDS.size], self._prefix[FIELDS.size :]
+        right = checksum_of(key, fields, self._header, self._chunk)
+        _require(hmac.compare_digest(right, checksum), "checksum: damaged, or not of this session")
+        self._number += 1
+        self._at += self._chunk.nbytes
+        self._rest, self._advance = memoryview(self._prefix), self._end_prefix
+        if self._at < len(received.payload):
+            return None
+        self._received = None
+        return received
+
+
+def header_bytes_max(kind: type[Message]) -> int:
+    """How long the header of a message of this kind may be."""
+    return UNKEYED_HEADER_BYTES_MAX if kind in UNKEYED else HEADER_BYTES_MAX
+
+
+def checksum_of(key: bytes, fields: Buffer, header: Buffer, chunk: Buffer) -> bytes:
+    """The checksum of one frame: of its fields, its header and its chunk."""
+    return blake3(key=key).update(fields).update(header).update(chunk).digest(_CHECKSUM_BYTES)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ProtocolError(message)

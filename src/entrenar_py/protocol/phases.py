@@ -1,0 +1,154 @@
+"""Where a peer can stand, what it may say there, and what follows: the only tables of legal moves.
+
+The machines read what is legal, and the tables and diagrams in the docs are drawn from all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from entrenar_py.protocol.messages import (
+    Applied,
+    Assign,
+    Average,
+    Challenge,
+    Commit,
+    Computed,
+    Halt,
+    Heartbeat,
+    Hello,
+    Leave,
+    Loaded,
+    Message,
+    NonFinite,
+    Refuse,
+    Shutdown,
+    Staged,
+    TreeNode,
+    Welcome,
+)
+
+
+class Stage(StrEnum):
+    """Where a run stands."""
+
+    GATHERING = "gathering"  # between two steps
+    COMPUTING = "computing"
+    REDUCING = "reducing"
+    STAGING = "staging"
+    APPLYING = "applying"
+    OVER = "over"
+
+
+class PeerPhase(StrEnum):
+    """Where one peer stands, as the coordinator sees it."""
+
+    CHALLENGED = "challenged"  # connected; nothing but a hello is looked at
+    WAITING = "waiting"  # may join at the next boundary between steps
+    LOADING = "loading"  # the state is on its way to it
+    READY = "ready"  # has nothing to do
+    COMPUTING = "computing"  # has shards to deliver
+    STAGING = "staging"  # the average is on its way to it
+    STAGED = "staged"  # holds it
+    APPLYING = "applying"  # was told to make the step
+
+
+# What a peer may say where it stands; anything else ends the connection. Heartbeats and leaving are
+# legal wherever a peer was let in.
+PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
+    PeerPhase.CHALLENGED: (Hello,),
+    PeerPhase.WAITING: (),
+    PeerPhase.LOADING: (Loaded,),
+    PeerPhase.READY: (),
+    PeerPhase.COMPUTING: (TreeNode, Computed, NonFinite),
+    PeerPhase.STAGING: (Staged,),
+    PeerPhase.STAGED: (),
+    PeerPhase.APPLYING: (Applied,),
+}
+ALWAYS = (Heartbeat, Leave)
+MEMBERS = (
+    PeerPhase.READY,
+    PeerPhase.COMPUTING,
+    PeerPhase.STAGING,
+    PeerPhase.STAGED,
+    PeerPhase.APPLYING,
+)
+
+
+class WorkerPhase(StrEnum):
+    """Where a worker stands."""
+
+    AWAY = "away"  # not connected
+    CONNECTED = "connected"  # waits to be challenged
+    GREETED = "greeted"  # said hello
+    READY = "ready"  # holds the state before `step`
+    COMPUTING = "computing"
+    STAGED = "staged"  # holds the average of `step`
+    OVER = "over"
+
+
+WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
+    WorkerPhase.AWAY: (),
+    WorkerPhase.CONNECTED: (Challenge,),
+    WorkerPhase.GREETED: (Welcome, Refuse, Heartbeat, Halt, Shutdown),
+    WorkerPhase.READY: (Assign, Average, Heartbeat, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Assign, Heartbeat, Halt, Shutdown),
+    WorkerPhase.STAGED: (Commit, Heartbeat, Halt, Shutdown),
+    WorkerPhase.OVER: (),
+}
+
+
+# --- what follows -----------------------------------------------------------------------------
+# The machines make these moves and no others (tests/protocol hold them to it); a message is named
+# by what it is, whoever says it. A connection may end anywhere, and a run too.
+
+RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
+    (Stage.GATHERING, "Assign", Stage.COMPUTING),
+    (Stage.COMPUTING, "last Computed", Stage.REDUCING),
+    (Stage.REDUCING, "Average", Stage.STAGING),
+    (Stage.STAGING, "last Staged, Commit", Stage.APPLYING),
+    (Stage.APPLYING, "last Applied, next step", Stage.GATHERING),
+    (Stage.COMPUTING, "nobody left, same step", Stage.GATHERING),
+    (Stage.STAGING, "nobody left, same step", Stage.GATHERING),
+    (Stage.APPLYING, "nobody left, next step if anyone made it", Stage.GATHERING),
+    (Stage.GATHERING, "Shutdown", Stage.OVER),
+    (Stage.COMPUTING, "NonFinite, Halt", Stage.OVER),
+    (Stage.REDUCING, "average not finite, Halt", Stage.OVER),
+)
+
+PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
+    (PeerPhase.CHALLENGED, Hello, PeerPhase.WAITING),
+    (PeerPhase.WAITING, Welcome, PeerPhase.LOADING),
+    (PeerPhase.LOADING, Loaded, PeerPhase.READY),
+    (PeerPhase.READY, Assign, PeerPhase.COMPUTING),
+    (PeerPhase.COMPUTING, Assign, PeerPhase.COMPUTING),
+    (PeerPhase.COMPUTING, TreeNode, PeerPhase.COMPUTING),
+    (PeerPhase.COMPUTING, Computed, PeerPhase.COMPUTING),
+    (PeerPhase.COMPUTING, Computed, PeerPhase.READY),
+    (PeerPhase.READY, Average, PeerPhase.STAGING),
+    (PeerPhase.STAGING, Staged, PeerPhase.STAGED),
+    (PeerPhase.STAGED, Commit, PeerPhase.APPLYING),
+    (PeerPhase.APPLYING, Applied, PeerPhase.READY),
+)
+
+WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
+    (WorkerPhase.CONNECTED, Challenge, WorkerPhase.GREETED),
+    (WorkerPhase.GREETED, Welcome, WorkerPhase.READY),
+    (WorkerPhase.GREETED, Refuse, WorkerPhase.AWAY),
+    (WorkerPhase.GREETED, Refuse, WorkerPhase.OVER),
+    (WorkerPhase.READY, Assign, WorkerPhase.COMPUTING),
+    (WorkerPhase.COMPUTING, Assign, WorkerPhase.COMPUTING),
+    (WorkerPhase.COMPUTING, TreeNode, WorkerPhase.COMPUTING),
+    (WorkerPhase.COMPUTING, Computed, WorkerPhase.COMPUTING),
+    (WorkerPhase.COMPUTING, Computed, WorkerPhase.READY),
+    (WorkerPhase.COMPUTING, NonFinite, WorkerPhase.COMPUTING),
+    (WorkerPhase.READY, Average, WorkerPhase.STAGED),
+    (WorkerPhase.STAGED, Commit, WorkerPhase.READY),
+    *(
+        (before, ending, WorkerPhase.OVER)
+        for before, heard in WORKER_MAY_HEAR.items()
+        for ending in (Halt, Shutdown)
+        if ending in heard
+    ),
+)

@@ -1,0 +1,106 @@
+"""What everyone in a run agrees on, how long each waits for the other, and who may come in."""
+
+from __future__ import annotations
+
+import hmac
+import reprlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from entrenar_py.protocol import handshake
+from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
+
+# Digests whole; a stranger's texts no longer than that.
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = 70
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a run is: names and digests that everyone who takes part must have, too."""
+
+    run: str
+    manifest: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
+
+    It goes on with any one of them, but waits before a step of `awaited` until those ranks are
+    there. A checkpoint is written before each step of `saves`. `resumed`: it started from one.
+    """
+
+    terms: Terms
+    world_size: int
+    num_shards: int
+    num_steps: int
+    first_step: int = 0
+    resumed: bool = False
+    awaited: Mapping[int, Collection[int]] = field(default_factory=dict)
+    saves: Collection[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long is waited, in seconds.
+
+    Either end says something every `heartbeat_s`, whatever it does, and is dead after
+    `dead_after_s` of silence. A new connection has `hello_s` to prove itself. When there are
+    too few workers a run waits for `gather_s`, and ends then.
+    """
+
+    heartbeat_s: float = 5.0
+    dead_after_s: float = 30.0
+    hello_s: float = 10.0
+    gather_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Someone who may come in: its rank, our proof for its welcome, and the session's key."""
+
+    rank: int
+    proof: str
+    key: bytes
+
+
+def admit(
+    hello: Hello,
+    challenge: Challenge,
+    terms: Terms,
+    *,
+    secret: bytes,
+    world_size: int,
+    taken: Collection[int | None],
+) -> Admission | Refuse:
+    """What to answer to `hello`: the secret comes first, so that a stranger learns nothing else.
+
+    `taken` are the ranks of those who are there. One who does not care gets the lowest free rank.
+    """
+    right = handshake.proof_of_worker(secret, challenge, hello)
+    if not hmac.compare_digest(right.encode(), hello.proof.encode()):
+        return Refuse(reason="wrong secret", retry=False)
+    for name, ours, theirs in (
+        ("version", VERSION, hello.version),
+        ("run", terms.run, hello.run),
+        ("manifest", terms.manifest, hello.manifest),
+        ("data", terms.data, hello.data),
+    ):
+        if ours != theirs:
+            reason = f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
+            return Refuse(reason=reason, retry=False)
+    if hello.rank is not None and hello.rank >= world_size:
+        reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
+        return Refuse(reason=reason, retry=False)
+    free = [rank for rank in range(world_size) if rank not in taken]
+    if not free:
+        return Refuse(reason=f"all {world_size} ranks are taken by live workers", retry=True)
+    if hello.rank not in (None, *free):
+        return Refuse(reason=f"rank={hello.rank}: a live worker has it", retry=True)
+    return Admission(
+        rank=free[0] if hello.rank is None else hello.rank,
+        proof=handshake.proof_of_coordinator(secret, challenge, hello),
+        key=handshake.session_key(secret, challenge, hello),
+    )

@@ -1,0 +1,226 @@
+"""A worker of a star: proves itself, takes the state, computes its shards, steps when told.
+
+A machine, as the coordinator is. It has one peer, the coordinator; who drives it names the
+connection, and makes a new one when it is lost.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import handshake
+from entrenar_py.protocol.effects import (
+    Close,
+    Compute,
+    Effect,
+    Finish,
+    Hold,
+    Load,
+    Make,
+    Peer,
+    Secure,
+    Send,
+)
+from entrenar_py.protocol.messages import (
+    VERSION,
+    Applied,
+    Assign,
+    Average,
+    Challenge,
+    Commit,
+    Computed,
+    Halt,
+    Heartbeat,
+    Hello,
+    Leave,
+    Loaded,
+    Message,
+    NonFinite,
+    Refuse,
+    Shutdown,
+    Staged,
+    TreeNode,
+    Welcome,
+    brief,
+)
+from entrenar_py.protocol.phases import WORKER_MAY_HEAR
+from entrenar_py.protocol.phases import WorkerPhase as Phase
+from entrenar_py.protocol.terms import Terms, Timing
+
+
+class Worker:
+    """The machine. Times are seconds on any clock that does not go back."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        secret: bytes,
+        backend: str,
+        rank: int | None = None,
+        timing: Timing,
+    ) -> None:
+        self.terms, self.secret, self.timing = terms, secret, timing
+        self.backend = backend
+        self.rank = rank
+        self.step = 0
+        self.phase = Phase.AWAY
+        self._peer: Peer = None
+        self._nonce = ""
+        self._heard = self._said = 0.0
+        self._expected = ""  # the coordinator's proof
+        self._work: deque[Compute] = deque()  # the first is in work
+        self._tickets = count()
+
+    # --- what is told to it -----------------------------------------------------------------------
+
+    def connected(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
+        """A new connection to the coordinator; `nonce` is 32 random hex digits."""
+        self._peer, self._nonce = peer, nonce
+        self._heard = self._said = now
+        self._work.clear()
+        self.phase = Phase.CONNECTED
+        return []
+
+    def heard(self, now: float) -> None:
+        """A whole frame came."""
+        self._heard = now
+
+    def receive(self, message: Message, now: float) -> list[Effect]:
+        """A whole message. What is not legal now ends the connection."""
+        self._heard = now
+        try:
+            if not isinstance(message, WORKER_MAY_HEAR[self.phase]):
+                raise ProtocolError(f"{type(message).__name__} to a worker that is {self.phase}")
+            return self._turn(message)
+        except ProtocolError as error:
+            return self._drop(str(error))
+
+    def lost(self, reason: str) -> list[Effect]:
+        """The connection is gone, or what came over it made no sense."""
+        return [] if self.phase in (Phase.AWAY, Phase.OVER) else self._drop(reason)
+
+    def leave(self, reason: str) -> list[Effect]:
+        """Goes for good, and says why if there is someone to say it to."""
+        if self.phase in (Phase.AWAY, Phase.OVER):
+            self.phase = Phase.OVER
+            return [Finish("failed", f"left: {reason}")]
+        greeted = self.phase not in (Phase.CONNECTED, Phase.GREETED)
+        said = [Send(self._peer, Leave(reason=brief(reason)))] if greeted else []
+        return [*said, *self._end(Finish("failed", f"left: {reason}"))]
+
+    def wants(self, asked: Compute) -> bool:
+        """Whether `asked` is still to be done: not if the stay in which it was asked is over."""
+        return bool(self._work) and self._work[0] == asked
+
+    def computed(self, asked: Compute, outcome: Sequence[TreeNode] | NonFinite) -> list[Effect]:
+        """What came of `asked`: tree nodes, or the first shard that is not finite."""
+        if not self.wants(asked):
+            return []
+        self._work.popleft()
+        if isinstance(outcome, NonFinite):
+            return [Send(self._peer, outcome)]
+        said = [Send(self._peer, node) for node in outcome]
+        done = Send(self._peer, Computed(step=asked.step, shards=asked.shards))
+        if not self._work:
+            self.phase = Phase.READY
+            return [*said, done]
+        return [*said, done, self._work[0]]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: a heartbeat to send, a coordinator to give up."""
+        if self.phase in (Phase.AWAY, Phase.OVER):
+            return []
+        silence = now - self._heard
+        if silence >= self.timing.dead_after_s:
+            return self._drop(f"the coordinator was silent for {silence:.1f} s")
+        if self.phase is Phase.CONNECTED or now - self._said < self.timing.heartbeat_s:
+            return []
+        self._said = now
+        return [Send(self._peer, Heartbeat())]
+
+    # --- what follows from a message --------------------------------------------------------------
+
+    def _turn(self, message: Message) -> list[Effect]:
+        match message:
+            case Challenge():
+                return self._greet(message)
+            case Welcome():
+                return self._enter(message)
+            case Refuse():
+                return self._refused(message)
+            case Assign():
+                return self._take(message)
+            case Average():
+                self._require_step(message.step)
+                self.phase = Phase.STAGED
+                return [Hold(self.step), Send(self._peer, Staged(step=self.step))]
+            case Commit():
+                self._require_step(message.step)
+                self.phase = Phase.READY
+                self.step += 1
+                return [Make(message.step), Send(self._peer, Applied(step=message.step))]
+            case Halt():
+                return self._end(Finish("halted", message.reason))
+            case Shutdown(problem=str(problem)):
+                return self._end(Finish("failed", problem))
+            case Shutdown():
+                return self._end(Finish("completed"))
+            case _:
+                return []  # a heartbeat
+
+    def _greet(self, challenge: Challenge) -> list[Effect]:
+        if challenge.version != VERSION:
+            reason = f"version={challenge.version}: this worker speaks {VERSION}"
+            return self._end(Finish("failed", reason))
+        hello = Hello(
+            version=VERSION,
+            run=self.terms.run,
+            manifest=self.terms.manifest,
+            data=self.terms.data,
+            backend=self.backend,
+            rank=self.rank,
+            nonce=self._nonce,
+            proof="",
+        )
+        proof = handshake.proof_of_worker(self.secret, challenge, hello)
+        self._expected = handshake.proof_of_coordinator(self.secret, challenge, hello)
+        key = handshake.session_key(self.secret, challenge, hello)
+        self.phase = Phase.GREETED
+        return [Send(self._peer, replace(hello, proof=proof)), Secure(self._peer, key)]
+
+    def _enter(self, welcome: Welcome) -> list[Effect]:
+        if not hmac.compare_digest(welcome.proof, self._expected):
+            raise ProtocolError("Welcome proof: this coordinator does not know the secret")
+        self.rank, self.step, self.phase = welcome.rank, welcome.step, Phase.READY
+        return [Load(welcome.rank, welcome.step), Send(self._peer, Loaded(step=welcome.step))]
+
+    def _refused(self, refuse: Refuse) -> list[Effect]:
+        if refuse.retry:
+            return self._drop(f"refused: {refuse.reason}")
+        return self._end(Finish("failed", f"refused: {refuse.reason}"))
+
+    def _take(self, assign: Assign) -> list[Effect]:
+        self._require_step(assign.step)
+        self._work.append(Compute(next(self._tickets), self.step, assign.shards))
+        self.phase = Phase.COMPUTING
+        return [self._work[0]] if len(self._work) == 1 else []
+
+    def _drop(self, reason: str) -> list[Effect]:
+        self.phase = Phase.AWAY
+        self._work.clear()
+        return [Close(self._peer, reason)]
+
+    def _end(self, finish: Finish) -> list[Effect]:
+        self.phase = Phase.OVER
+        self._work.clear()
+        return [Close(self._peer, finish.reason or finish.status), finish]
+
+    def _require_step(self, step: int) -> None:
+        if step != self.step:
+            raise ProtocolError(f"step={step}: this worker is at step {self.step}")

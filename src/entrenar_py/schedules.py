@@ -1,0 +1,204 @@
+"""Random schedules of faults for the simulated parameter server, and whether a run ended right.
+
+A seed is a scenario, and a scenario is its run: `attempt(seed)` again replays what it found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from entrenar_py import checks, contract, faults, shipped, systems, trace
+from entrenar_py.contract import Invariant
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import CHOICES, Scenario
+from entrenar_py.trace import Halt, Trace, Update
+from entrenar_py.verdict import Verdict
+
+SYSTEM = "parameter_server_simulated"
+# Shorter and longer than the 30 s of silence after which either end is given up.
+SECONDS = (0.2, 3.0, 20.0, 50.0)
+NUM_FAULTS_MAX = 4
+AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
+_VALUES = ("nan", "inf", "-inf")
+_CONTRACT = "distributed-training-v1"
+_CHECKS = ("replica_identity", "coverage", "finiteness", "recovery")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What came of one seed; `complaint` is what is wrong with it, empty if nothing is."""
+
+    seed: int
+    scenario: Scenario
+    run: Trace
+    complaint: str
+
+
+def attempt(seed: int, *, mutant: str | None = None) -> Attempt:
+    """Runs the schedule of `seed`, with `mutant` planted if there is one, and judges it."""
+    scenario = draw(seed).with_(mutant=mutant)
+    # A worker that one fault took away is not there for the next: that one does not strike then.
+    run = systems.run(scenario, every_fault=False)
+    calm = systems.run(undisturbed(scenario))
+    return Attempt(seed=seed, scenario=scenario, run=run, complaint=judge(run, calm))
+
+
+# --- a schedule -------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of `seed`: a small training, up to NUM_FAULTS_MAX faults of any kind, stops.
+
+    It can be run, and can end: somebody is always there, or on the way back.
+    """
+    rng = random.Random(seed)
+    world_size = rng.randint(1, 5)
+    num_samples = rng.randint(8, 40)
+    num_steps = rng.randint(3, 8)
+    stops = rng.sample(range(1, num_steps), rng.choice((0, 0, 0, 1, 2)))
+    scenario = Scenario(
+        system=SYSTEM,
+        workload=rng.choice(("linear", "linear", "linear", "mlp")),
+        width=4,
+        world_size=world_size,
+        seed=rng.randrange(2**32),
+        num_shards=rng.randint(world_size, 12),
+        num_samples=num_samples,
+        batch_size=rng.randint(1, num_samples),
+        num_steps=num_steps,
+        accumulation=rng.choice((1, 1, 2, 3)),
+        optimizer=rng.choice(CHOICES["optimizer"]),
+        schedule=rng.choice(CHOICES["schedule"]),
+        weight_decay=rng.choice((0.0, 0.1)),
+        clip_norm=rng.choice((None, None, 0.05)),
+        dropout=rng.choice((0.0, 0.0, 0.2)),
+        stops=tuple(sorted(stops)),
+    )
+    for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
+        scenario = _and_one(scenario, rng)
+    return scenario
+
+
+def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
+    """`scenario` with one more fault; without, if the one drawn can't be."""
+    before = scenario.faults[-1:]
+    if before and before[0].rank is not None and rng.random() < AGAIN:
+        rank, step = before[0].rank, before[0].step
+    else:
+        rank, step = rng.randrange(scenario.world_size), rng.randrange(scenario.num_steps)
+    more = scenario.with_(faults=(*scenario.faults, _fault(scenario, rng, rank, step)))
+    try:
+        systems.require_possible(more)
+    except UsageError:  # nobody there to strike, to leave alone, or to come back
+        return scenario
+    return more
+
+
+def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) -> Fault:
+    """One that befalls worker `rank` in `step`, or a value that halts the run wherever it is."""
+    chance = rng.random()
+    if chance < 0.08:
+        kind = rng.choice(("non_finite_gradient", "non_finite_loss"))
+        shard = rng.randrange(scenario.num_shards)
+        return Fault(kind=kind, step=step, shard=shard, value=rng.choice(_VALUES))
+    if chance < 0.25:
+        return Fault(kind=rng.choice(("leave", "join")), step=step, rank=rank)
+    if chance < 0.3:
+        return Fault(kind="restart", step=step, at=rng.choice(faults.PLACES))
+    kind = rng.choice(faults.ON_THE_WAY)
+    timed = "seconds" in faults.NEEDED[kind]
+    return Fault(
+        kind=kind,
+        step=step,
+        rank=rank,
+        at=rng.choice(faults.PLACES),
+        seconds=rng.choice(SECONDS) if timed else None,
+    )
+
+
+# --- the judgement ----------------------------------------------------------------------------
+
+
+def undisturbed(scenario: Scenario) -> Scenario:
+    """The same training by the reference, whose workers nothing befalls."""
+    return scenario.with_(system="reference", faults=(), stops=(), mutant=None)
+
+
+def judge(run: Trace, calm: Trace) -> str:
+    """What is wrong with `run`, whose training undisturbed is `calm`; empty if nothing is.
+
+    It has to end: completed, or halted by the first planted value. Every step up to there has to be
+    made, by whoever made it to the bits of `calm`, and no check may say FALSIFIED.
+    """
+    return next(_complaints(run, calm), "")
+
+
+def _complaints(run: Trace, calm: Trace) -> Iterator[str]:
+    planted = [fault for fault in run.scenario.faults if fault.value is not None]
+    steps = [fault.step for fault in planted if fault.step is not None]
+    limit = min(steps, default=run.scenario.num_steps)
+    expected = "halted" if planted else "completed"
+    if run.end.status != expected:
+        yield f"ended {run.end.status} in place of {expected}: {run.end.reason}"
+    yield from _wrong_halts(run, calm, limit)
+    yield from _wrong_updates(run, calm, limit)
+    yield from _falsified(run, calm)
+
+
+def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
+    """A halt has to name a planted value of `step`, and the samples of its shard."""
+    ids = {(one.step, one.shard): one.ids for one in calm.of(trace.Shard)}
+    culprits = {
+        (fault.step, fault.shard): fault
+        for fault in run.scenario.faults
+        if fault.value is not None and fault.step == step
+    }
+    halts = run.of(Halt)
+    if len(halts) != bool(culprits):
+        yield f"{len(halts)} halts were recorded, with {len(culprits)} values planted"
+    for halt in halts:
+        place = halt.step, halt.shard
+        if place not in culprits:
+            yield f"the halt names step {halt.step}, shard {halt.shard}: nothing was planted there"
+        elif halt.ids != ids[halt.step, halt.shard or 0]:
+            yield f"the halt in step {halt.step}, shard {halt.shard} names other samples"
+
+
+def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:
+    """Steps before `limit` have to be made, each as undisturbed; none of the others may be."""
+    models = {one.step: one for one in calm.of(Update)}
+    for update in run.of(Update):
+        where = f"in step {update.step} worker {update.rank}"
+        if update.step >= limit:
+            yield f"{where} made an update though a value was not finite"
+        elif replace(update, rank=models[update.step].rank) != models[update.step]:
+            yield f"{where} made another update than the undisturbed run"
+    made = {update.step for update in run.of(Update)}
+    lost = [step for step in range(limit) if step not in made]
+    if lost:
+        yield f"nobody made steps {lost}"
+
+
+def _falsified(run: Trace, calm: Trace) -> Iterator[str]:
+    # The undisturbed run stands for that of this system: so it is found beside the disturbed one.
+    alone = replace(calm, scenario=run.scenario.with_(faults=()))
+    for name, clause in _clauses().items():
+        finding = checks.CHECKS[name].judge(clause, [run, alone])
+        if finding.verdict is Verdict.FALSIFIED:
+            found = finding.counterexample
+            yield f"{clause.id}: {finding.reason} ({found.place() if found else ''})"
+        elif finding.verdict is Verdict.INCONCLUSIVE and not finding.vacuous:
+            yield f"{clause.id} is inconclusive: {finding.reason}"
+
+
+@cache
+def _clauses() -> dict[str, Invariant]:
+    """The clauses that a disturbed run can be judged by alone, by their check's name."""
+    path = shipped.contract_path(_CONTRACT)
+    known = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
+    loaded = contract.load(path, vocabulary=known)
+    return {one.check: one for one in loaded.invariants if one.check in _CHECKS and one.check}

@@ -1,0 +1,152 @@
+"""The parameter server over TCP: this process coordinates, its workers are other processes.
+
+What befalls a worker is real: signals, broken connections, damaged bytes. What it sends is meddled
+with in its own process, what it gets in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import secrets
+import signal
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+
+from entrenar_py import faults, trace
+from entrenar_py.drivers.meddling import Fate, Meddling
+from entrenar_py.drivers.processes import Crew, Hand
+from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.messages import Assign, Average, Commit, Message
+from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import worker_process
+from entrenar_py.systems.star import Star
+
+LOOPBACK = "127.0.0.1"
+ANSWER_S = 3.0
+RESTART_S = 0.2  # until a worker that was killed is started again
+DOWN = tuple(kind.__name__ for kind in (Assign, Average, Commit))
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says."""
+    return ProcessStar(scenario).train()
+
+
+@cache
+def crew() -> Crew:
+    """The worker processes of this process; they end with it."""
+    made = Crew(worker_process.main, preload=worker_process.PRELOAD)
+    atexit.register(made.dismiss)
+    return made
+
+
+class ProcessStar(Star):
+    """A run with real processes on this machine."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        options = scenario.options
+        self._timing = Timing(
+            heartbeat_s=options.get("heartbeat_s", 0.5),
+            dead_after_s=options.get("dead_after_s", 10.0),
+            gather_s=60.0,
+        )
+        self._secret = secrets.token_bytes(32)
+        self._address = (LOOPBACK, 0)
+        self._hands: dict[int, Hand] = {}
+
+    def drive(self, run: Run) -> Finish:
+        """Coordinates until the run is over and every worker has answered or died."""
+        answer_s = 0.0  # who is interrupted waits for nobody
+        try:
+            finish = asyncio.run(self._serve(run))
+            answer_s = ANSWER_S
+            return finish
+        finally:
+            crew().gather(answer_s)
+            self._note_mutant()
+
+    async def _serve(self, run: Run) -> Finish:
+        server = CoordinatorServer(
+            run, self, timing=self._timing, secret=self._secret, meddle=self.meddle
+        )
+        self._address = await server.listen(LOOPBACK, 0)
+        self.begin(run)
+        return await server.finish()
+
+    def _note_mutant(self) -> None:
+        """Records that the scenario's mutant took part in a worker, if one says so."""
+        answers = [json.loads(one.answer) for one in self._hands.values() if one.answer]
+        if any(answer["struck"] for answer in answers) and self.scenario.mutant is not None:
+            self.recorder.emit(trace.Planted(name=self.scenario.mutant))
+
+    def start(self, rank: int) -> None:
+        """Gives a process the job of being `rank`, and the faults that it is to suffer itself."""
+        suffers = [
+            one.to_dict()
+            for one in self.waiting("leave", *faults.ON_THE_WAY)
+            if one.rank == rank and one.at not in DOWN
+        ]
+        host, port = self._address
+        job = {
+            "scenario": self.scenario.to_dict(),
+            "terms": asdict(self.terms),
+            "rank": rank,
+            "backend": self.scenario.backend_of(rank),
+            "host": host,
+            "port": port,
+            "secret": self._secret.hex(),
+            "timing": asdict(self._timing),
+            "faults": suffers,
+        }
+        hand = self._hands[rank] = crew().give(json.dumps(job).encode())
+        asyncio.get_running_loop().add_reader(hand.pipe.fileno(), self._heard, hand)
+
+    def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
+        """What befalls a message to a worker, and the worker that was to get it."""
+        for fault in self.waiting(*faults.ON_THE_WAY):
+            place = (getattr(message, "step", None), type(message).__name__)
+            if rank is not None and (fault.rank, fault.step, fault.at) == (rank, *place):
+                self.strike(fault)
+                if fault.kind == "kill":
+                    os.kill(self._hands[rank].pid, signal.SIGKILL)
+                    self._restart(rank)
+                elif fault.kind == "freeze":
+                    os.kill(self._hands[rank].pid, signal.SIGSTOP)
+                    self._thaw(self._hands[rank], fault.seconds or 0.0)
+                return Meddling(Fate(fault.kind), fault.seconds or 0.0)
+        return None
+
+    def _restart(self, rank: int) -> None:
+        asyncio.get_running_loop().call_later(RESTART_S, self.start, rank)
+
+    def _thaw(self, hand: Hand, seconds: float) -> None:
+        def thaw() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(hand.pid, signal.SIGCONT)
+
+        asyncio.get_running_loop().call_later(seconds, thaw)
+
+    def _heard(self, hand: Hand) -> None:
+        """A worker says what it is about to suffer, or has answered, or is gone."""
+        note = hand.heard()
+        if note is None:
+            asyncio.get_running_loop().remove_reader(hand.pipe.fileno())
+        else:
+            self._noted(hand, note)
+
+    def _noted(self, hand: Hand, note: bytes) -> None:
+        told = Fault.from_dict(json.loads(note))
+        fault = next(one for one in self.waiting(told.kind) if one == told)
+        self.strike(fault)
+        if fault.kind == "kill" and fault.rank is not None:
+            self._restart(fault.rank)
+        elif fault.kind == "freeze":
+            self._thaw(hand, fault.seconds or 0.0)

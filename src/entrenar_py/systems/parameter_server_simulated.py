@@ -1,0 +1,79 @@
+"""The parameter server in virtual time: the protocol's machines under the seeded simulator.
+
+The gradients are real, and so are the bytes; only clocks and connections are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from entrenar_py import faults, trace
+from entrenar_py.drivers.meddling import Fate, Meddling
+from entrenar_py.drivers.simulated import Simulation
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.messages import Assign, Message
+from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.member import Member
+from entrenar_py.systems.star import Star
+
+VIRTUAL_S_MAX = 10_000.0
+RESTART_S = 1.0  # until a worker that was killed is started again
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says."""
+    return SimulatedStar(scenario).train()
+
+
+class SimulatedStar(Star):
+    """A run in a simulation."""
+
+    simulation: Simulation
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._seeds = scenario.rng("network")
+
+    def drive(self, run: Run) -> Finish:
+        """Lets virtual time pass until the coordinator is finished."""
+        self.simulation = Simulation(
+            run,
+            self,
+            lambda: Member(self.scenario),
+            seed=int(self._seeds.integers(2**63)),
+            meddle=self.meddle,
+            timing=Timing(),
+        )
+        self.begin(run)
+        return self.simulation.run(until_s=VIRTUAL_S_MAX)
+
+    def _restart(self) -> None:
+        """Goes on from the checkpoint with a new coordinator, and with whoever comes back."""
+        first = self.restore()
+        self.gather(first)
+        run = replace(self.run_of(first, self.last), resumed=True)
+        self.simulation.restart(run, self)
+
+    def start(self, rank: int) -> None:
+        """Starts a simulated worker."""
+        self.simulation.start(rank, self.scenario.backend_of(rank))
+
+    def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
+        """What the scenario's faults do to a message; one that is killed is started again later."""
+        for fault in self.waiting("restart"):
+            if (fault.step, fault.at) == (getattr(message, "step", None), type(message).__name__):
+                self.strike(fault)
+                self.simulation.later(0.0, self._restart)
+                return Meddling(Fate.CUT)
+        for fault in self.waiting("leave", *faults.ON_THE_WAY):
+            at = fault.at or Assign.__name__
+            step = getattr(message, "step", None)
+            if (fault.rank, fault.step, at) == (rank, step, type(message).__name__):
+                self.strike(fault)
+                if fault.kind == "kill" and rank is not None:
+                    self.simulation.later(RESTART_S, partial(self.start, rank))
+                fate = Fate.KILL if fault.kind == "leave" else Fate(fault.kind)
+                return Meddling(fate, fault.seconds or 0.0)
+        return None

@@ -1,0 +1,253 @@
+"""The workers of one run that live in this process: what they compute, how they step, what is kept.
+
+Every system that trains by logical shards and the tree has these; how the workers hear of each
+other is the system's own affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
+from entrenar_py.systems.devices import Devices
+from entrenar_py.systems.recorder import Recorder
+from entrenar_py.training import dropout, engine, layout, optimizer, reduction, schedule, sharding
+from entrenar_py.training.tensors import Array, LinearFunction
+
+
+@dataclass
+class Worker:
+    """One worker: its replica and its optimizer state."""
+
+    rank: int
+    replica: engine.Engine
+    state: optimizer.State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """One step's gradient: `mean` the reduced vector, `clipped` its gradient part as applied.
+
+    `loss` is the mean over what `weight` counts, `rate` the learning rate, `record` the gradient
+    before clipping, `norm` and `applied_norm` its L2 norms before and after.
+    """
+
+    mean: Array
+    loss: float
+    weight: float
+    rate: float
+    clipped: Array
+    record: trace.Tensors
+    norm: float
+    applied_norm: float
+
+
+class Replicas:
+    """The workers in this process, the position in the data, and what is recorded of them."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.recorder = Recorder(scenario)
+        self.devices = Devices(scenario, self.recorder)
+        self.workload = models.model_of(scenario)
+        self.layout = layout.Layout(self.workload.specs)
+        self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
+        self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)
+        self.position = sharding.Position()
+        self.schedule_step = 0
+        self.workers: dict[int, Worker] = {}
+        self._visit: tuple[int, sharding.Ids] | None = None
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the flat vector that is reduced."""
+        return 4 * self.layout.num_elements
+
+    def initial(self) -> dict[str, Array]:
+        """What every replica starts from."""
+        return self.workload.initial(self.scenario.rng("initial"))
+
+    def batch(self) -> sharding.Ids:
+        """The samples of the next step."""
+        return sharding.batch(self._order(), self.position, self.scenario.batch_size)
+
+    def advance(self, drawn: int) -> None:
+        """A step was made with `drawn` samples."""
+        self.position = sharding.advance(self.position, drawn, self.scenario.num_samples)
+        self.schedule_step += 1
+
+    def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
+        rate = self.scenario.dropout
+        drop = dropout.Dropout(rate, self.scenario.rng("dropout", step, shard)) if rate else None
+        vector, loss, weight = worker.replica.shard(
+            ids,
+            accumulation=self.scenario.accumulation,
+            drop=drop or dropout.none,
+        )
+        loss = self.inject(vector, loss, worker, step, shard, len(ids))
+        self.recorder.emit(
+            trace.Shard(
+                step=step,
+                epoch=self.position.epoch,
+                rank=worker.rank,
+                shard=shard,
+                ids=tuple(ids),
+                loss_sum=loss,
+                weight=weight,
+                finite=engine.non_finite(vector) is None and math.isfinite(loss),
+                draws=drop.digest() if drop else None,
+                gradient=self.recorder.slices(vector, self.layout.trainable),
+            )
+        )
+        return reduction.Node(0, shard, vector, loss, weight)
+
+    def guard(
+        self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
+    ) -> trace.Halt | None:
+        """The halt that a non-finite leaf demands, naming the culprit; None if it is finite."""
+        place = engine.non_finite(leaf.vector)
+        if place is None and math.isfinite(leaf.loss):
+            return None
+        tensor, element = self.layout.locate(place) if place is not None else (None, None)
+        what = f"gradient {tensor}[{element}]" if tensor else f"loss {leaf.loss}"
+        return trace.Halt(
+            step=step,
+            reason=f"non-finite {what} on worker {worker.rank}, step {step}, shard {shard}: "
+            "training halted before any update",
+            rank=worker.rank,
+            shard=shard,
+            tensor=tensor,
+            ids=tuple(ids),
+        )
+
+    def averaged(self, mean: Array, loss: float, weight: float) -> Average:
+        """What all workers step with: `mean` is the reduced vector, divided; clipped here, once.
+
+        `loss` is summed over what `weight` counts.
+        """
+        scenario = self.scenario
+        rate = schedule.learning_rate(
+            self.schedule_step,
+            peak=scenario.learning_rate,
+            kind=scenario.schedule,
+            warmup_steps=scenario.warmup_steps,
+            num_steps=scenario.num_steps,
+        )
+        gradient = mean[: self.layout.num_trainable]
+        norm = optimizer.norm_l2(gradient)
+        clipped = optimizer.clip(gradient, norm, scenario.clip_norm)
+        return Average(
+            mean=mean,
+            loss=loss / weight,
+            weight=weight,
+            rate=rate,
+            clipped=clipped,
+            record=self.recorder.slices(gradient, self.layout.trainable),
+            norm=norm,
+            applied_norm=norm if clipped is gradient else optimizer.norm_l2(clipped),
+        )
+
+    def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
+        """Steps one worker's replica, and gives the event of it."""
+        replica = worker.replica
+        optimizer.step(self.rule, replica.parameters, average.clipped, worker.state, average.rate)
+        replica.average_buffers(average.mean)
+        return trace.Update(
+            step=step,
+            rank=worker.rank,
+            loss=average.loss,
+            weight=average.weight,
+            learning_rate=average.rate,
+            finite=engine.non_finite(replica.parameters) is None,
+            gradient=average.record,
+            grad_norm=average.norm,
+            applied_norm=average.applied_norm,
+            **self.state(worker),
+        )
+
+    def apply(self, step: int, total: reduction.Node) -> None:
+        """Every worker steps its own replica with the one gradient, averaged and clipped once."""
+        mean = optimizer.mean(total.vector, total.weight * self.scale)
+        average = self.averaged(mean, total.loss, total.weight)
+        for worker in self.workers.values():
+            self.recorder.emit(self.make(worker, step, average))
+
+    def inject(
+        self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
+    ) -> float:
+        for fault in self.scenario.faults:
+            if fault.value is None or fault.step != step or fault.shard not in (None, shard):
+                continue
+            if fault.rank not in (None, worker.rank):
+                continue
+            value = float(fault.value)
+            if fault.kind == "non_finite_loss":
+                loss = value
+            else:
+                tensor, element = models.place_of(fault, self.workload)
+                times = count * self.scale if fault.kind == "huge_gradient" else 1.0
+                vector[self.layout.trainable[tensor].start + element] = value * times
+            self.record_fault(fault, step, worker.rank, shard)
+        return loss
+
+    def linear_of(self, rank: int) -> LinearFunction:
+        """What computes the dense layers of worker `rank`."""
+        return self.devices.of(rank).linear
+
+    def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
+        """A worker with a copy of `tensors` and nothing in its optimizer's state."""
+        linear = self.linear_of(rank)
+        replica = engine.Engine(self.workload, linear, tensors, scale=self.scale)
+        state = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
+        return Worker(rank, replica, state)
+
+    def _order(self) -> sharding.Ids:
+        """The current epoch's order of the samples."""
+        epoch = self.position.epoch
+        if self._visit is None or self._visit[0] != epoch:
+            rng = self.scenario.rng("order", epoch)
+            self._visit = epoch, sharding.order(self.scenario.num_samples, rng)
+        return self._visit[1]
+
+    def progress(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "schedule_step": self.schedule_step,
+            "epoch": self.position.epoch,
+            "offset": self.position.offset,
+        }
+
+    def state(self, worker: Worker) -> dict[str, trace.Tensors]:
+        """Weights, optimizer state and buffers of a worker, as records."""
+        return {
+            "weights": self.recorder.tensors(worker.replica.weights),
+            "optimizer": self.recorder.tensors(worker.state),
+            "buffers": self.recorder.tensors(worker.replica.buffers),
+        }
+
+    def record_start(self, worker: Worker, step: int, resumed: bool = False) -> None:
+        specs = self.workload.specs
+        self.recorder.emit(
+            trace.Start(
+                step=step,
+                rank=worker.rank,
+                trainable=tuple(spec.name for spec in specs if spec.role == "trainable"),
+                frozen=tuple(spec.name for spec in specs if spec.role == "frozen"),
+                decayed=tuple(spec.name for spec in specs if spec.decayed),
+                progress=self.progress(step),
+                resumed=resumed,
+                **self.state(worker),
+            )
+        )
+
+    def record_fault(
+        self, fault: Fault, step: int, rank: int | None = None, shard: int | None = None
+    ) -> None:
+        rank = fault.rank if rank is None else rank
+        self.recorder.emit(trace.Injected(fault=fault.to_dict(), step=step, rank=rank, shard=shard))

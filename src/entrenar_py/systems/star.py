@@ -1,0 +1,113 @@
+"""A run of a parameter server as a scenario wants it: from stop to stop, with who joins when.
+
+How the workers are started and reached is left to who drives it (simulated, or real processes).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from entrenar_py import faults, trace
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.terms import Run
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import membership
+from entrenar_py.systems.server import Server
+
+
+class Star(Server, ABC):
+    """One run: the server, and the scenario's stops and faults as they come up."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._waiting = [
+            one
+            for one in scenario.faults
+            if one.kind in ("leave", "join", "restart", *faults.ON_THE_WAY)
+        ]
+        self._ranks = set(membership.initial_ranks(scenario))  # who is there, or on the way back
+        self._awaited: dict[int, set[int]] = {}
+
+    def train(self) -> trace.Trace:
+        """The trace of the run; it promises the same bits where all compute on one backend."""
+        scenario, first = self.scenario, 0
+        with tempfile.TemporaryDirectory() as folder:
+            self.checkpoint_path = Path(folder, "checkpoint")
+            for last in (*sorted(set(scenario.stops)), scenario.num_steps):
+                self.last = last
+                finish = self.drive(self.run_of(first, last))
+                if finish.status != "completed" or last == scenario.num_steps:
+                    break
+                self.save(last)
+                first = self.restore()
+        names = {scenario.backend_of(rank) for rank in range(scenario.world_size)}
+        promises = ("bitwise",) if len(names) == 1 else ()
+        return self.recorder.finish(promises=promises, status=finish.status, reason=finish.reason)
+
+    @abstractmethod
+    def drive(self, run: Run) -> Finish:
+        """Drives `run` to its end; `begin` starts its first workers."""
+
+    @abstractmethod
+    def start(self, rank: int) -> None:
+        """Starts a worker that will connect as `rank`."""
+
+    def begin(self, run: Run) -> None:
+        """Starts those who are there from the first step on."""
+        for rank in sorted(self._ranks):
+            self.start(rank)
+        self._join(run.first_step)
+
+    def gather(self, step: int) -> None:
+        """Also starts who is to join before `step`."""
+        super().gather(step)
+        self._join(step)
+
+    def waiting(self, *kinds: str) -> list[Fault]:
+        """The faults of these kinds that have not struck yet."""
+        return [one for one in self._waiting if one.kind in kinds]
+
+    def strike(self, fault: Fault) -> None:
+        """Notes and records that `fault` has struck."""
+        self._waiting = [one for one in self._waiting if one is not fault]
+        self.record_fault(fault, fault.step or 0)
+        if fault.rank is None or fault.step is None:
+            return
+        if fault.kind == "join":
+            self._ranks.add(fault.rank)
+        elif fault.kind == "leave":
+            self._ranks.discard(fault.rank)
+            for step in range(fault.step + 1):  # which may be made again, should everyone die
+                self._awaited.get(step, set()).discard(fault.rank)
+
+    def run_of(self, first: int, last: int) -> Run:
+        """The run from step `first` to before step `last`, as far as nothing has struck yet."""
+        self._awaited = {first: set(self._ranks)}
+        for fault in self.waiting("join", *faults.ON_THE_WAY):
+            assert fault.step is not None, "faults.NEEDED has it"
+            assert fault.rank is not None, "faults.NEEDED has it"
+            # Whom something befalls is waited for before the next step, if there is one.
+            step = fault.step + (fault.kind != "join")
+            if fault.step >= first:
+                self._awaited.setdefault(step, set()).add(fault.rank)
+        saves = range(first, last) if self.waiting("restart") else ()
+        return Run(
+            terms=self.terms,
+            world_size=self.scenario.world_size,
+            num_shards=self.scenario.num_shards,
+            num_steps=last,
+            first_step=first,
+            resumed=first > 0,
+            awaited=self._awaited,
+            saves=saves,
+        )
+
+    def _join(self, step: int) -> None:
+        for fault in self.waiting("join"):
+            if fault.step == step:
+                assert fault.rank is not None, "faults.NEEDED has it"
+                self.strike(fault)
+                self.start(fault.rank)

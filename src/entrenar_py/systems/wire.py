@@ -1,0 +1,215 @@
+"""The wire tried by itself: what goes through the codec, what it refuses, and who is let in."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+from blake3 import blake3
+
+from entrenar_py import trace
+from entrenar_py.protocol import effects, frames, handshake, messages
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.frames import CHUNK_BYTES, Decoder, Encoder, Received
+from entrenar_py.protocol.messages import Challenge, Heartbeat, Hello, Message, TreeNode
+from entrenar_py.protocol.terms import Run, Terms, Timing
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.recorder import Recorder
+
+KEY = bytes(range(32))
+SECRET, NONCE = b"a secret", "0" * 2 * handshake.NONCE_BYTES
+TERMS = Terms(run="run", manifest="manifest", data="data")
+# A quiet NaN with a payload, a signalling one, -0.0, the smallest number, infinity.
+ODD_FLOATS = bytes.fromhex("4523c17f0100a0ff0000008001000000000080ff")
+FLIPS = 64
+TWICE = "sent twice"
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Carried, Refused and Admission events; the scenario's seed draws pieces and flipped bits."""
+    recorder = Recorder(scenario)
+    rng = random.Random(scenario.seed)
+    for message, payload in _letters():
+        for most in (1, 7, 2**16) if len(payload) < 2**12 else (2**16, 2**21):
+            recorder.emit(_carried(message, payload, most, rng))
+    for case, data in _damaged(rng):
+        recorder.emit(_refused(case, data))
+    for case, hello, entitled in _applicants():
+        recorder.emit(_admission(case, hello, entitled))
+    return recorder.finish(status="completed")
+
+
+# --- what goes through ------------------------------------------------------------------------
+
+
+def _letters() -> Iterator[tuple[Message, bytes]]:
+    """One of every message, with payloads of every awkward size where it carries one."""
+    values: dict[str, Any] = {
+        "int": 3,
+        "int | None": None,
+        "str": "é\n",
+        "str | None": None,
+        "bool": True,
+        "Nonce": NONCE,
+        "Proof": "f" * 64,
+        "float": float("nan"),
+        "tuple[int, ...]": (0, 2**62),
+    }
+    for kind in messages.MESSAGES.values():
+        message = kind(**{field.name: values[str(field.type)] for field in fields(kind)})
+        yield message, b""
+        if message.carries:
+            yield message, ODD_FLOATS
+            for num_bytes in (CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 5):
+                yield message, (ODD_FLOATS * (num_bytes // 4))[:num_bytes]
+
+
+def _carried(message: Message, payload: bytes, most: int, rng: random.Random) -> trace.Carried:
+    data = b"".join(Encoder(KEY).encode(message, payload))
+    ends = [0]
+    while ends[-1] < len(data):
+        ends.append(ends[-1] + rng.randint(1, most))
+    pieces = [data[start:end] for start, end in pairwise(ends)]
+    got, _, allocated_bytes = _read(pieces, len(payload))
+    return trace.Carried(
+        message=type(message).__name__,
+        payload_bytes=len(payload),
+        pieces=len(pieces),
+        sent=_digest(message, payload),
+        got=_digest(got[0].message, bytes(got[0].payload)) if got else None,
+        allocated_bytes=allocated_bytes,
+    )
+
+
+def _digest(message: Message, payload: bytes) -> str:
+    return str(blake3(messages.dump(message) + b"\n" + payload).hexdigest(16))
+
+
+def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
+    """The messages that `pieces` are, the error that they give, and the most bytes it took."""
+    got: list[Received] = []
+    error = None
+    tracemalloc.start()
+    try:
+        decoder = Decoder(lambda kind: limit if kind.carries else 0, KEY)
+        for piece in pieces:
+            left = memoryview(piece)
+            while left.nbytes:
+                place = decoder.buffer()
+                num_bytes = min(place.nbytes, left.nbytes)
+                place[:num_bytes] = left[:num_bytes]
+                left = left[num_bytes:]
+                received = decoder.filled(num_bytes)
+                got += [] if received is None else [received]
+    except Exception as raised:  # noqa: BLE001  (which one it is, is what is asked)
+        error = type(raised).__name__
+    finally:
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return got, error, peak_bytes
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Bytes that are no message of this session, each with what is wrong with them."""
+    node = TreeNode(step=1, level=0, index=0, loss=1.0, weight=2.0)
+    right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
+    for name, place, value in (
+        ("magic", 0, b"HTTP"),
+        ("version", 4, b"\xff"),
+        ("tag", 5, b"\xff"),
+        ("a later frame first", 6, b"\x00"),
+        ("number", 8, b"\x07"),
+        ("header of 4 GiB", 16, b"\xff\xff\xff\xff"),
+        ("chunk of 4 GiB", 20, b"\xff\xff\xff\xff"),
+        ("payload of 2^62 bytes", 24, (2**62).to_bytes(8, "little")),
+    ):
+        yield name, right[:place] + value + right[place + len(value) :]
+    yield "another session's key", b"".join(Encoder(bytes(32)).encode(node, ODD_FLOATS))
+    yield TWICE, right + right
+    yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4
+    foreign = messages.dump(Heartbeat())
+    for text in (b"[]", b"nonsense", b'{"step":1}', b"[" * 10_000, foreign):
+        yield f"header {text[:12]!r}", _with_header(text)
+    for _ in range(FLIPS):
+        bit = rng.randrange(8 * len(right))
+        flipped = bytearray(right)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield f"bit {bit} flipped", bytes(flipped)
+
+
+def _with_header(header: bytes) -> bytes:
+    """A frame of a TreeNode whose checksum is right and whose header is `header`."""
+    prefix = frames.FIELDS.pack(
+        *(frames.MAGIC, messages.VERSION, TreeNode.tag, 1, 0, 0, len(header), 0, 0)
+    )
+    return prefix + frames.checksum_of(KEY, prefix, header, b"") + header
+
+
+def _refused(case: str, data: bytes) -> trace.Refused:
+    # What claims a longer header is not just waited for: so many bytes come sooner or later.
+    padded = data + bytes(frames.HEADER_BYTES_MAX + frames.PREFIX_BYTES)
+    got, error, allocated_bytes = _read([padded], len(ODD_FLOATS))
+    right = case == TWICE  # the first of the two
+    accepted = len(got) > right
+    return trace.Refused(
+        case=case,
+        error=None if accepted else error or "nothing",
+        claimed_bytes=int.from_bytes(data[24:32], "little"),
+        allocated_bytes=allocated_bytes,
+    )
+
+
+# --- who is let in ----------------------------------------------------------------------------
+
+
+def _applicants() -> Iterator[tuple[str, Hello, bool]]:
+    """Hellos, each with whether it must be let in."""
+    plain = Hello(
+        version=messages.VERSION,
+        run="run",
+        manifest="manifest",
+        data="data",
+        backend="cpu",
+        rank=0,
+        nonce=NONCE,
+        proof="",
+    )
+    yield "right", _proved(plain, SECRET), True
+    yield "no proof", plain, False
+    yield "wrong secret", _proved(plain, b"another"), False
+    yield "no secret", _proved(plain, b""), False
+    yield "half a proof", replace(plain, proof=_proved(plain, SECRET).proof[:32]), False
+    yield "the proof of another", replace(_proved(plain, SECRET), rank=1), False
+    replayed = _proved(plain, SECRET, nonce="1" * len(NONCE))
+    yield "a proof from another session", replayed, False
+    yield "another run", _proved(replace(plain, run="other"), SECRET), False
+    yield "another manifest", _proved(replace(plain, manifest="other"), SECRET), False
+    yield "another data set", _proved(replace(plain, data="other"), SECRET), False
+    yield "another version", _proved(replace(plain, version=99), SECRET), False
+    yield "a rank that is not there", _proved(replace(plain, rank=9), SECRET), False
+
+
+def _proved(hello: Hello, secret: bytes, nonce: str = NONCE) -> Hello:
+    challenge = Challenge(version=messages.VERSION, nonce=nonce)
+    return replace(hello, proof=handshake.proof_of_worker(secret, challenge, hello))
+
+
+def _admission(case: str, hello: Hello, entitled: bool) -> trace.Admission:
+    run = Run(terms=TERMS, world_size=2, num_shards=2, num_steps=1)
+    machine = Coordinator(run, secret=SECRET, timing=Timing(), now=0.0)
+    machine.connected("peer", NONCE, 0.0)
+    done = machine.receive("peer", hello, 0.0)
+    refusals = [e.message for e in done if isinstance(e, effects.Send)]
+    return trace.Admission(
+        case=case,
+        entitled=entitled,
+        let_in=any(isinstance(effect, effects.Secure) for effect in done),
+        answer=", ".join(type(message).__name__ for message in refusals),
+    )

@@ -1,0 +1,105 @@
+"""What a worker process runs: one job after the other, each a stay in one run, over TCP.
+
+A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
+`timing`, and `faults`, those that this process is to suffer: it notes each before it does. Its
+answer says how the job went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from entrenar_py import mutants
+from entrenar_py.drivers.meddling import Fate, Meddling
+from entrenar_py.drivers.processes import Job
+from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
+from entrenar_py.protocol.terms import Terms, Timing
+from entrenar_py.protocol.worker import Worker
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.member import Member
+
+# Loaded once, in the parent of all workers.
+PRELOAD = ("entrenar_py.systems.worker_process", "entrenar_py.training.decoder", "torch")
+
+
+def main(pipe: Connection) -> None:
+    """Does the jobs that come over `pipe`, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us decides
+    torch.set_num_threads(1)
+    desk = Job(pipe)
+    while (given := desk.next()) is not None:
+        job = json.loads(given)
+        with mutants.planted(job["scenario"]["mutant"]) as planting:
+            finish = asyncio.run(_stay(desk, job))
+        answer = {"status": finish.status, "reason": finish.reason, "struck": planting.struck}
+        desk.answer(json.dumps(answer).encode())
+
+
+async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
+    """One run, to its end."""
+    asyncio.get_running_loop().add_reader(desk.fileno(), _abandoned)
+    try:
+        member = Doomed(
+            Scenario.from_dict(job["scenario"]), map(Fault.from_dict, job["faults"]), desk
+        )
+        timing = Timing(**job["timing"])
+        machine = Worker(
+            Terms(**job["terms"]),
+            secret=bytes.fromhex(job["secret"]),
+            backend=job["backend"],
+            rank=job["rank"],
+            timing=timing,
+        )
+        client = WorkerClient(machine, member, meddle=member.meddle)
+        return await client.run(job["host"], job["port"], patience_s=timing.gather_s)
+    finally:
+        asyncio.get_running_loop().remove_reader(desk.fileno())
+
+
+def _abandoned() -> None:
+    """The pipe has ended, and nobody waits for an answer."""
+    os._exit(1)
+
+
+class Doomed(Member):
+    """A worker that suffers `faults`, in its own process: by real signals, on its real socket."""
+
+    def __init__(self, scenario: Scenario, faults: Iterable[Fault], desk: Job) -> None:
+        super().__init__(scenario)
+        self._faults, self._desk = list(faults), desk
+
+    def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
+        """As any worker; but one that is to leave in this step is killed first."""
+        for fault in self._faults:
+            if (fault.kind, fault.step) == ("leave", step):
+                self._desk.note(json.dumps(fault.to_dict()).encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().work(step, shards)
+
+    def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
+        """What befalls a message that this worker sends, and the worker itself."""
+        for fault in self._faults:
+            if (fault.step, fault.at) == (getattr(message, "step", None), type(message).__name__):
+                self._faults.remove(fault)
+                return self._suffer(fault)
+        return None
+
+    def _suffer(self, fault: Fault) -> Meddling:
+        self._desk.note(json.dumps(fault.to_dict()).encode())
+        if fault.kind == "kill":
+            # In a moment: half of the message is on its way by then.
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)
+        elif fault.kind == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return Meddling(Fate(fault.kind), fault.seconds or 0.0)

@@ -1,0 +1,92 @@
+"""The whole state of a training as bytes: where it stands, every tensor, the optimizer's vectors.
+
+All of it that a worker needs to go on, and nothing that says how long it is: who reads it knows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from entrenar_py.training import optimizer, sharding
+from entrenar_py.training.tensors import Array, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a training stands between two steps: the next sample, and the schedule's step."""
+
+    position: sharding.Position
+    schedule_step: int
+
+
+_PROGRESS = struct.Struct("<3Q")
+
+
+def num_bytes(specs: Sequence[TensorSpec], kind: str) -> int:
+    """How many bytes `dump` gives for tensors of `specs` and an optimizer of `kind`."""
+    return _PROGRESS.size + 4 * sum(prod(shape) for _, shape in _parts(specs, kind))
+
+
+def dump(
+    specs: Sequence[TensorSpec],
+    kind: str,
+    progress: Progress,
+    tensors: Mapping[str, Array],
+    moments: optimizer.State,
+) -> bytearray:
+    """Three int64 of `progress`, then float32: `tensors` in the order of `specs`, `moments`.
+
+    Little-endian. Copied once, straight to where it stays.
+    """
+    data = bytearray(num_bytes(specs, kind))
+    stands = (progress.position.epoch, progress.position.offset, progress.schedule_step)
+    _PROGRESS.pack_into(data, 0, *stands)
+    everything = {**tensors, **{_in_state(name): vector for name, vector in moments.items()}}
+    for name, part in _views(specs, kind, data):
+        part[...] = everything[name]
+    return data
+
+
+def load(
+    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray
+) -> tuple[Progress, dict[str, Array], optimizer.State]:
+    """The progress, the tensors and the moments that `dump` wrote, copied.
+
+    ValueError unless `data` has exactly `num_bytes`.
+    """
+    if len(data) != num_bytes(specs, kind):
+        raise ValueError(f"a state of {len(data)} bytes: {num_bytes(specs, kind)} are due")
+    epoch, offset, schedule_step = _PROGRESS.unpack_from(data)
+    progress = Progress(position=sharding.Position(epoch, offset), schedule_step=schedule_step)
+    found = {name: part.astype(np.float32) for name, part in _views(specs, kind, data)}
+    moments = {name: found[_in_state(name)] for name in optimizer.STATE[kind]}
+    return progress, {spec.name: found[spec.name] for spec in specs}, moments
+
+
+def _views(
+    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray
+) -> Iterator[tuple[str, Array]]:
+    """Each part of a state by its name, as a view of `data`."""
+    start = _PROGRESS.size
+    for name, shape in _parts(specs, kind):
+        yield name, np.frombuffer(data, "<f4", prod(shape), start).reshape(shape)
+        start += 4 * prod(shape)
+
+
+def _parts(specs: Sequence[TensorSpec], kind: str) -> list[tuple[str, tuple[int, ...]]]:
+    num_trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
+    state = optimizer.initial_shapes(kind, num_trainable)
+    return [
+        *((spec.name, spec.shape) for spec in specs),
+        *((_in_state(name), shape) for name, shape in state.items()),
+    ]
+
+
+def _in_state(name: str) -> str:
+    """A name that no tensor has."""
+    return f"optimizer/{name}"

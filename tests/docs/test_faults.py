@@ -1,0 +1,42 @@
+"""docs/faults.md: every kind of fault at every message, and every run on the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    """docs/fault_table.py."""
+    spec = importlib.util.spec_from_file_location("fault_table", DOCS / "fault_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_every_case(table: ModuleType) -> None:
+    """No kind or place was left out since the page was made, and no run ended otherwise."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (DOCS / "faults.md").read_text("utf-8").splitlines()
+        if line.startswith("| ")
+    ][1:]
+    cases = list(table.cases())
+    assert [(row[0].split(" ")[0], row[1]) for row in rows] == [(c.kind, c.at) for c in cases]
+    assert {(row[3], row[4]) for row in rows} == {("completed", "the same")}
+
+
+def test_a_row_is_really_run(table: ModuleType) -> None:
+    """Real processes: what the row says of the weights is compared with the undisturbed run's."""
+    cut = next(case for case in table.cases() if (case.kind, case.at) == ("cut", "TreeNode"))
+    other = table.row(cut, "the digest of something else")
+    assert other.endswith("| completed | DIFFERENT |")
+    assert "left in step 2" in other

@@ -1,0 +1,71 @@
+"""One end of a crossing: run as a script, it takes part in one step of large vectors.
+
+    crossing.py coordinator NUM_BYTES          prints its port, then how much memory it took
+    crossing.py worker NUM_BYTES PORT          prints how much memory it took
+
+Memory is the most bytes resident during the run, above those resident before: in both of them one
+vector lies ready to be sent, and one is received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from entrenar_py.protocol.messages import Average, Message, Welcome
+from tests.drivers.fakes import FakeMember, FakeServer, client_of, listening, run_of
+
+
+class Large(FakeServer):
+    """Keeps no more than the last vector that came."""
+
+    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
+        self.kept = payload
+
+
+class LargeMember(FakeMember):
+    """Keeps the state that it is given, and the average that it is to step with."""
+
+    def load(self, welcome: Welcome, payload: bytearray) -> None:
+        """The average takes its place."""
+
+    def hold(self, average: Average, payload: bytearray) -> None:
+        self.held = payload
+
+
+async def coordinate(num_bytes: int) -> int:
+    """The bytes that a coordinator took."""
+    hands = Large(b"x" * num_bytes)
+    run = run_of(num_steps=1, num_shards=1, world_size=1, awaited={})
+    before = _start_measuring()
+    server, port = await listening(run, hands)
+    print(port, flush=True)
+    assert (await server.finish()).status == "completed"
+    return _peak() - before
+
+
+async def work(num_bytes: int, port: int) -> int:
+    """The bytes that a worker took."""
+    client = client_of(0, LargeMember(b"x" * num_bytes))
+    before = _start_measuring()
+    assert (await client.run("127.0.0.1", port, patience_s=10.0)).status == "completed"
+    return _peak() - before
+
+
+def _start_measuring() -> int:
+    """The peak so far is forgotten; the bytes resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    end, num_bytes, *port = sys.argv[1:]
+    story = work(int(num_bytes), *map(int, port)) if port else coordinate(int(num_bytes))
+    print(asyncio.run(story))

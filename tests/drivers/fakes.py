@@ -1,0 +1,144 @@
+"""A run without arithmetic: hands that remember which steps were made, and payloads of any size."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from typing import Any
+
+from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
+from entrenar_py.protocol.terms import Run, Terms, Timing
+from entrenar_py.protocol.worker import Worker
+
+TERMS = Terms(run="r", manifest="m", data="d")
+TIMING = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=5.0, gather_s=5.0)
+SECRET = b"open sesame"
+LOOPBACK = "127.0.0.1"
+
+
+def run_of(**changes: Any) -> Run:
+    """Three steps of four shards, by two workers, both awaited."""
+    usual: dict[str, Any] = {"world_size": 2, "num_shards": 4, "num_steps": 3}
+    return Run(terms=TERMS, **{"awaited": {0: [0, 1]}, **usual, **changes})
+
+
+class FakeServer:
+    """The coordinator's hands. State and vectors are `content`; `made` are the steps made."""
+
+    def __init__(self, content: bytes = b"content") -> None:
+        self.content = content
+        self.made: list[int] = []
+        self.told: list[str] = []  # who joined and left
+        self.stopped: do.Stop | None = None
+
+    def sizes(self) -> Mapping[type[Message], int]:
+        return {TreeNode: len(self.content)}
+
+    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+        """Everything will do."""
+
+    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
+        if isinstance(message, TreeNode):
+            assert payload == self.content
+
+    def payload(self, message: Message) -> Buffer:
+        return self.content if isinstance(message, Welcome | Average) else b""
+
+    def joined(self, effect: do.Joined) -> None:
+        self.told.append(f"{effect.rank} joined")
+
+    def left(self, effect: do.Left) -> None:
+        self.told.append(f"{effect.rank} left: {effect.reason}")
+
+    def gather(self, step: int) -> None:
+        """Nothing was delivered."""
+
+    def reduce(self) -> tuple[float, float] | str:
+        return 1.0, 1.0
+
+    def apply_average(self, step: int) -> None:
+        self.made.append(step)
+
+    def save(self, step: int) -> None:
+        self.told.append(f"saved {step}")
+
+    def stop(self, effect: do.Stop) -> None:
+        self.stopped = effect
+
+
+class FakeMember:
+    """A worker's hands; `made` are the steps that its state has gone through."""
+
+    def __init__(self, content: bytes = b"content") -> None:
+        self.content = content
+        self.made: list[int] = []
+
+    def sizes(self) -> Mapping[type[Message], int]:
+        return {Welcome: len(self.content), Average: len(self.content)}
+
+    def load(self, welcome: Welcome, payload: bytearray) -> None:
+        assert payload == self.content
+        self.made = list(range(welcome.step))
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        return [TreeNode(step=step, level=0, index=shard, loss=1.0, weight=1.0) for shard in shards]
+
+    def hold(self, average: Average, payload: bytearray) -> None:
+        assert payload == self.content
+
+    def make_held(self, step: int) -> None:
+        self.made.append(step)
+
+    def payload(self, message: Message) -> Buffer:
+        return self.content if isinstance(message, TreeNode) else b""
+
+
+def worker_of(rank: int | None, *, secret: bytes = SECRET, timing: Timing = TIMING) -> Worker:
+    """The machine of a worker that asks for `rank`."""
+    return Worker(TERMS, secret=secret, backend="cpu", rank=rank, timing=timing)
+
+
+def client_of(rank: int | None, hands: FakeMember | None = None, **changes: Any) -> WorkerClient:
+    """A worker that can connect to a coordinator."""
+    return WorkerClient(worker_of(rank, **changes), hands or FakeMember())
+
+
+async def listening(
+    run: Run, hands: FakeServer, *, timing: Timing = TIMING, host: str = LOOPBACK, port: int = 0
+) -> tuple[CoordinatorServer, int]:
+    """A coordinator that listens, and its port."""
+    server = CoordinatorServer(run, hands, timing=timing, secret=SECRET)
+    _, port = await server.listen(host, port)
+    return server, port
+
+
+async def take_part(
+    clients: Iterable[WorkerClient], port: int, host: str = LOOPBACK
+) -> list[do.Finish]:
+    """How the run ended for each of `clients`."""
+    staying = (client.run(host, port, patience_s=TIMING.gather_s) for client in clients)
+    return await asyncio.gather(*staying)
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port at which nobody listens just now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family)) as one:
+        one.bind((host, 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+Until = Callable[[], bool]
+
+
+async def until(holds: Until) -> None:
+    """Lets the others go on until `holds`; the test's own time limit ends a wait without end."""
+    async with asyncio.timeout(10.0):
+        while not holds():
+            await asyncio.sleep(0)

@@ -1,0 +1,26 @@
+"""What the processes of these tests run: each job is a word that says what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+
+from entrenar_py.drivers.processes import Job
+
+
+def main(pipe: Connection) -> None:
+    """Answers with its process number, unless it is told to do something else first."""
+    desk = Job(pipe)
+    while (given := desk.next()) is not None:
+        match given:
+            case b"note":
+                desk.note(b"one")
+                desk.note(b"two")
+            case b"die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case b"freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case b"leave":
+                return
+        desk.answer(str(os.getpid()).encode())

@@ -1,0 +1,40 @@
+"""How much memory it takes to pass large tensors on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tests
+
+TOP = Path(next(iter(tests.__path__))).parent
+ABOVE_MAX = 64 * 2**20
+# As in systems.memory: what is given back is given back at once.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+
+
+def _end(*arguments: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.drivers.crossing", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ALLOCATOR, "PYTHONPATH": path},
+    )
+
+
+@pytest.mark.parametrize(
+    "size", [2**28, pytest.param(2**30, marks=pytest.mark.slow)], ids=["256 MiB", "1 GiB"]
+)
+def test_a_large_tensor_crosses_in_bounded_memory(size: int) -> None:
+    """State down, tree node up, average down: either end takes one tensor and under 64 MiB."""
+    with _end("coordinator", str(size)) as coordinator:
+        assert coordinator.stdout is not None
+        port = coordinator.stdout.readline().strip()
+        with _end("worker", str(size), port) as worker:
+            took = [int(end.communicate(timeout=120)[0]) for end in (worker, coordinator)]
+    assert all(size <= each < size + ABOVE_MAX for each in took), [each - size for each in took]

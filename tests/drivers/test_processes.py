@@ -1,0 +1,134 @@
+"""Worker processes: used again, replaced, ended, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tests
+from entrenar_py.drivers.processes import Crew, Hand
+from tests.drivers import jobs
+
+TOP = Path(next(iter(tests.__path__))).parent
+LONG_S = 20.0
+
+
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    """A crew of this test alone; its processes find this folder's modules."""
+    monkeypatch.syspath_prepend(TOP)
+    made = Crew(jobs.main, preload=[])
+    yield made
+    made.dismiss()
+
+
+def _pid(hand: Hand) -> int:
+    assert hand.answer is not None
+    return int(hand.answer)
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process is gone, or will be within LONG_S."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    ended = bool(poll.poll(LONG_S * 1000))
+    os.close(watched)
+    return ended
+
+
+def test_processes_are_apart_and_answer(crew: Crew) -> None:
+    """Jobs that are given at once are done in as many processes, none of them this one."""
+    hands = [crew.give(b"pid") for _ in range(3)]
+    crew.gather(LONG_S)
+    pids = {_pid(hand) for hand in hands}
+    assert pids == {hand.pid for hand in hands}
+    assert len(pids | {os.getpid()}) == 4
+
+
+def test_idle_processes_are_used_again(crew: Crew) -> None:
+    """The next jobs need no new process, and bring new answers."""
+    first = [crew.give(b"pid"), crew.give(b"pid")]
+    crew.gather(LONG_S)
+    again = [crew.give(b"note"), crew.give(b"pid"), crew.give(b"pid")]
+    assert again[:2] == first
+    assert [hand.answer for hand in again] == [None] * 3
+    crew.gather(LONG_S)
+    assert len({_pid(hand) for hand in again}) == 3
+
+
+def test_notes_come_before_the_answer(crew: Crew) -> None:
+    """What a process says while it works is heard in order, and is not taken for its answer."""
+    hand = crew.give(b"note")
+    assert [hand.heard(), hand.heard()] == [b"one", b"two"]
+    assert hand.answer is None
+    assert hand.heard() is None
+    assert _pid(hand) == hand.pid
+
+
+@pytest.mark.parametrize("word", [b"die", b"leave"])
+def test_a_process_that_is_gone_is_replaced(crew: Crew, word: bytes) -> None:
+    """It leaves no answer where it was killed, and the next job gets another process."""
+    gone = crew.give(word)
+    crew.gather(LONG_S)
+    assert gone.answer is None
+    assert _ended(gone.pid)
+    other = crew.give(b"pid")
+    crew.gather(LONG_S)
+    assert _pid(other) != gone.pid
+
+
+def test_one_that_dies_idle_is_replaced(crew: Crew) -> None:
+    """Nobody gets a job whom no one would hear of again."""
+    idle = crew.give(b"pid")
+    crew.gather(LONG_S)
+    os.kill(idle.pid, signal.SIGKILL)
+    idle.process.join()
+    other = crew.give(b"pid")
+    crew.gather(LONG_S)
+    assert _pid(other) != idle.pid
+
+
+def test_who_does_not_answer_is_killed(crew: Crew) -> None:
+    """Also one that is frozen; the others' answers are taken all the same."""
+    frozen, well = crew.give(b"freeze"), crew.give(b"pid")
+    assert not frozen.pipe.poll(0)
+    assert well.pipe.poll(LONG_S)
+    crew.gather(0.05)
+    assert frozen.answer is None
+    assert _ended(frozen.pid)
+    assert _pid(well) == well.pid
+    assert crew.give(b"pid") is well
+
+
+def test_dismissal_ends_everyone(crew: Crew) -> None:
+    """The idle, the busy and the frozen are gone when it returns, and the next job begins anew."""
+    idle = crew.give(b"pid")
+    crew.gather(LONG_S)
+    busy = crew.give(b"note")
+    assert busy is idle
+    other = crew.give(b"pid")
+    pids = [busy.pid, other.pid]
+    crew.dismiss()
+    assert [hand.process.is_alive() for hand in (busy, other)] == [False, False]
+    assert all(map(_ended, pids))
+    new = crew.give(b"pid")
+    crew.gather(LONG_S)
+    assert _pid(new) not in pids
+
+
+def test_dismissal_ends_the_frozen(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not go by itself is killed."""
+    monkeypatch.setattr("entrenar_py.drivers.processes.ENDING_S", 0.05)
+    frozen = crew.give(b"freeze")
+    crew.dismiss()
+    assert not frozen.process.is_alive()
+    assert _ended(frozen.pid)

@@ -1,0 +1,171 @@
+"""Virtual time: the same seed is the same run, another one another order and the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, unmeddled
+from entrenar_py.drivers.simulated import Simulation
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.messages import MESSAGES, Message
+from entrenar_py.protocol.terms import Run, Timing
+from tests.drivers.fakes import SECRET, FakeMember, FakeServer, run_of
+
+COMPLETED = do.Finish("completed")
+TIMING = Timing()
+
+
+class Told(FakeServer):
+    """Also remembers every message, in the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[int, Message]] = []
+
+    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+        self.heard.append((rank, message))
+
+
+def simulate(
+    run: Run, *, seed: int = 0, meddle: Meddle = unmeddled, ranks: tuple[int, ...] = (0, 1)
+) -> tuple[Simulation, Told, list[FakeMember]]:
+    """A simulation with its workers started, its hands, and theirs."""
+    hands, members = Told(), list[FakeMember]()
+
+    def member() -> FakeMember:
+        members.append(FakeMember())
+        return members[-1]
+
+    simulation = Simulation(
+        run, hands, member, seed=seed, meddle=meddle, timing=TIMING, secret=SECRET
+    )
+    for rank in ranks:
+        simulation.start(rank, "cpu")
+    return simulation, hands, members
+
+
+def once(fate: Fate, kind: str, seconds: float = 0.0, rank: int = 1) -> Meddle:
+    """`fate` befalls the first message of `kind` from or to `rank`."""
+    done = False
+
+    def meddle(whose: int | None, up: bool, message: Message) -> Meddling | None:
+        nonlocal done
+        if done or whose != rank or type(message).__name__ != kind:
+            return None
+        done = True
+        return Meddling(fate, seconds)
+
+    return meddle
+
+
+def test_a_run_to_its_end() -> None:
+    """Everyone makes every step, and hears of the end."""
+    simulation, hands, members = simulate(run_of())
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    assert hands.made == members[0].made == members[1].made == [0, 1, 2]
+    assert [node.end.finished for node in simulation.nodes] == [COMPLETED, COMPLETED]
+    assert [node.alive for node in simulation.nodes] == [False, False]
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    """Message by message, to the last tick."""
+
+    def story(seed: int) -> tuple[Any, ...]:
+        simulation, hands, _ = simulate(
+            run_of(num_steps=20), seed=seed, meddle=once(Fate.CUT, "TreeNode")
+        )
+        simulation.run(until_s=1000.0)
+        return simulation.now, hands.heard, hands.told, hands.made
+
+    assert story(3) == story(3)
+    other = story(4)
+    assert other[:2] != story(3)[:2]
+    assert other[-1] == story(3)[-1]
+
+
+def test_a_run_that_never_ends_fails() -> None:
+    """Who is awaited for ever is not waited for beyond the limit."""
+    simulation, _, _ = simulate(run_of(), ranks=(0,))
+    finish = simulation.run(until_s=50.0)
+    assert finish.status == "failed"
+    assert finish.reason == "not finished after 50 s of virtual time"
+
+
+def test_who_gathers_too_long_fails() -> None:
+    """The machine's own patience ends first, and everyone is told."""
+    simulation, _, _ = simulate(run_of(), ranks=(0,))
+    finish = simulation.run(until_s=10_000.0)
+    assert finish.status == "failed"
+    assert "step 0 has waited 300 s for workers; here are [0]" in finish.reason
+    assert simulation.nodes[0].end.finished == finish
+
+
+def test_later_is_later() -> None:
+    """A worker that starts in the middle takes part from then on."""
+    simulation, hands, _ = simulate(run_of(num_steps=5, awaited={0: [0], 3: [1]}), ranks=(0,))
+
+    def start() -> None:
+        simulation.start(1, "cpu")
+
+    simulation.later(60.0, start)
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    assert simulation.now > 60.0
+    assert hands.told == ["0 joined", "1 joined"]
+
+
+@pytest.mark.parametrize("kind", ["TreeNode", "Computed", "Staged", "Average", "Commit"])
+@pytest.mark.parametrize("fate", [one for one in Fate if one is not Fate.KILL])
+def test_a_fate_is_survived(fate: Fate, kind: str) -> None:
+    """Whatever befalls one message, every step is made once, and both are there at the end."""
+    run = run_of(awaited={0: [0, 1], 1: [0, 1], 2: [0, 1]})
+    simulation, hands, members = simulate(run, meddle=once(fate, kind, 40.0))
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    assert hands.made == members[0].made == members[1].made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["Loaded", "TreeNode", "Average", "Applied"])
+def test_who_is_killed_stays_dead(kind: str) -> None:
+    """The other one does it all."""
+    simulation, hands, members = simulate(run_of(), meddle=once(Fate.KILL, kind))
+    finish = simulation.run(until_s=1000.0)
+    assert not simulation.nodes[1].alive
+    assert hands.made == members[0].made
+    if kind == "Loaded":  # it was awaited, and never came
+        assert "here are [0]" in finish.reason
+    else:
+        assert finish == COMPLETED
+        assert any(one.startswith("1 left: ") for one in hands.told)
+
+
+KINDS = sorted(kind.__name__ for kind in MESSAGES.values())
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.lists(
+        st.tuples(
+            st.sampled_from([fate for fate in Fate if fate is not Fate.KILL]),
+            st.sampled_from(KINDS),
+            st.sampled_from([0.5, 40.0]),
+            st.integers(0, 1),
+        ),
+        max_size=4,
+    ),
+)
+def test_any_fates_are_survived(seed: int, fates: list[tuple[Fate, str, float, int]]) -> None:
+    """Whatever befalls whichever messages, the run ends, and every step was made once."""
+    meddles: list[Callable[..., Meddling | None]] = [once(*fate) for fate in fates]
+
+    def meddle(rank: int | None, up: bool, message: Message) -> Meddling | None:
+        return next(filter(None, (one(rank, up, message) for one in meddles)), None)
+
+    simulation, hands, members = simulate(run_of(awaited={}), seed=seed, meddle=meddle)
+    assert simulation.run(until_s=10_000.0) == COMPLETED
+    assert hands.made == [0, 1, 2]
+    assert any(member.made == [0, 1, 2] for member in members)

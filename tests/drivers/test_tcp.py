@@ -1,0 +1,361 @@
+"""The protocol over real sockets: who finds whom, who is let in, and what nobody can disturb."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from entrenar_py.drivers import tcp
+from entrenar_py.drivers.tcp import Link
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.frames import FIELDS, MAGIC, PREFIX_BYTES
+from entrenar_py.protocol.messages import NonFinite, TreeNode
+from entrenar_py.protocol.terms import Timing
+from tests.drivers.fakes import (
+    LOOPBACK,
+    FakeMember,
+    FakeServer,
+    client_of,
+    free_port,
+    listening,
+    run_of,
+    take_part,
+    until,
+)
+
+ALL = [0, 1, 2]
+COMPLETED = do.Finish("completed")
+IMPATIENT = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=0.2, gather_s=5.0)
+
+
+def go(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs a test's story; one that hangs fails."""
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+@pytest.mark.parametrize("size", [1, 2**20, 2**20 + 1, 5 * 2**20])
+def test_a_run_by_two_workers(size: int) -> None:
+    """Every step is made by everyone, whatever the size of its vectors, and all hear of the end."""
+
+    async def story() -> None:
+        content = random.Random(size).randbytes(size)
+        hands, members = FakeServer(content), [FakeMember(content), FakeMember(content)]
+        server, port = await listening(run_of(), hands)
+        clients = [client_of(rank, member) for rank, member in enumerate(members)]
+        finishes = asyncio.ensure_future(take_part(clients, port))
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED, COMPLETED]
+        assert hands.made == members[0].made == members[1].made == ALL
+        assert sorted(hands.told) == ["0 joined", "1 joined"]
+
+    go(story())
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_names_and_both_families(host: str) -> None:
+    """A worker finds the coordinator by name, by IPv4 and by IPv6 address."""
+    if host == "::1" and not _has_ipv6():
+        pytest.skip("no IPv6 loopback here")
+
+    async def story() -> None:
+        server, port = await listening(run_of(awaited={}), FakeServer(), host=host)
+        finishes = asyncio.ensure_future(take_part([client_of(None)], port, host))
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED]
+
+    go(story())
+
+
+# --- when nobody is there -----------------------------------------------------------------------
+
+
+def test_a_worker_may_come_first() -> None:
+    """It is turned away, tries again, and takes part when the coordinator is there."""
+
+    async def story() -> None:
+        came = asyncio.Event()
+
+        async def turn_away(_: object, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+            came.set()
+
+        other = await asyncio.start_server(turn_away, LOOPBACK, 0)
+        port = other.sockets[0].getsockname()[1]
+        worker = asyncio.ensure_future(take_part([client_of(0)], port))
+        await came.wait()
+        other.close()
+        await other.wait_closed()
+        server, _ = await listening(run_of(awaited={}), FakeServer(), port=port)
+        assert await server.finish() == COMPLETED
+        assert await worker == [COMPLETED]
+
+    go(story())
+
+
+def test_nobody_listens() -> None:
+    """After its patience a worker says where it looked, and what it met there."""
+
+    async def story() -> None:
+        port = free_port()
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1)
+        assert finish.status == "failed"
+        assert f"no coordinator at {LOOPBACK}:{port}: " in finish.reason
+        assert "Connect call failed" in finish.reason
+
+    go(story())
+
+
+def test_another_service_listens() -> None:
+    """What is no coordinator is not waited for longer, though it takes every connection."""
+
+    async def story() -> None:
+        async def answer(_: object, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n" + b"\r\n" * 99)
+            writer.close()
+
+        other = await asyncio.start_server(answer, LOOPBACK, 0)
+        port = other.sockets[0].getsockname()[1]
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1)
+        assert finish.status == "failed"
+        assert "magic=b'HTTP': not a frame of this protocol" in finish.reason
+        other.close()
+
+    go(story())
+
+
+def test_the_run_is_over() -> None:
+    """Who comes then finds nobody; and so does one who connects in the last moment."""
+
+    async def story() -> None:
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        finishes = asyncio.ensure_future(take_part([client_of(0)], port))
+        await until(lambda: server.end.finished is not None)
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        late = asyncio.ensure_future(reader.read())
+        late.add_done_callback(lambda _: writer.close())
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED]
+        assert await late == b""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(LOOPBACK, port)
+
+    go(story())
+
+
+# --- who is not let in --------------------------------------------------------------------------
+
+
+def test_a_wrong_secret() -> None:
+    """It is refused, says so, and the run goes on without it."""
+
+    async def story() -> None:
+        hands = FakeServer()
+        server, port = await listening(run_of(awaited={0: [0]}), hands)
+        finish = await client_of(1, secret=b"open barley").run(LOOPBACK, port, patience_s=5.0)
+        assert finish == do.Finish("failed", "refused: wrong secret")
+        finishes = asyncio.ensure_future(take_part([client_of(0)], port))
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED]
+        assert hands.told == ["0 joined"]
+
+    go(story())
+
+
+def test_a_rank_that_is_taken() -> None:
+    """Who asks for it is refused for as long as its owner is there, and gives up in time."""
+
+    async def story() -> None:
+        server, port = await listening(run_of(), FakeServer())
+        first = asyncio.ensure_future(take_part([client_of(0)], port))
+        await until(lambda: any(one.rank == 0 for one in server.end.machine.peers.values()))
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1)
+        assert finish.status == "failed"
+        assert "refused: rank=0: a live worker has it" in finish.reason
+        second = asyncio.ensure_future(take_part([client_of(1)], port))
+        assert await server.finish() == COMPLETED
+        assert [*await first, *await second] == [COMPLETED, COMPLETED]
+
+    go(story())
+
+
+def _claim(payload_bytes: int) -> bytes:
+    """A prefix that says how much will follow."""
+    return FIELDS.pack(MAGIC, 1, 2, 1, 0, 0, 100, 2**20, payload_bytes) + bytes(16)
+
+
+async def _stranger(port: int, says: bytes, pace_s: float | None = None) -> None:
+    """Connects, says something, all at once or a byte at a time, and stays until it is dropped."""
+    reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    talking = asyncio.ensure_future(_say(writer, says, pace_s))
+    try:
+        while await reader.read(2**16):
+            pass
+    except ConnectionResetError:
+        pass
+    talking.cancel()
+    writer.close()
+
+
+async def _say(writer: asyncio.StreamWriter, says: bytes, pace_s: float | None) -> None:
+    for piece in [says] if pace_s is None else [says[at : at + 1] for at in range(len(says))]:
+        writer.write(piece)
+        await asyncio.sleep(pace_s or 0)  # a pace, and nothing that anybody waits for
+
+
+def test_strangers_disturb_nobody() -> None:
+    """200 that say nothing, garbage, HTTP, endless claims, a byte at a time: all are dropped when
+    their time is over, and the run that was under way goes on and ends right.
+    """
+
+    async def story() -> None:
+        hands, members = FakeServer(), [FakeMember(), FakeMember()]
+        awaited = {0: [0], 2: [1]}
+        server, port = await listening(run_of(awaited=awaited), hands, timing=IMPATIENT)
+        running = asyncio.ensure_future(server.finish())
+        first = asyncio.ensure_future(take_part([client_of(0, members[0])], port))
+        await until(lambda: server.end.machine.step == 2)
+        noise = random.Random(0)
+        strangers = [
+            *(_stranger(port, b"") for _ in range(200)),
+            *(_stranger(port, noise.randbytes(size)) for size in (1, 47, 48, 49, 4096, 2**20)),
+            _stranger(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+            _stranger(port, _claim(0)),
+            _stranger(port, _claim(2**62)),
+            _stranger(port, _claim(0)[: PREFIX_BYTES - 7]),
+            _stranger(port, _claim(0) * 99, pace_s=0.01),
+        ]
+        await asyncio.gather(*strangers)
+        assert [one.rank for one in server.end.machine.peers.values()] == [0]
+        second = asyncio.ensure_future(take_part([client_of(1, members[1])], port))
+        assert await running == COMPLETED
+        assert [*await first, *await second] == [COMPLETED, COMPLETED]
+        assert hands.made == members[0].made == members[1].made == ALL
+        assert hands.told == ["0 joined", "1 joined"]
+
+    go(story())
+
+
+# --- what goes wrong on our side ----------------------------------------------------------------
+
+
+class Clumsy(FakeServer):
+    """Fails in the middle of a step."""
+
+    def reduce(self) -> tuple[float, float] | str:
+        raise ZeroDivisionError("no weight")
+
+
+class Tired(FakeMember):
+    """Fails while it computes."""
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
+        raise ZeroDivisionError("no samples")
+
+
+def _elsewhere(hands: FakeMember, rank: int, port: int) -> asyncio.Future[do.Finish]:
+    """A worker in a loop of its own, as every process has: its errors are not the coordinator's."""
+
+    def work() -> do.Finish:
+        return asyncio.run(client_of(rank, hands).run(LOOPBACK, port, patience_s=0.1))
+
+    return asyncio.ensure_future(asyncio.to_thread(work))
+
+
+def test_a_defect_of_the_coordinator_ends_the_run() -> None:
+    """What its hands raise comes out of `finish`; nobody waits for a run that can't go on."""
+
+    async def story() -> None:
+        server, port = await listening(run_of(awaited={}), Clumsy())
+        worker = _elsewhere(FakeMember(), 0, port)
+        with pytest.raises(ZeroDivisionError, match="no weight"):
+            await server.finish()
+        assert (await worker).status == "failed"
+
+    go(story())
+
+
+def test_a_defect_of_a_worker_ends_the_worker() -> None:
+    """What its hands raise comes out of `run`, and the others do its shards."""
+
+    async def story() -> None:
+        hands = FakeServer()
+        server, port = await listening(run_of(), hands)
+        well, ill = _elsewhere(FakeMember(), 0, port), _elsewhere(Tired(), 1, port)
+        assert await server.finish() == COMPLETED
+        with pytest.raises(ZeroDivisionError, match="no samples"):
+            await ill
+        assert await well == COMPLETED
+        assert hands.made == ALL
+        assert any(one.startswith("1 left") for one in hands.told)
+
+    go(story())
+
+
+# --- one connection -----------------------------------------------------------------------------
+
+
+def test_who_reads_nothing_does_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed while much is still to be sent, it ends all the same, and what waited is let go."""
+    monkeypatch.setattr(tcp, "FAREWELL_S", 0.1)
+
+    async def story() -> None:
+        links: list[Link] = []
+
+        def link() -> Link:
+            return Link(links.append, lambda _: None, lambda *_: None, lambda *_: None)
+
+        server = await asyncio.get_running_loop().create_server(link, LOOPBACK, 0)
+        deaf = socket.create_connection(server.sockets[0].getsockname())
+        await until(lambda: bool(links))
+        links[0].write(bytes(2**20) for _ in range(64))
+        links[0].close()
+        await links[0].ended
+        deaf.close()
+        server.close()
+
+    go(story())
+
+
+def test_nothing_is_sent_before_it_can_be() -> None:
+    """A message is asked for piece by piece, as the other end takes it."""
+
+    async def story() -> None:
+        links: list[Link] = []
+        asked = 0
+
+        def pieces() -> Any:
+            nonlocal asked
+            for _ in range(64):
+                asked += 1
+                yield bytes(2**20)
+
+        def link() -> Link:
+            return Link(links.append, lambda _: None, lambda *_: None, lambda *_: None)
+
+        server = await asyncio.get_running_loop().create_server(link, LOOPBACK, 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        await until(lambda: bool(links))
+        links[0].write(pieces())
+        links[0].close()
+        assert asked < 32
+        assert len(await reader.read()) == 64 * 2**20
+        assert asked == 64
+        writer.close()
+        await links[0].ended
+        server.close()
+
+    go(story())
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""One of every message, fixed, and its frame as bytes: what the wire looks like, for any reader.
+
+`python -m tests.protocol.samples` prints the vectors as they are now. They are kept in
+`tests/golden/frames.json`; a change there is another version of the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.protocol import messages
+from entrenar_py.protocol.frames import UNKEYED, Encoder
+from entrenar_py.protocol.messages import (
+    Applied,
+    Assign,
+    Average,
+    Challenge,
+    Commit,
+    Computed,
+    Halt,
+    Heartbeat,
+    Hello,
+    Leave,
+    Loaded,
+    Message,
+    NonFinite,
+    Refuse,
+    Shutdown,
+    Staged,
+    TreeNode,
+    Welcome,
+)
+from tests.protocol.speech import KEY, written
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "frames.json"
+
+# -0.0, a NaN with a payload, the least denormal and -inf: a vector's bits are not its numbers.
+VECTOR = struct.pack("<4I", 0x80000000, 0x7FC00123, 0x00000001, 0xFF800000)
+EVENTS = b'{"kind": "end"}\n'
+
+SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
+    type(message): (message, payload)
+    for message, payload in (
+        (Challenge(version=1, nonce="00112233445566778899aabbccddeeff"), b""),
+        (
+            Hello(
+                version=1,
+                run="run-7",
+                manifest="5eed" * 16,
+                data="da7a" * 16,
+                backend="cpu",
+                rank=None,
+                nonce="ffeeddccbbaa99887766554433221100",
+                proof="0123456789abcdef" * 4,
+            ),
+            b"",
+        ),
+        (Welcome(rank=2, step=0, resumed=False, proof="fedcba9876543210" * 4), VECTOR),
+        (Refuse(reason="run='x': this run has 'é'", retry=False), b""),
+        (Loaded(step=0), EVENTS),
+        (Assign(step=0, shards=(0, 1, 5)), b""),
+        (Computed(step=0, shards=(0, 1, 5)), EVENTS),
+        (TreeNode(step=0, level=1, index=0, loss=float("nan"), weight=8.0), VECTOR),
+        (
+            NonFinite(
+                step=0, shard=5, tensor="head.weight", element=17, loss=float("inf"), ids=(3, 9)
+            ),
+            EVENTS,
+        ),
+        (Average(step=0, loss=-0.0, weight=24.0), VECTOR),
+        (Staged(step=0), b""),
+        (Commit(step=0), b""),
+        (Applied(step=0), EVENTS),
+        (Heartbeat(), b""),
+        (Leave(reason="asked to"), b""),
+        (Halt(step=2**63 - 1, reason="non-finite"), b""),
+        (Shutdown(problem=None), b""),
+    )
+}
+
+
+def vectors() -> list[dict[str, Any]]:
+    """The samples as one direction of a connection says them, in the order of their tags."""
+    encoder, rows = Encoder(KEY), []
+    for number, (message, payload) in enumerate(SAMPLES.values()):
+        (frame,) = written(encoder, message, payload)
+        rows.append(
+            {
+                "message": type(message).__name__,
+                "number": number,
+                "key": None if isinstance(message, UNKEYED) else KEY.hex(),
+                "header": messages.dump(message).decode(),
+                "payload": payload.hex(),
+                "frame": frame.hex(),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(vectors(), indent=1))

@@ -1,0 +1,85 @@
+"""What can be said, as strategies, and how it gets through a pair of codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import TypeVar
+
+import pytest
+from hypothesis import strategies as st
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol.frames import Decoder, Encoder, Received
+from entrenar_py.protocol.messages import MESSAGES, TEXT_CHARS_MAX, Message
+
+Kind = TypeVar("Kind", bound=Message)
+
+KEY = bytes(range(32))
+INT_MAX = 2**63 - 1
+
+_ints = st.integers(0, INT_MAX)
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+_FIELDS: dict[str, st.SearchStrategy[object]] = {
+    "bool": st.booleans(),
+    "int": _ints,
+    "int | None": st.none() | _ints,
+    "Nonce": st.binary(min_size=16, max_size=16).map(bytes.hex),
+    "Proof": st.binary(min_size=32, max_size=32).map(bytes.hex),
+    "str": _texts | st.just("\U0001f600" * TEXT_CHARS_MAX),
+    "str | None": st.none() | _texts,
+    "float": st.floats(),
+    "tuple[int, ...]": st.lists(_ints, max_size=5).map(tuple),
+}
+# What fits an unkeyed header, too.
+_SHORT = _FIELDS | {"str": _texts}
+
+
+def said(kind: type[Kind], *, short: bool = False) -> st.SearchStrategy[Kind]:
+    """Any message of this kind; `short` without the longest texts."""
+    of_type = _SHORT if short else _FIELDS
+    return st.builds(kind, **{field.name: of_type[str(field.type)] for field in fields(kind)})
+
+
+def anything(
+    kinds: Iterable[type[Message]] = tuple(MESSAGES.values()),
+) -> st.SearchStrategy[Message]:
+    """Any message that fits a frame, of any of these kinds."""
+    return st.one_of([said(kind, short=True) for kind in kinds])
+
+
+def written(encoder: Encoder, message: Message, payload: bytes = b"") -> list[bytes]:
+    """The frames of `message`, each whole."""
+    frames: list[bytes] = []
+    for piece in encoder.encode(message, payload):
+        if isinstance(piece, memoryview):  # the chunk of the frame that was begun
+            frames[-1] += piece
+        else:
+            frames.append(piece)
+    return frames
+
+
+def feed(decoder: Decoder, data: bytes, cuts: Iterable[int] = ()) -> list[Received]:
+    """What comes out when `data` arrives in pieces that end at `cuts`, and at its end."""
+    got = []
+    ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
+    at = 0
+    for end in ends:
+        while at < end:
+            place = decoder.buffer()
+            num_bytes = min(place.nbytes, end - at)
+            place[:num_bytes] = data[at : at + num_bytes]
+            at += num_bytes
+            received = decoder.filled(num_bytes)
+            if received is not None:
+                got.append(received)
+    return got
+
+
+def refused(decoder: Decoder, *pieces: bytes, why: str = ".") -> list[Received]:
+    """What comes out before one of `pieces` is refused, with a reason that `why` matches."""
+    got = []
+    with pytest.raises(ProtocolError, match=why):  # noqa: PT012 - any of them may be the one
+        for piece in pieces:
+            got += feed(decoder, piece)
+    return got

@@ -1,0 +1,278 @@
+"""The coordinator, bare: what follows from what, how it ends, how long it waits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import messages
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.effects import Effect
+from entrenar_py.protocol.messages import (
+    Applied,
+    Assign,
+    Average,
+    Commit,
+    Computed,
+    Halt,
+    Heartbeat,
+    Loaded,
+    NonFinite,
+    Shutdown,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.protocol.phases import PeerPhase, Stage
+from tests.protocol.situations import alone, link_of, node, reach
+from tests.protocol.star import SECRET, TIMING, Star, run_of
+
+BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
+
+
+# --- in order ---------------------------------------------------------------------------------
+
+
+def test_what_a_run_of_one_step_asks_for() -> None:
+    """Every effect, from the first connection to the end, in this order."""
+    star, link = alone(num_steps=1, saves=(1,))
+    star.deliver()
+    (welcome,) = [one for one in star.effects if isinstance(one, do.Send)][1:2]
+    assert isinstance(welcome.message, Welcome)
+    assert (welcome.message.rank, welcome.message.step) == (0, 0)
+    to = partial(do.Send, link.peer)
+    expected = [
+        do.Joined(0, 0, late=False),
+        do.Keep(0, Loaded(step=0)),
+        to(Assign(step=0, shards=(0, 1, 2, 3))),
+        do.Keep(0, node()),
+        do.Keep(0, Computed(step=0, shards=(0, 1, 2, 3))),
+        do.Reduce(0),
+        to(Average(step=0, loss=1.0, weight=1.0)),
+        to(Commit(step=0)),
+        do.Apply(0),
+        do.Keep(0, Applied(step=0)),
+        do.Gather(1),
+        do.Save(1),
+        to(Shutdown(problem=None)),
+        do.Close(link.peer, "completed"),
+        do.Finish("completed"),
+    ]
+    assert [_unweighted(one) for one in star.effects[3:]] == [_unweighted(one) for one in expected]
+
+
+def test_shards_are_dealt_in_runs() -> None:
+    """By rank, larger runs first; the shards of one that goes follow behind what others have."""
+    star = Star(run_of(num_shards=5, awaited={0: (0, 1, 2)}))
+    stations = [star.arrive() for _ in range(3)]
+    star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
+    star.cut(link_of(stations[1]))
+    dealt = [one for one in star.effects if isinstance(one, do.Send)]
+    assert [
+        one.message.shards for one in dealt if isinstance(one.message, Assign)
+    ] == [(0, 1), (2, 3), (4,), (2,), (3,)]  # fmt: skip
+
+
+def test_who_comes_late_takes_part_from_the_next_step() -> None:
+    """It waits for the boundary, gets the state before that step, and is recorded as late."""
+    star, link = reach(PeerPhase.WAITING)
+    assert star.coordinator.step == 0
+    star.until(lambda: star.coordinator.peers[link.peer].phase is PeerPhase.COMPUTING)
+    joined = [one for one in star.effects if isinstance(one, do.Joined)]
+    assert joined[-1] == do.Joined(2, 1, late=True)
+    assert len(link.station.state) == 1
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_who_starts_from_a_checkpoint_is_told(resumed: bool) -> None:
+    """Those of the beginning are; who comes late goes on from what is there."""
+    star, _ = reach(PeerPhase.COMPUTING, num_steps=4, first_step=1, resumed=resumed)
+    told = [one.message for one in star.effects if isinstance(one, do.Send)]
+    welcomes = [one for one in told if isinstance(one, Welcome)]
+    first = [one.resumed for one in welcomes if one.step == 1]
+    assert set(first) == {resumed}
+    assert {one.resumed for one in welcomes if one.step > 1} == {False}
+
+
+def test_a_step_waits_for_those_it_needs() -> None:
+    """A rank that is awaited before step 1 holds everyone until it is there."""
+    star = Star(run_of(awaited={1: (2,)}))
+    star.arrive()
+    star.deliver()
+    assert (star.coordinator.stage, star.coordinator.step) == (Stage.GATHERING, 1)
+    star.arrive(1)
+    star.deliver()
+    assert star.coordinator.step == 1
+    star.arrive(2)
+    star.deliver()
+    assert star.finished == do.Finish("completed")
+
+
+# --- how a run ends ---------------------------------------------------------------------------
+
+
+def test_a_value_that_is_not_finite_halts_everyone() -> None:
+    """Whoever said it is kept, everyone hears of it, and nobody makes the step."""
+    star, link = reach(PeerPhase.COMPUTING)
+    said = NonFinite(step=1, shard=3, tensor="w", element=5, loss=1.0, ids=(1,))
+    others = list(star.links)
+    effects = star.say_above(link, said)
+    reason = (
+        "non-finite gradient w[5] on worker 2, step 1, shard 3: training halted before any update"
+    )
+    assert effects == [
+        do.Keep(2, said),
+        do.Stop(1, 2, reason, said),
+        *(do.Send(peer, Halt(step=1, reason=reason)) for peer in others),
+        *(do.Close(peer, reason) for peer in others),
+        do.Finish("halted", reason),
+    ]
+    star.deliver()
+    assert {one.finished for one in star.stations} == {do.Finish("halted", reason)}
+
+
+def test_a_loss_that_is_not_finite_halts_everyone() -> None:
+    """Without a tensor it is the loss."""
+    star, link = alone()
+    said = NonFinite(step=0, shard=1, tensor=None, element=None, loss=float("nan"), ids=())
+    star.say_above(link, said)
+    assert star.finished is not None
+    assert star.finished.reason.startswith("non-finite loss nan on worker 0, step 0, shard 1:")
+
+
+def test_an_average_that_is_not_finite_halts_everyone() -> None:
+    """What every worker called finite may not be when it is added; that is nobody's fault."""
+    star, link = alone()
+    machine = star.coordinator
+    machine.receive(link.peer, node(), 0.0)
+    computed = Computed(step=0, shards=(0, 1, 2, 3))
+    assert machine.receive(link.peer, computed, 0.0)[-1] == do.Reduce(0)
+    assert machine.refused(0, "overflow") == [
+        do.Stop(0, None, "overflow"),
+        do.Send(link.peer, Halt(step=0, reason="overflow")),
+        do.Close(link.peer, "overflow"),
+        do.Finish("halted", "overflow"),
+    ]
+
+
+def test_a_halt_is_heard_whatever_it_names() -> None:
+    """A tensor may have the longest name that a message holds."""
+    star, link = alone()
+    said = NonFinite(step=0, shard=0, tensor="w" * 1_000, element=1, loss=1.0, ids=())
+    sent = [one.message for one in star.say_above(link, said) if isinstance(one, do.Send)]
+    assert [messages.parse(one.tag, messages.dump(one)) for one in sent] == sent
+
+
+def test_nobody_joins_what_is_over() -> None:
+    """A connection after the end is closed at once, and time does nothing any more."""
+    star = Star(run_of())
+    star.arrive()
+    star.finish()
+    assert star.coordinator.connected("late", "0" * 32, 1.0) == [
+        do.Close("late", "the run is over")
+    ]
+    assert star.coordinator.tick(1e9) == []
+
+
+# --- how long it waits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [one for one in PeerPhase if one is not PeerPhase.CHALLENGED])
+def test_the_silent_are_dropped(phase: PeerPhase) -> None:
+    """After `dead_after_s` without a byte, and no sooner; whoever is heard of stays."""
+    star, link = reach(phase)
+    machine = star.coordinator
+    machine.heard(link.peer, 1.0)
+    others = star.links.keys() - {link.peer}
+
+    def tick(now: float) -> list[Effect]:
+        for peer in others:
+            machine.heard(peer, now)
+        return [one for one in machine.tick(now) if isinstance(one, do.Close)]
+
+    assert tick(30.99) == []
+    assert tick(31.0) == [do.Close(link.peer, "silent for 30.0 s")]
+    assert machine.peers.keys() == others
+
+
+def test_all_may_fall_silent_at_once() -> None:
+    """The run goes on with whoever comes then."""
+    star = Star(run_of(awaited={0: (0, 1, 2)}))
+    for _ in range(3):
+        star.arrive()
+    star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
+    for link in star.links.values():
+        link.dead = True
+    star.wait(30.0)
+    assert star.coordinator.peers == {}
+    assert star.finish().status == "completed"
+
+
+def test_a_stranger_has_a_while_to_prove_itself() -> None:
+    """`hello_s`, which is shorter than what those who take part may be silent."""
+    machine = Coordinator(run_of(), secret=SECRET, timing=TIMING, now=0.0)
+    machine.connected("stranger", "0" * 32, 0.0)
+    assert machine.tick(9.99) == []
+    assert machine.tick(10.0) == [do.Close("stranger", "silent for 10.0 s")]
+
+
+def test_a_stranger_gains_nothing_by_trickling() -> None:
+    """A byte now and then is not a proof: the time runs from the connection."""
+    machine = Coordinator(run_of(), secret=SECRET, timing=TIMING, now=0.0)
+    machine.connected("stranger", "0" * 32, 0.0)
+    for now in range(1, 11):
+        machine.heard("stranger", float(now))
+    assert machine.tick(10.0) == [do.Close("stranger", "silent for 10.0 s")]
+
+
+def test_everyone_let_in_hears_a_heartbeat() -> None:
+    """Every `heartbeat_s`, wherever they stand; a stranger hears nothing."""
+    star, _ = reach(PeerPhase.WAITING)
+    star.coordinator.connected("stranger", "0" * 32, star.now)
+    beats = [do.Send(peer, Heartbeat()) for peer in (0, 1, 2)]
+    assert star.coordinator.tick(4.9) == []
+    assert star.coordinator.tick(5.0) == beats
+    assert star.coordinator.tick(9.9) == []
+    assert star.coordinator.tick(10.0)[-3:] == beats
+
+
+def test_a_run_does_not_wait_for_ever() -> None:
+    """It fails after `gather_s`, saying for which step and who was there; those are told."""
+    star = Star(run_of(awaited={1: (1, 2)}))
+    station = star.arrive()
+    star.deliver()
+    assert star.coordinator.step == 1
+    for _ in range(299):
+        star.wait(1.0)
+        star.deliver()
+    assert star.finished is None
+    star.wait(1.0)
+    star.deliver()
+    reason = "step 1 has waited 300 s for workers; here are [0]"
+    assert [one for one in star.effects if isinstance(one, do.Finish)] == [station.finished]
+    assert station.finished == do.Finish("failed", reason)
+
+
+def test_waiting_begins_anew_with_each_step() -> None:
+    """When everyone is gone in the middle of a step there is `gather_s` for others to come."""
+    star, link = alone()
+    for _ in range(29):
+        star.wait(10.0)
+        star.coordinator.heard(link.peer, star.now)
+        link.station.machine.heard(star.now)
+    star.cut(link)
+    assert star.now == 290.0
+    star.wait(299.0)
+    assert star.coordinator.stage is Stage.GATHERING
+    star.wait(1.0)
+    reason = "step 0 has waited 300 s for workers; here are []"
+    assert star.finished == do.Finish("failed", reason)
+
+
+def _unweighted(effect: Effect) -> Effect:
+    """A kept node without its weight, which says how many shards `star` put under it."""
+    if isinstance(effect, do.Keep) and isinstance(effect.message, TreeNode):
+        message = effect.message
+        return do.Keep(effect.rank, node(message.step, message.level, message.index))
+    return effect

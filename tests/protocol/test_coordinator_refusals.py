@@ -1,0 +1,163 @@
+"""The coordinator, bare: whom it sends away, and that nobody else suffers by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.messages import (
+    MESSAGES,
+    Applied,
+    Computed,
+    Leave,
+    Loaded,
+    Message,
+    NonFinite,
+    Refuse,
+    Staged,
+)
+from entrenar_py.protocol.phases import ALWAYS, PEER_MAY_SAY, PeerPhase, Stage
+from tests.protocol.samples import SAMPLES
+from tests.protocol.situations import alone, link_of, node, reach
+from tests.protocol.star import SECRET, Link, Star, closes, run_of
+
+BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
+
+
+ILLEGAL = [
+    (phase, kind)
+    for phase, legal in PEER_MAY_SAY.items()
+    for kind in MESSAGES.values()
+    if kind not in legal and (kind not in ALWAYS or phase is PeerPhase.CHALLENGED)
+]
+
+
+@pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
+def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: type[Message]) -> None:
+    """In each place every message that the table does not name: one is sent away, the run ends."""
+    star, link = reach(phase)
+    effects = star.say_above(link, SAMPLES[kind][0])
+    reason = f"{kind.__name__} from a peer that is {phase}"
+    assert [one for one in effects if isinstance(one, do.Close)] == [do.Close(link.peer, reason)]
+    assert len(star.links) == 2
+    assert star.finish().status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (PeerPhase.LOADING, Loaded(step=0)),
+        (PeerPhase.COMPUTING, node(step=0)),
+        (PeerPhase.COMPUTING, Computed(step=0, shards=(0,))),
+        (PeerPhase.COMPUTING, BAD),
+        (PeerPhase.STAGING, Staged(step=2)),
+        (PeerPhase.APPLYING, Applied(step=0)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
+    """An old one or one to come: it is of no use, and whoever says it is lost."""
+    star, link = reach(phase)
+    assert star.coordinator.step == 1
+    (close, *_) = star.say_above(link, said)
+    assert isinstance(close, do.Close)
+    assert "the run is at step 1" in close.reason
+    assert star.finish().status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ([node(level=0, index=4)], "its shards are not all owed"),
+        ([node(level=2, index=1)], "its shards are not all owed"),
+        ([node(level=0, index=2**63 - 1)], "its shards are not all owed"),
+        ([node(level=0), node(level=0)], "its shards are not all owed"),
+        ([node(level=1), node(level=0, index=1)], "its shards are not all owed"),
+        ([node(level=0, index=3), node()], "its shards are not all owed"),
+        ([Computed(step=0, shards=(0, 1, 2, 3))], "not assigned, or not delivered"),
+        ([node(level=1), Computed(step=0, shards=(0, 1, 2, 3))], "not assigned, or not delivered"),
+        ([node(), Computed(step=0, shards=(0, 1))], "not assigned, or not delivered"),
+        ([node(), Computed(step=0, shards=())], "not assigned, or not delivered"),
+    ],
+)
+def test_a_delivery_is_what_was_asked_for(said: list[Message], complaint: str) -> None:
+    """Nodes of shards that are owed, each once, and all of them before `Computed`."""
+    star, link = alone()
+    for one in said[:-1]:
+        assert not closes(star.say_above(link, one), link)
+    (close, *_) = star.say_above(link, said[-1])
+    assert isinstance(close, do.Close)
+    assert complaint in close.reason
+    assert star.finish().status == "completed"
+
+
+@pytest.mark.parametrize("level", [3, 4, 2**62])
+def test_a_node_above_the_root_is_refused(level: int) -> None:
+    """A tree over four shards ends at level 2."""
+    star, link = alone()
+    assert closes(star.say_above(link, node(level=level)), link)
+
+
+def _owes_two_deliveries() -> tuple[Star, Link]:
+    """Of two workers the second is gone, and the first has its shards, too."""
+    star = Star(run_of(awaited={0: (0, 1)}))
+    first, second = link_of(star.arrive()), link_of(star.arrive())
+    star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
+    star.cut(second)
+    assert star.coordinator.peers[first.peer].assigned == [(0, 1), (2, 3)]
+    return star, first
+
+
+def test_a_node_is_of_one_delivery() -> None:
+    """What a delivery brings counts when it is whole, so no node may reach into the next."""
+    star, link = _owes_two_deliveries()
+    assert closes(star.say_above(link, node()), link)
+
+
+def test_deliveries_come_one_after_the_other() -> None:
+    """The nodes of a delivery come after the one before is whole."""
+    star, link = _owes_two_deliveries()
+    assert closes(star.say_above(link, node(level=1, index=1)), link)
+
+
+def test_a_worker_halts_the_run_for_its_own_shards_only() -> None:
+    """The shard that is named in the halt is one that this worker computed."""
+    star = Star(run_of(awaited={0: (0, 1)}))
+    link = link_of(star.arrive())
+    star.arrive()
+    star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
+    said = NonFinite(step=0, shard=3, tensor=None, element=None, loss=1.0, ids=())
+    assert closes(star.say_above(link, said), link)
+    assert star.finished is None
+
+
+def test_who_leaves_is_not_an_error() -> None:
+    """It says why, and its shards go to others."""
+    star, link = reach(PeerPhase.COMPUTING)
+    effects = star.say_above(link, Leave(reason="asked to"))
+    assert effects[:2] == [
+        do.Close(link.peer, "left: asked to"),
+        do.Left(2, 1, "left: asked to"),
+    ]
+    assert star.finish().status == "completed"
+
+
+def test_a_stranger_is_refused_and_sent_away() -> None:
+    """It is told why, its connection ends, and it takes no rank."""
+    star = Star(run_of())
+    station = star.arrive(secret=SECRET + b"!")
+    star.deliver()
+    refusal = do.Send(0, Refuse(reason="wrong secret", retry=False))
+    assert star.effects[1:] == [refusal, do.Close(0, "refused: wrong secret")]
+    assert station.finished == do.Finish("failed", "refused: wrong secret")
+    assert star.coordinator.peers == {}
+
+
+def test_the_dead_are_not_heard() -> None:
+    """What was on its way when a connection ended is nobody's word."""
+    star, link = alone()
+    star.cut(link)
+    assert star.coordinator.receive(link.peer, node(), star.now) == []
+    assert star.coordinator.lost(link.peer, "again", star.now) == []
+    star.coordinator.heard(link.peer, star.now)
+    assert link.peer not in star.coordinator.peers

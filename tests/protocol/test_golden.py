@@ -1,0 +1,49 @@
+"""The bytes on the wire are those agreed on, both ways, and lie where the docs say."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from entrenar_py.protocol.frames import Decoder
+from entrenar_py.protocol.messages import MESSAGES
+from tests.protocol.samples import GOLDEN, SAMPLES, vectors
+from tests.protocol.speech import KEY, feed
+
+ROWS: list[dict[str, Any]] = json.loads(GOLDEN.read_text("utf-8"))
+
+
+def test_the_same_bytes_are_written() -> None:
+    """One of each message, under fixed fields and a fixed key. See `tests.protocol.samples`."""
+    assert [row["message"] for row in ROWS] == [kind.__name__ for kind in MESSAGES.values()]
+    assert vectors() == ROWS
+
+
+def test_the_same_messages_are_read() -> None:
+    """All of them as one stream."""
+    data = b"".join(bytes.fromhex(row["frame"]) for row in ROWS)
+    got = feed(Decoder(lambda kind: 1024, KEY), data)
+    assert [(repr(one.message), bytes(one.payload)) for one in got] == [
+        (repr(message), payload) for message, payload in SAMPLES.values()
+    ]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["message"])
+def test_every_byte_is_where_the_docs_say(row: dict[str, Any]) -> None:
+    """Read by hand, without our code."""
+    frame = bytes.fromhex(row["frame"])
+    header, payload = row["header"].encode(), bytes.fromhex(row["payload"])
+    tag = next(tag for tag, kind in MESSAGES.items() if kind.__name__ == row["message"])
+    assert frame[0:4] == b"ENTP"
+    assert list(frame[4:8]) == [1, tag, 1, 0]
+    assert struct.unpack("<QIIQ", frame[8:32]) == (
+        *(row["number"], len(header)),
+        *(len(payload), len(payload)),
+    )
+    key = bytes(32) if row["key"] is None else bytes.fromhex(row["key"])
+    assert frame[32:48] == blake3(frame[:32] + header + payload, key=key).digest()[:16]
+    assert frame[48:] == header + payload

@@ -1,0 +1,61 @@
+"""The tables of legal moves: complete, and in agreement with each other.
+
+`test_star` has that they are what the machines do.
+"""
+
+from __future__ import annotations
+
+from entrenar_py.protocol.messages import MESSAGES, Heartbeat, Message, NonFinite
+from entrenar_py.protocol.phases import (
+    ALWAYS,
+    MEMBERS,
+    PEER_MAY_SAY,
+    PEER_MOVES,
+    WORKER_MAY_HEAR,
+    WORKER_MOVES,
+    PeerPhase,
+    WorkerPhase,
+)
+
+SAID_BY_WORKERS: set[type[Message]] = {
+    *ALWAYS,
+    *(kind for kinds in PEER_MAY_SAY.values() for kind in kinds),
+}
+HEARD_BY_WORKERS = {kind for kinds in WORKER_MAY_HEAR.values() for kind in kinds}
+
+
+def test_every_phase_has_its_row() -> None:
+    """No place is left out of a table, and every member is one that was let in."""
+    assert set(PEER_MAY_SAY) == set(PeerPhase)
+    assert set(WORKER_MAY_HEAR) == set(WorkerPhase)
+    outside = {PeerPhase.CHALLENGED, PeerPhase.WAITING, PeerPhase.LOADING}
+    assert set(MEMBERS) == set(PeerPhase) - outside
+
+
+def test_every_message_is_heard_by_one_side() -> None:
+    """Each is legal somewhere, for the side that its docstring does not name as who says it."""
+    assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS
+    assert {Heartbeat} == SAID_BY_WORKERS & HEARD_BY_WORKERS
+    for kind in MESSAGES.values():
+        assert kind.__doc__ is not None
+        who = {(True, False): "Worker", (False, True): "Coordinator", (True, True): "Either"}
+        by = who[kind in SAID_BY_WORKERS, kind in HEARD_BY_WORKERS]
+        assert kind.__doc__.startswith(by), kind
+
+
+def test_a_move_is_legal() -> None:
+    """Whoever moves by a message it hears may hear it there."""
+    for phase, kind, _ in PEER_MOVES:
+        assert kind in PEER_MAY_SAY[phase] or kind in HEARD_BY_WORKERS
+    for place, kind, _ in WORKER_MOVES:
+        assert kind in WORKER_MAY_HEAR[place] or kind in SAID_BY_WORKERS
+
+
+def test_what_is_legal_leads_somewhere() -> None:
+    """Each message that may be heard moves who hears it, except what stops everything."""
+    for phase, kinds in PEER_MAY_SAY.items():
+        moving = {kind for before, kind, _ in PEER_MOVES if before is phase}
+        assert set(kinds) - {NonFinite} <= moving  # it ends the run
+    for place, heard in WORKER_MAY_HEAR.items():
+        moving = {kind for before, kind, _ in WORKER_MOVES if before is place}
+        assert set(heard) - {Heartbeat} <= moving

@@ -1,0 +1,104 @@
+"""Who is let in: the secret first, then everything that must agree, then a free rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.protocol import frames, handshake, messages
+from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
+from entrenar_py.protocol.terms import Admission, Terms, admit
+from tests.protocol.speech import said
+
+TERMS = Terms(run="r", manifest="m", data="d")
+SECRET = b"open sesame"
+CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
+
+
+def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
+    """One that fits, or with some fields changed; the proof fits in any case."""
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "run": "r",
+        "manifest": "m",
+        "data": "d",
+        "backend": "cpu",
+        "rank": None,
+        "nonce": "1" * 32,
+        "proof": "",
+    }
+    said = Hello(**{**fields, **changes})
+    return replace(said, proof=handshake.proof_of_worker(secret, CHALLENGE, said))
+
+
+def answer(said: Hello, *, taken: Collection[int | None] = ()) -> Admission | Refuse:
+    """What `admit` says in a run of three."""
+    return admit(said, CHALLENGE, TERMS, secret=SECRET, world_size=3, taken=taken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken", "reason", "retry"),
+    [
+        ({"version": 2}, (), "version=2: this run has 1", False),
+        ({"run": "x"}, (), "run='x': this run has 'r'", False),
+        ({"manifest": "x"}, (), "manifest='x': this run has 'm'", False),
+        ({"data": "x"}, (), "data='x': this run has 'd'", False),
+        ({"run": "x", "data": "x"}, (), "run='x': this run has 'r'", False),
+        ({"rank": 3}, (), "rank=3: this run has ranks 0 to 2", False),
+        ({"rank": 1}, (1,), "rank=1: a live worker has it", True),
+        ({"rank": 1}, (0, 1, 2), "all 3 ranks are taken by live workers", True),
+        ({}, (2, 0, None, 1), "all 3 ranks are taken by live workers", True),
+    ],
+)
+def test_a_refusal_says_why(
+    changes: dict[str, Any], taken: Collection[int | None], reason: str, retry: bool
+) -> None:
+    """What was given and what it should be; whether it may help to come again."""
+    assert answer(hello(**changes), taken=taken) == Refuse(reason=reason, retry=retry)
+
+
+@given(stranger=said(Hello), taken=st.sets(st.integers(0, 3)))
+def test_a_stranger_learns_nothing(stranger: Hello, taken: set[int]) -> None:
+    """Without the secret there is one answer, whatever else is right or wrong."""
+    refusal = Refuse(reason="wrong secret", retry=False)
+    assert answer(stranger, taken=taken) == refusal
+    assert answer(hello(secret=b"other"), taken=taken) == refusal
+
+
+def test_a_proof_is_of_this_challenge() -> None:
+    """One that was heard on another connection does not count."""
+    other = Challenge(version=VERSION, nonce="f" * 32)
+    said = replace(hello(), proof=handshake.proof_of_worker(SECRET, other, hello()))
+    assert answer(said) == Refuse(reason="wrong secret", retry=False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "taken", "given"),
+    [(None, (), 0), (None, (0, None), 1), (None, (1, 2), 0), (2, (), 2), (1, (0, 2), 1)],
+)
+def test_a_worker_is_let_in(rank: int | None, taken: Collection[int | None], given: int) -> None:
+    """With the rank that it asked for, or the lowest free one; with our proof and the key."""
+    said = hello(rank=rank)
+    assert answer(said, taken=taken) == Admission(
+        rank=given,
+        proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
+        key=handshake.session_key(SECRET, CHALLENGE, said),
+    )
+
+
+@given(name=st.sampled_from(["run", "manifest", "data"]), data=st.data())
+def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
+    """Whatever a worker calls its run: the answer reaches it."""
+    longest = "\U0001f600" * messages.TEXT_CHARS_MAX
+    text = data.draw(st.just(longest) | st.text(st.characters(exclude_categories=["Cs"])))
+    changes: dict[str, Any] = {name: text + "x"}
+    refusal = answer(hello(**changes))
+    assert isinstance(refusal, Refuse)
+    header = messages.dump(refusal)
+    assert len(header) <= frames.UNKEYED_HEADER_BYTES_MAX
+    assert messages.parse(Refuse.tag, header) == refusal

@@ -1,0 +1,305 @@
+"""A worker, bare: what follows from what it hears, and what ends its stay or its work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import handshake
+from entrenar_py.protocol.effects import Effect
+from entrenar_py.protocol.messages import (
+    MESSAGES,
+    VERSION,
+    Applied,
+    Assign,
+    Average,
+    Challenge,
+    Commit,
+    Computed,
+    Halt,
+    Heartbeat,
+    Hello,
+    Loaded,
+    Message,
+    NonFinite,
+    Refuse,
+    Shutdown,
+    Staged,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.protocol.phases import WORKER_MAY_HEAR, WorkerPhase
+from entrenar_py.protocol.worker import Worker
+from tests.protocol.samples import SAMPLES
+from tests.protocol.star import SECRET, TERMS, TIMING
+
+PEER = "coordinator"
+CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
+NODES = [
+    TreeNode(step=5, level=1, index=0, loss=1.0, weight=2.0),
+    TreeNode(step=5, level=0, index=2, loss=1.0, weight=1.0),
+]
+AVERAGE = Average(step=5, loss=1.0, weight=3.0)
+PLACES = [one for one in WorkerPhase if one is not WorkerPhase.AWAY]
+
+
+def new(rank: int | None = None) -> Worker:
+    """One that is not connected."""
+    return Worker(TERMS, secret=SECRET, backend="cpu", rank=rank, timing=TIMING)
+
+
+def hello(rank: int | None = None) -> Hello:
+    """What it says to CHALLENGE, with its proof."""
+    said = Hello(
+        version=VERSION,
+        run=TERMS.run,
+        manifest=TERMS.manifest,
+        data=TERMS.data,
+        backend="cpu",
+        rank=rank,
+        nonce="1" * 32,
+        proof="",
+    )
+    return replace(said, proof=handshake.proof_of_worker(SECRET, CHALLENGE, said))
+
+
+def welcome(rank: int | None = None) -> Welcome:
+    """What it waits for then: rank 2 and the state before step 5."""
+    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello(rank))
+    return Welcome(rank=2, step=5, resumed=False, proof=proof)
+
+
+def connect(machine: Worker) -> Worker:
+    """The same, connected at 0 s."""
+    assert machine.connected(PEER, "1" * 32, 0.0) == []
+    return machine
+
+
+def told(machine: Worker, *messages: Message) -> list[Effect]:
+    """What follows from the last of `messages`."""
+    return [machine.receive(message, 0.0) for message in messages][-1]
+
+
+def reach(phase: WorkerPhase) -> Worker:
+    """A worker in that place, at step 5 once it has one."""
+    machine = connect(new())
+    way: dict[WorkerPhase, list[Message]] = {
+        WorkerPhase.CONNECTED: [],
+        WorkerPhase.GREETED: [CHALLENGE],
+        WorkerPhase.READY: [CHALLENGE, welcome()],
+        WorkerPhase.COMPUTING: [CHALLENGE, welcome(), Assign(step=5, shards=(0, 1, 2))],
+        WorkerPhase.STAGED: [CHALLENGE, welcome(), AVERAGE],
+        WorkerPhase.OVER: [CHALLENGE, Shutdown(problem=None)],
+    }
+    for message in way[phase]:
+        machine.receive(message, 0.0)
+    assert machine.phase is phase
+    return machine
+
+
+# --- in order ---------------------------------------------------------------------------------
+
+
+def test_what_one_step_asks_for() -> None:
+    """Every effect of a whole stay, in this order."""
+    machine = connect(new())
+    key = handshake.session_key(SECRET, CHALLENGE, hello())
+    assert told(machine, CHALLENGE) == [do.Send(PEER, hello()), do.Secure(PEER, key)]
+    assert told(machine, welcome()) == [do.Load(2, 5), do.Send(PEER, Loaded(step=5))]
+    (asked,) = told(machine, Assign(step=5, shards=(0, 1, 2)))
+    assert isinstance(asked, do.Compute)
+    assert (asked.step, asked.shards) == (5, (0, 1, 2))
+    assert machine.computed(asked, NODES) == [
+        *(do.Send(PEER, node) for node in NODES),
+        do.Send(PEER, Computed(step=5, shards=(0, 1, 2))),
+    ]
+    assert told(machine, AVERAGE) == [do.Hold(5), do.Send(PEER, Staged(step=5))]
+    assert told(machine, Commit(step=5)) == [do.Make(5), do.Send(PEER, Applied(step=5))]
+    assert (machine.rank, machine.step, machine.phase) == (2, 6, WorkerPhase.READY)
+    assert told(machine, Shutdown(problem=None)) == [
+        do.Close(PEER, "completed"),
+        do.Finish("completed"),
+    ]
+
+
+def test_it_comes_back_as_who_it_was() -> None:
+    """With a fresh nonce, asking for the rank that it had."""
+    machine = reach(WorkerPhase.COMPUTING)
+    assert machine.lost("cut") == [do.Close(PEER, "cut")]
+    machine.connected("again", "1" * 32, 1.0)
+    assert told(machine, CHALLENGE)[0] == do.Send("again", hello(rank=2))
+
+
+def test_work_is_done_one_after_the_other() -> None:
+    """A second assignment waits for the first, and it is ready when all are done."""
+    machine = reach(WorkerPhase.READY)
+    (first,) = told(machine, Assign(step=5, shards=(0,)))
+    assert told(machine, Assign(step=5, shards=(2,))) == []
+    assert isinstance(first, do.Compute)
+    *said, second = machine.computed(first, [])
+    assert said == [do.Send(PEER, Computed(step=5, shards=(0,)))]
+    assert isinstance(second, do.Compute)
+    assert second.shards == (2,)
+    phases = [machine.phase]
+    machine.computed(second, [])
+    phases.append(machine.phase)
+    assert phases == [WorkerPhase.COMPUTING, WorkerPhase.READY]
+
+
+def test_work_of_an_earlier_stay_is_thrown_away() -> None:
+    """Though the same shards of the same step are asked for again."""
+    machine = reach(WorkerPhase.READY)
+    assign = Assign(step=5, shards=(0, 1, 2))
+    (before,) = told(machine, assign)
+    machine.lost("cut")
+    connect(machine)
+    (now,) = told(machine, CHALLENGE, welcome(rank=2), assign)
+    assert isinstance(before, do.Compute)
+    assert isinstance(now, do.Compute)
+    assert (machine.wants(before), machine.wants(now)) == (False, True)
+    assert machine.computed(before, NODES) == []
+    assert len(machine.computed(now, NODES)) == 3
+
+
+def test_what_is_not_finite_is_said_at_once() -> None:
+    """In place of the nodes; then it waits to be told to stop."""
+    machine = reach(WorkerPhase.READY)
+    (asked,) = told(machine, Assign(step=5, shards=(0,)))
+    said = NonFinite(step=5, shard=0, tensor=None, element=None, loss=float("nan"), ids=(3,))
+    assert isinstance(asked, do.Compute)
+    assert machine.computed(asked, said) == [do.Send(PEER, said)]
+    assert told(machine, Halt(step=5, reason="nan")) == [
+        do.Close(PEER, "nan"),
+        do.Finish("halted", "nan"),
+    ]
+
+
+# --- what is not legal ------------------------------------------------------------------------
+
+ILLEGAL = [
+    (phase, kind)
+    for phase in PLACES
+    for kind in MESSAGES.values()
+    if kind not in WORKER_MAY_HEAR[phase]
+]
+
+
+@pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
+def test_what_is_not_legal_ends_the_connection(phase: WorkerPhase, kind: type[Message]) -> None:
+    """In each place every message that the table does not name: the work goes on elsewhere."""
+    machine = reach(phase)
+    (close,) = told(machine, SAMPLES[kind][0])
+    assert close == do.Close(PEER, f"{kind.__name__} to a worker that is {phase}")
+    assert machine.phase is WorkerPhase.AWAY
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (WorkerPhase.READY, Assign(step=4, shards=(0,))),
+        (WorkerPhase.COMPUTING, Assign(step=6, shards=(0,))),
+        (WorkerPhase.READY, replace(AVERAGE, step=4)),
+        (WorkerPhase.STAGED, Commit(step=6)),
+    ],
+)
+def test_another_step_is_refused(phase: WorkerPhase, said: Message) -> None:
+    """A worker makes the steps in order, and no other."""
+    (close,) = told(reach(phase), said)
+    assert isinstance(close, do.Close)
+    assert "this worker is at step 5" in close.reason
+
+
+@pytest.mark.parametrize("proof", ["0" * 64, "", welcome().proof[:-1], hello().proof])
+def test_a_coordinator_proves_itself_too(proof: str) -> None:
+    """The state of one that does not know the secret is not taken."""
+    machine = reach(WorkerPhase.GREETED)
+    reason = "Welcome proof: this coordinator does not know the secret"
+    assert told(machine, replace(welcome(), proof=proof)) == [do.Close(PEER, reason)]
+
+
+# --- how it ends ------------------------------------------------------------------------------
+
+
+def test_another_version_is_the_end() -> None:
+    """It would be no other the next time."""
+    reason = "version=2: this worker speaks 1"
+    assert told(connect(new()), replace(CHALLENGE, version=2)) == [
+        do.Close(PEER, reason),
+        do.Finish("failed", reason),
+    ]
+
+
+def test_a_refusal_may_be_worth_another_try() -> None:
+    """It comes again if the refusal says so, and gives up if not."""
+    machine = reach(WorkerPhase.GREETED)
+    assert told(machine, Refuse(reason="full", retry=True)) == [do.Close(PEER, "refused: full")]
+    assert machine.phase is WorkerPhase.AWAY
+    machine = reach(WorkerPhase.GREETED)
+    assert told(machine, Refuse(reason="no", retry=False)) == [
+        do.Close(PEER, "refused: no"),
+        do.Finish("failed", "refused: no"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [WorkerPhase.GREETED, WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED],
+)
+@pytest.mark.parametrize(
+    ("said", "finish"),
+    [
+        (Halt(step=9, reason="nan"), do.Finish("halted", "nan")),
+        (Shutdown(problem=None), do.Finish("completed")),
+        (Shutdown(problem="too few"), do.Finish("failed", "too few")),
+    ],
+)
+def test_it_stops_wherever_it_stands(phase: WorkerPhase, said: Message, finish: do.Finish) -> None:
+    """At once, with the coordinator's reason, and nothing follows."""
+    machine = reach(phase)
+    asked = do.Compute(0, 5, (0, 1, 2))
+    assert told(machine, said) == [do.Close(PEER, finish.reason or finish.status), finish]
+    assert machine.computed(asked, NODES) == []
+    assert machine.tick(1e9) == []
+    assert machine.lost("closed") == []
+
+
+# --- how long it waits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [one for one in PLACES if one is not WorkerPhase.OVER])
+def test_a_silent_coordinator_is_given_up(phase: WorkerPhase) -> None:
+    """After `dead_after_s` without a byte, and no sooner."""
+    machine = reach(phase)
+    machine.heard(1.0)
+    machine.tick(30.9)
+    assert machine.phase is phase
+    assert machine.tick(31.0) == [do.Close(PEER, "the coordinator was silent for 30.0 s")]
+    assert machine.tick(1e9) == []
+
+
+@pytest.mark.parametrize("phase", [one for one in PLACES if one is not WorkerPhase.OVER])
+def test_it_says_that_it_lives(phase: WorkerPhase) -> None:
+    """Every `heartbeat_s`, whatever it does; not to one that has not challenged it yet."""
+    machine = reach(phase)
+    beat = [] if phase is WorkerPhase.CONNECTED else [do.Send(PEER, Heartbeat())]
+    assert machine.tick(4.9) == []
+    assert machine.tick(5.0) == beat
+    assert machine.tick(9.9) == []
+    assert machine.tick(10.0) == beat
+
+
+def test_nothing_happens_while_it_is_away() -> None:
+    """Time and losses are of a connection."""
+    machine = new()
+    assert machine.tick(1e9) == []
+    assert machine.lost("never was") == []
+
+
+def test_a_worker_can_leave() -> None:
+    """It says why, and goes for good."""
+    machine = reach(WorkerPhase.COMPUTING)
+    effects = machine.leave("asked to")
+    assert isinstance(effects[0], do.Send)
+    assert isinstance(effects[-1], do.Finish)

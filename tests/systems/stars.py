@@ -1,0 +1,93 @@
+"""Runs of the parameter server, and what the reference says that must come out of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from entrenar_py import systems
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Injected, Membership, Tensors, Trace, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+
+REAL, SIMULATED = "parameter_server", "parameter_server_simulated"
+# Who is silent is given up soon, so that a test need not wait for it.
+SOON = {"heartbeat_s": 0.1, "dead_after_s": 1.0}
+STEP = 2  # in which something befalls worker 1
+
+
+def subject(system: str, **changes: Any) -> Scenario:
+    """Five steps on three workers, with an optimizer that has a state to be handed over."""
+    usual: dict[str, Any] = {
+        "workload": "linear",
+        "world_size": 3,
+        "seed": 0,
+        "num_steps": 5,
+        "optimizer": "momentum",
+        "options": SOON if system == REAL else {},
+    }
+    return Scenario(system=system, **{**usual, **changes})
+
+
+def struck(system: str, kind: str, at: str, seconds: float | None = None) -> Scenario:
+    """The same, and `kind` befalls worker 1 at message `at`."""
+    fault = Fault(kind=kind, step=STEP, rank=1, at=at, seconds=seconds)
+    return subject(system, faults=(fault,))
+
+
+def held(trace: Trace) -> list[Tensors]:
+    """The weights after each step, on which all who made it agree."""
+    assert trace.end.status == "completed", trace.end.reason
+    found: dict[int, Tensors] = {}
+    for update in trace.of(Update):
+        assert found.setdefault(update.step, update.weights) == update.weights
+    assert list(found) == list(range(trace.scenario.num_steps))
+    return list(found.values())
+
+
+@cache
+def expected(scenario: Scenario) -> list[Tensors]:
+    """What the reference holds after each step, alone and undisturbed."""
+    calm = scenario.with_(system="reference", world_size=1, faults=(), stops=(), options={})
+    return held(traces.run(calm))
+
+
+def require_right(scenario: Scenario) -> Trace:
+    """The trace of `scenario`, which struck as planned and ended on the reference's bits.
+
+    No sample was lost or drawn twice, all replicas agree, and all of it ended.
+    """
+    trace = traces.run(scenario)
+    assert held(trace) == expected(scenario)
+    assert [event.fault for event in trace.of(Injected)] == [
+        fault.to_dict() for fault in scenario.faults
+    ]
+    checks = ["coverage", "liveness"]
+    checks += ["replica_identity"] if scenario.world_size > 1 else []
+    checks += ["recovery"] if changes(trace) else []
+    for check in checks:
+        finding = traces.judge(check, traces.family(check, scenario))
+        assert finding.verdict is Verdict.HELD, finding
+    return trace
+
+
+def changes(trace: Trace) -> list[tuple[int, int, str]]:
+    """Who left and who joined, and before or in which step."""
+    return [(event.step, event.rank, event.change) for event in trace.of(Membership)]
+
+
+def require_back(trace: Trace) -> None:
+    """Returns if worker 1 left when it was struck, and came back if there was time for that."""
+    seen = changes(trace)
+    assert seen in (
+        [(STEP, 1, "left"), (STEP + 1, 1, "joined")],
+        [(STEP + 1, 1, "left")],
+        *([(STEP + 1, 1, "left"), (step, 1, "joined")] for step in (STEP + 1, STEP + 2)),
+    ), seen
+
+
+def run(scenario: Scenario) -> Trace:
+    """The trace of `scenario`, however it ended; never the one of an earlier run."""
+    return systems.run(scenario)

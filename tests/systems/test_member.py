@@ -1,0 +1,109 @@
+"""A worker's hands: what it is given it holds, what it computes it tells, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.messages import (
+    Applied,
+    Average,
+    Computed,
+    Heartbeat,
+    Loaded,
+    NonFinite,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.systems.member import Member
+from tests.systems import by_hand, stars
+
+
+def _alone(**changes: object) -> Member:
+    hands = by_hand.met(stars.subject("parameter_server", world_size=1, **changes))
+    return hands.members[0]
+
+
+def _nodes(member: Member, *shards: int) -> list[tuple[TreeNode, np.ndarray[Any, Any]]]:
+    """What `member` would send for `shards` of step 0."""
+    outcome = member.work(0, shards)
+    assert not isinstance(outcome, NonFinite)
+    return [(node, np.frombuffer(member.payload(node), "<f4")) for node in outcome]
+
+
+def test_its_nodes_are_the_tree_s() -> None:
+    """As few as cover the shards, and each is the sum of those under it, in the tree's order."""
+    member = _alone()
+    together = _nodes(member, 2, 3, 4)
+    assert [(node.level, node.index) for node, _ in together] == [(1, 1), (0, 4)]
+    assert [vector.nbytes for _, vector in together] == [member.vector_bytes] * 2
+    leaves = [_nodes(member, shard)[0] for shard in (2, 3)]
+    total, loss = leaves[0][1] + leaves[1][1], leaves[0][0].loss + leaves[1][0].loss
+    assert together[0][1].tobytes() == total.tobytes()
+    assert together[0][0].loss == loss
+
+
+def test_a_vector_is_given_away_once() -> None:
+    """The worker keeps none that it has sent."""
+    member = _alone()
+    ((node, _),) = _nodes(member, 0)
+    with pytest.raises(KeyError):
+        member.payload(node)
+
+
+def test_it_tells_what_happened_once() -> None:
+    """Each event with the first message that can carry it, and never again."""
+    member = _alone()
+    member.work(0, (0, 1))
+    told = trace.load_events(bytes(member.payload(Computed(step=0, shards=(0, 1)))))
+    assert [event.kind for event in told] == ["shard", "shard"]
+    assert member.payload(Applied(step=0)) == b""
+    assert member.payload(Heartbeat()) == b""
+
+
+def test_the_first_shard_that_is_not_finite_is_all() -> None:
+    """No node comes of it: what, where and of which samples."""
+    fault = Fault(kind="non_finite_gradient", step=0, shard=1, value="nan")
+    member = _alone(faults=(fault,))
+    said = member.work(0, (0, 1, 2))
+    assert isinstance(said, NonFinite)
+    first = next(iter(member.layout.trainable))
+    assert (said.step, said.shard, said.tensor, said.element) == (0, 1, first, 0)
+    told = trace.load_events(bytes(member.payload(said)))
+    assert [event.kind for event in told] == ["shard", "injected", "shard"]
+    assert isinstance(told[-1], trace.Shard)
+    assert said.ids == told[-1].ids
+
+
+def test_a_loss_that_is_not_finite_has_no_place() -> None:
+    """The gradient of that shard is finite, and no tensor is named."""
+    fault = Fault(kind="non_finite_loss", step=0, shard=0, value="inf")
+    said = _alone(faults=(fault,)).work(0, (0,))
+    assert isinstance(said, NonFinite)
+    assert (said.tensor, said.element, said.loss) == (None, None, float("inf"))
+
+
+def test_a_new_stay_begins_anew() -> None:
+    """What it had computed, held and not yet told of an earlier one is forgotten."""
+    hands = by_hand.met(stars.subject("parameter_server", world_size=1))
+    member = hands.members[0]
+    (node, *_) = by_hand.nodes(hands, 0, 0, (0, 1, 2))
+    welcome = Welcome(rank=0, step=0, resumed=True, proof=by_hand.PROOF)
+    member.load(welcome, bytearray(hands.server.payload(welcome)))
+    with pytest.raises(KeyError):
+        member.payload(node)
+    (start,) = trace.load_events(bytes(member.payload(Loaded(step=0))))
+    assert isinstance(start, trace.Start)
+    assert (start.rank, start.step, start.resumed) == (0, 0, True)
+
+
+def test_sizes_are_exact() -> None:
+    """One state and one vector, and nothing else is carried down."""
+    member = _alone(optimizer="adamw")
+    assert set(member.sizes()) == {Welcome, Average}
+    assert member.sizes()[Average] == member.vector_bytes
+    assert TreeNode not in member.sizes()

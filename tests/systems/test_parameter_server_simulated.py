@@ -1,0 +1,78 @@
+"""The parameter server in virtual time: the reference's bits, whatever befalls it."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py import faults
+from entrenar_py.faults import PLACES, Fault
+from entrenar_py.trace import Halt, Injected, Shard, Update
+from tests.systems import stars
+from tests.systems.stars import SIMULATED, subject
+
+# Virtual seconds: within the patience of both ends, and beyond it.
+SHORT_S, LONG_S = 1.0, 40.0
+BREAKS = ("kill", "cut", "half_open", "duplicate", "reorder", "truncate", "flip")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
+def test_any_number_of_workers_gives_the_reference(workload: str, world_size: int) -> None:
+    """After every step, the same weights."""
+    stars.require_right(subject(SIMULATED, workload=workload, world_size=world_size))
+
+
+@pytest.mark.parametrize("at", PLACES)
+@pytest.mark.parametrize("kind", BREAKS)
+def test_what_breaks_a_connection(kind: str, at: str) -> None:
+    """The worker is given up, comes back with everything, and no bit is another."""
+    stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at)))
+
+
+@pytest.mark.parametrize("at", PLACES)
+@pytest.mark.parametrize("kind", ["freeze", "delay"])
+def test_what_takes_time(kind: str, at: str) -> None:
+    """A short while is waited for, after a long one the worker is given up and comes back."""
+    assert stars.changes(stars.require_right(stars.struck(SIMULATED, kind, at, SHORT_S))) == []
+    stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at, LONG_S)))
+
+
+def test_every_fault_on_the_way_is_tried_here() -> None:
+    """A new kind must join one of the tables above."""
+    assert {*BREAKS, "freeze", "delay"} == set(faults.ON_THE_WAY)
+
+
+def test_who_leaves_and_joins() -> None:
+    """As with the reference: recorded in the same steps, with the shards computed by others."""
+    leave = Fault(kind="leave", step=1, rank=2)
+    join = Fault(kind="join", step=3, rank=2)
+    trace = stars.require_right(subject(SIMULATED, faults=(leave, join)))
+    assert stars.changes(trace) == [(1, 2, "left"), (3, 2, "joined")]
+    made = {(update.step, update.rank) for update in trace.of(Update)}
+    assert {step for step, rank in made if rank == 2} == {0, 3, 4}
+
+
+def test_a_run_that_is_stopped_and_resumed() -> None:
+    """Twice, and nobody can tell from the weights."""
+    stars.require_right(subject(SIMULATED, stops=(1, 3)))
+
+
+@pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
+def test_a_value_that_is_not_finite_halts(kind: str) -> None:
+    """The worker, step, shard and samples are named, and nobody makes that step."""
+    fault = Fault(kind=kind, step=1, rank=1, value="nan")
+    trace = stars.run(subject(SIMULATED, faults=(fault,)))
+    (halt,) = trace.of(Halt)
+    assert (trace.end.status, trace.end.reason) == ("halted", halt.reason)
+    assert (halt.step, halt.rank) == (1, 1)
+    assert "on worker 1, step 1, shard" in halt.reason
+    assert {update.step for update in trace.of(Update)} == {0}
+    (ids,) = {shard.ids for shard in trace.of(Shard) if not shard.finite}
+    assert halt.ids == ids
+    assert [event.rank for event in trace.of(Injected)] == [1]
+
+
+def test_the_same_scenario_is_the_same_run() -> None:
+    """Event by event, also under a fault."""
+    scenario = stars.struck(SIMULATED, "cut", "TreeNode")
+    assert stars.run(scenario).events == stars.run(scenario).events

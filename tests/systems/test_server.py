@@ -1,0 +1,254 @@
+"""The server's hands: the reference's sums, and nothing taken that is not what it must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Left, Stop
+from entrenar_py.protocol.messages import (
+    Applied,
+    Average,
+    Commit,
+    Computed,
+    Loaded,
+    Message,
+    NonFinite,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.server import Server
+from entrenar_py.trace import Halt, Membership, Saved, Update
+from tests.systems import by_hand, stars
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in `systems.run` and in worker processes: how a sum is split is part of its order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _subject(**changes: Any) -> Scenario:
+    return stars.subject("parameter_server", **changes)
+
+
+def _held(hands: by_hand.Hands) -> list[trace.Tensors]:
+    """The weights after each step, as worker 0 recorded them."""
+    events = hands.server.recorder.drain()
+    return [one.weights for one in events if isinstance(one, Update) and one.rank == 0]
+
+
+@pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
+def test_steps_by_hand_are_the_reference(workload: str) -> None:
+    """Whoever delivers first; and the server's own replica is the workers'."""
+    scenario = _subject(workload=workload, num_steps=3)
+    hands = by_hand.met(scenario)
+    for step in range(3):
+        for rank, shards in reversed(by_hand.shards_of(hands).items()):
+            by_hand.deliver(hands, rank, step, shards)
+        by_hand.make(hands, step)
+        server, member = hands.server, hands.members[2]
+        assert server.state(server.replica) == member.state(member.workers[2])
+    assert _held(hands) == stars.expected(scenario)
+
+
+def test_a_shard_at_a_time_is_the_same() -> None:
+    """How shards are dealt, and in how many deliveries, changes no bit."""
+    scenario = _subject(num_steps=1)
+    hands = by_hand.met(scenario)
+    for shard in (7, 0, 3, 1, 2, 6, 5, 4):
+        by_hand.deliver(hands, shard % 3, 0, (shard,))
+    by_hand.make(hands, 0)
+    assert _held(hands) == stars.expected(scenario)
+
+
+def test_half_a_delivery_does_not_count() -> None:
+    """What a worker sent of a run of shards is forgotten when it is gone before the rest."""
+    scenario = _subject(num_steps=1)
+    hands = by_hand.met(scenario)
+    (node, *_) = by_hand.nodes(hands, 1, 0, (3, 4, 5))
+    by_hand.tell(hands, 1, node)
+    hands.server.left(Left(1, 0, "gone"))
+    del hands.members[1]
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    by_hand.make(hands, 0)
+    assert hands.server.present == {0, 2}
+    events = hands.server.recorder.drain()
+    assert [one for one in events if isinstance(one, Membership)] == [
+        Membership(step=0, rank=1, change="left", reason="gone")
+    ]
+
+
+def test_a_step_that_did_not_happen_is_forgotten() -> None:
+    """All of it is computed again, and the same bits come out."""
+    scenario = _subject(num_steps=1)
+    hands = by_hand.met(scenario)
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    hands.server.gather(0)
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    by_hand.make(hands, 0)
+    assert _held(hands) == stars.expected(scenario)
+
+
+def test_who_joins_late_has_everything(tmp_path: Path) -> None:
+    """Weights, moments and position; and a server that restores a checkpoint has them, too."""
+    scenario = _subject(world_size=2, optimizer="adamw", num_steps=4)
+    hands = by_hand.met(scenario.with_(world_size=1))
+    hands.server.scenario = scenario
+    hands.server.checkpoint_path = tmp_path / "checkpoint"
+    for step in range(2):
+        by_hand.deliver(hands, 0, step, tuple(range(8)))
+        by_hand.make(hands, step)
+    hands.server.save(2)
+    by_hand.join(hands, 1, step=2)
+    other = Server(scenario)
+    other.checkpoint_path = hands.server.checkpoint_path
+    assert other.restore() == 2
+    assert (other.position, other.schedule_step) == (hands.server.position, 2)
+    states = [other.state(other.replica), hands.server.state(hands.server.replica)]
+    states += [member.state(member.workers[rank]) for rank, member in hands.members.items()]
+    assert all(one == states[0] for one in states)
+    (saved,) = [one for one in hands.server.recorder.drain() if isinstance(one, Saved)]
+    assert (saved.step, saved.rank, saved.weights) == (2, 0, states[0]["weights"])
+
+
+def test_what_overflows_is_not_averaged() -> None:
+    """Finite nodes whose sum is not: a reason, and nobody steps."""
+    scenario = _subject(world_size=1, num_shards=2)
+    server = Server(scenario)
+    huge = np.full(server.vector_bytes // 4, 3e38, "<f4").tobytes()
+    with np.errstate(over="ignore"):
+        for index in (0, 1):
+            node = TreeNode(step=0, level=0, index=index, loss=1.0, weight=8.0)
+            server.require(0, node, bytearray(huge))
+            server.keep(0, node, bytearray(huge))
+        server.keep(0, Computed(step=0, shards=(0, 1)), bytearray())
+        reason = server.reduce()
+    assert reason == "the average gradient or loss is not finite, though every worker said its was"
+    server.stop(Stop(0, None, "because"))
+    assert server.recorder.drain() == [Halt(step=0, reason="because")]
+
+
+def test_a_culprit_is_recorded() -> None:
+    """With all that its worker said of it."""
+    server = Server(_subject())
+    said = NonFinite(step=1, shard=3, tensor="weight", element=0, loss=1.0, ids=(4, 5))
+    server.stop(Stop(1, 2, "because", said))
+    halt = Halt(step=1, reason="because", rank=2, shard=3, tensor="weight", ids=(4, 5))
+    assert server.recorder.drain() == [halt]
+
+
+def test_what_messages_carry() -> None:
+    """A state as long as was foretold, a vector, and nothing."""
+    hands = by_hand.met(_subject())
+    server, member = hands.server, hands.members[0]
+    welcome = Welcome(rank=0, step=0, resumed=False, proof=by_hand.PROOF)
+    assert len(server.payload(welcome)) == member.sizes()[Welcome]
+    assert server.payload(Commit(step=0)) == b""
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    assert server.reduce()
+    average = server.payload(Average(step=0, loss=1.0, weight=1.0))
+    assert len(average) == member.sizes()[Average] == server.sizes()[TreeNode]
+
+
+# --- lies ---------------------------------------------------------------------------------------
+
+
+def _events(*events: trace.Event) -> bytearray:
+    return bytearray(trace.dump_events(events))
+
+
+SHARD = trace.Shard(
+    step=2, epoch=0, rank=1, shard=0, ids=(1,), loss_sum=1.0, weight=1.0, finite=True
+)
+UPDATE = trace.Update(
+    step=2, rank=1, loss=1.0, weight=1.0, learning_rate=0.1, finite=True, weights={}
+)
+START = trace.Start(step=2, rank=1, weights={})
+FAULT = Fault(kind="non_finite_loss", step=2, value="nan").to_dict()
+NODE = TreeNode(step=2, level=0, index=0, loss=1.0, weight=1.0)
+COMPUTED = Computed(step=2, shards=(0,))
+PROBLEM = NonFinite(step=2, shard=0, tensor=None, element=None, loss=1.0, ids=())
+
+
+@pytest.mark.parametrize(
+    ("message", "payload"),
+    [
+        (Loaded(step=2), _events(START)),
+        (COMPUTED, _events(SHARD, trace.Injected(fault=FAULT, step=2, rank=1))),
+        (PROBLEM, _events(SHARD)),
+        (Applied(step=2), _events(UPDATE)),
+        (Applied(step=2), _events()),
+        (Commit(step=2), bytearray()),
+    ],
+)
+def test_the_truth_is_taken(message: Message, payload: bytearray) -> None:
+    """So what is refused below is refused for what is wrong in it."""
+    Server(_subject()).require(1, message, payload)
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "reason"),
+    [
+        (NODE, bytearray(), "TreeNode with 0 bytes: the manifest makes "),
+        (NODE, bytearray(3), "TreeNode with 3 bytes: the manifest makes "),
+        (NODE, bytearray(10**5), "TreeNode with 100000 bytes: the manifest makes "),
+        (COMPUTED, bytearray(b"\xff"), "Computed: event 1 can't be read"),
+        (COMPUTED, _events(UPDATE), "Computed with an event update"),
+        (COMPUTED, _events(SHARD, START), "Computed with an event start"),
+        (COMPUTED, _events(trace.End(status="completed")), "Computed with an event end"),
+        (Loaded(step=2), _events(SHARD), "Loaded with an event shard"),
+        (Applied(step=2), _events(SHARD), "Applied with an event shard"),
+        (PROBLEM, _events(UPDATE), "NonFinite with an event update"),
+        (
+            PROBLEM,
+            _events(trace.Halt(step=2, reason="because")),
+            "NonFinite with an event halt",
+        ),
+    ],
+)
+def test_what_is_no_part_of_a_message_is_refused(
+    message: Message, payload: bytearray, reason: str
+) -> None:
+    """Another size, another kind of event, and garbage: a ProtocolError that says which."""
+    with pytest.raises(ProtocolError) as caught:
+        Server(_subject()).require(1, message, payload)
+    assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize("name", ["rank", "step"])
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [(Loaded(step=2), START), (COMPUTED, SHARD), (Applied(step=2), UPDATE), (PROBLEM, SHARD)],
+)
+def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str) -> None:
+    """Neither of another worker nor of another step."""
+    record = json.loads(trace.dump_events([event]))
+    record[name] += 1
+    with pytest.raises(ProtocolError, match="of rank 1 in step 2 tells of another"):
+        Server(_subject()).require(1, message, bytearray(json.dumps(record).encode()))
+
+
+@pytest.mark.parametrize("place", [{"rank": None}, {"step": None}])
+def test_nobody_tells_of_nobody(place: dict[str, None]) -> None:
+    """A fault that struck says where."""
+    record = {"kind": "injected", "fault": FAULT, "step": 2, "rank": 1, **place}
+    with pytest.raises(ProtocolError, match="tells of another"):
+        Server(_subject()).require(1, COMPUTED, bytearray(json.dumps(record).encode()))
