@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.checks import evidence
-from entrenar_py.faults import Fault
+from entrenar_py.faults import NEEDED, ON_THE_WAY, Fault
 from entrenar_py.trace import Shard, TensorRecord, Update, record_tensor
 from entrenar_py.verdict import Counterexample, Tally
 from tests.checks import traces
@@ -85,16 +85,23 @@ def test_groups_ignore_what_they_are_told_to() -> None:
     assert [len(group) for group in evidence.groups(runs)] == [2, 1, 1, 1]
 
 
+def _somewhere(kind: str) -> Fault:
+    """A fault of that kind in step 1."""
+    given = {"rank": 1, "seconds": 2.0, "at": "Commit", "step": 1}
+    return Fault(kind=kind, **{name: given[name] for name in NEEDED[kind]})  # type: ignore[arg-type]
+
+
 def test_a_planted_value_is_no_change_of_membership() -> None:
     """Where faults are ignored, only who takes part is."""
     nan = Fault(kind="non_finite_loss", step=1, value="nan")
     subjects = [
         scenario(),
         scenario(faults=(traces.leave(1, 2), traces.join(1, 3))),
+        scenario(faults=tuple(_somewhere(kind) for kind in ("restart", *ON_THE_WAY))),
         scenario(faults=(traces.leave(1, 2), nan)),
     ]
     runs = [hand_written(subject=subject) for subject in subjects]
-    assert evidence.groups(runs, "faults") == [runs[:2]]
+    assert evidence.groups(runs, "faults") == [runs[:3]]
     assert evidence.groups(runs) == [[run] for run in runs]
 
 

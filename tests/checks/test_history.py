@@ -54,6 +54,21 @@ def test_without_a_resume_everything_stands() -> None:
     assert history.standing(trace) is trace
 
 
+def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
+    """What the dead had computed of it is void; what they had made is not, nor other steps."""
+    events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), shard(0, 1), update(0, 0)]
+    events += [shard(1, 0), left(1, 0), shard(1, 1), left(1, 1), start(1, 1), shard(1, 1)]
+    stands = history.standing(hand_written(*events))
+    assert [(one.step, one.rank) for one in stands.of(Shard)] == [(0, 0), (0, 1), (1, 1)]
+    assert losses(hand_written(*events)) == [(0, 0, 1.0)]
+
+
+def test_what_a_dead_worker_delivered_stands_while_others_live() -> None:
+    """Who joins then takes part in the step; nothing is computed again."""
+    events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), left(0, 0), start(0, 0)]
+    assert len(history.standing(hand_written(*events)).of(Shard)) == 1
+
+
 def test_a_planned_stop_undoes_nothing() -> None:
     """A resume at the step that was reached leaves all events where they are."""
     trace = traces.run(scenario(stops=(2, 4)))

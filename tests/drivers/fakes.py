@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +19,7 @@ TERMS = Terms(run="r", manifest="m", data="d")
 TIMING = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=5.0, gather_s=5.0)
 SECRET = b"open sesame"
 LOOPBACK = "127.0.0.1"
+COMPLETED = do.Finish("completed")
 
 
 def run_of(**changes: Any) -> Run:
@@ -142,3 +143,8 @@ async def until(holds: Until) -> None:
     async with asyncio.timeout(10.0):
         while not holds():
             await asyncio.sleep(0)
+
+
+def go(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs a test's story; one that hangs fails."""
+    asyncio.run(asyncio.wait_for(coroutine, 30))

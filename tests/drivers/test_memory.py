@@ -13,6 +13,7 @@ import tests
 
 TOP = Path(next(iter(tests.__path__))).parent
 ABOVE_MAX = 64 * 2**20
+GIVEN_BACK_MAX = 2**20  # of what was resident before: the kernel may take pages of code away
 # As in systems.memory: what is given back is given back at once.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
@@ -37,4 +38,5 @@ def test_a_large_tensor_crosses_in_bounded_memory(size: int) -> None:
         port = coordinator.stdout.readline().strip()
         with _end("worker", str(size), port) as worker:
             took = [int(end.communicate(timeout=120)[0]) for end in (worker, coordinator)]
-    assert all(size <= each < size + ABOVE_MAX for each in took), [each - size for each in took]
+    above = [each - size for each in took]
+    assert all(-GIVEN_BACK_MAX <= each < ABOVE_MAX for each in above), above

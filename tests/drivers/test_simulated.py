@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, unmeddled
 from entrenar_py.drivers.simulated import Simulation
-from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Run, Timing
-from tests.drivers.fakes import SECRET, FakeMember, FakeServer, run_of
+from tests.drivers.fakes import COMPLETED, SECRET, FakeMember, FakeServer, run_of
 
-COMPLETED = do.Finish("completed")
 TIMING = Timing()
 
 

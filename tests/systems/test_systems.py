@@ -88,6 +88,14 @@ def test_every_fault_kind_has_a_system() -> None:
     assert {kind for one in systems.SYSTEMS.values() for kind in one.faults} == set(KINDS)
 
 
+def test_a_fault_that_finds_nobody_there() -> None:
+    """Is a failed run, unless not every fault has to strike."""
+    gone = (Fault(kind="kill", step=0, rank=1, at=at) for at in ("Assign", "Commit"))
+    scenario = USUAL.with_(system="parameter_server_simulated", world_size=2, faults=tuple(gone))
+    assert "never struck" in systems.run(scenario).end.reason
+    assert systems.run(scenario, every_fault=False).end.status == "completed"
+
+
 def test_the_docs_have_the_tables() -> None:
     """docs/contract-format.md: what each system takes, and what each fault does and needs."""
     page = Path(__file__).parents[2] / "docs" / "contract-format.md"

@@ -16,7 +16,7 @@ from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 # Faults that change who computes, or when; all others change what is computed.
-_MEMBERSHIP = ("leave", "join", *ON_THE_WAY)
+_MEMBERSHIP = ("leave", "join", "restart", *ON_THE_WAY)
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:

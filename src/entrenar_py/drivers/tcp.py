@@ -329,7 +329,8 @@ class WorkerClient:
 
         def computed(outcome: asyncio.Future[list[TreeNode] | NonFinite]) -> None:
             self._computing = None
-            self.end.computed(asked, outcome.result())
+            if not outcome.cancelled():  # as it is when the run is over
+                self.end.computed(asked, outcome.result())
 
         loop = asyncio.get_running_loop()
         self._computing = loop.run_in_executor(self._thread, work, asked.step, asked.shards)

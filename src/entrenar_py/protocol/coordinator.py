@@ -151,6 +151,8 @@ class Coordinator:
             if not told:
                 member.said = now
                 effects.append(Send(peer, Heartbeat()))
+        if any(member.phase is Phase.LOADING for member in self.peers.values()):
+            self._gathering_since = now  # the state may be large; who falls silent is given up
         waited = now - self._gathering_since
         if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
             there = sorted(member.in_rank() for member in self._members().values())

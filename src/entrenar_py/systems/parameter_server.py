@@ -116,10 +116,10 @@ class ProcessStar(Star):
             if rank is not None and (fault.rank, fault.step, fault.at) == (rank, *place):
                 self.strike(fault)
                 if fault.kind == "kill":
-                    os.kill(self._hands[rank].pid, signal.SIGKILL)
+                    _signal(self._hands[rank], signal.SIGKILL)
                     self._restart(rank)
                 elif fault.kind == "freeze":
-                    os.kill(self._hands[rank].pid, signal.SIGSTOP)
+                    _signal(self._hands[rank], signal.SIGSTOP)
                     self._thaw(self._hands[rank], fault.seconds or 0.0)
                 return Meddling(Fate(fault.kind), fault.seconds or 0.0)
         return None
@@ -128,11 +128,7 @@ class ProcessStar(Star):
         asyncio.get_running_loop().call_later(RESTART_S, self.start, rank)
 
     def _thaw(self, hand: Hand, seconds: float) -> None:
-        def thaw() -> None:
-            with suppress(ProcessLookupError):
-                os.kill(hand.pid, signal.SIGCONT)
-
-        asyncio.get_running_loop().call_later(seconds, thaw)
+        asyncio.get_running_loop().call_later(seconds, _signal, hand, signal.SIGCONT)
 
     def _heard(self, hand: Hand) -> None:
         """A worker says what it is about to suffer, or has answered, or is gone."""
@@ -150,3 +146,9 @@ class ProcessStar(Star):
             self._restart(fault.rank)
         elif fault.kind == "freeze":
             self._thaw(hand, fault.seconds or 0.0)
+
+
+def _signal(hand: Hand, number: signal.Signals) -> None:
+    """Sends a signal to a worker's process, if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(hand.pid, number)

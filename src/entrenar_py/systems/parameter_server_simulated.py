@@ -11,7 +11,7 @@ from functools import partial
 from entrenar_py import faults, trace
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.simulated import Simulation
-from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.effects import Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
@@ -50,7 +50,13 @@ class SimulatedStar(Star):
         return self.simulation.run(until_s=VIRTUAL_S_MAX)
 
     def _restart(self) -> None:
-        """Goes on from the checkpoint with a new coordinator, and with whoever comes back."""
+        """Goes on from the checkpoint with a new coordinator, and with whoever comes back.
+
+        The new one knows nobody: who dies while there is none is missed by nobody else.
+        """
+        step = self.simulation.coordinator.machine.step
+        for rank in sorted(self.present):
+            self.left(Left(rank, step, "the coordinator died"))
         first = self.restore()
         self.gather(first)
         run = replace(self.run_of(first, self.last), resumed=True)
