@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from entrenar_py import trace
+import pytest
+
+from entrenar_py import backends, systems, trace
+from entrenar_py.backends import chain
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
+from entrenar_py.scenario import Scenario
 from entrenar_py.systems.star import Star
 from tests.systems import stars
 
@@ -103,3 +107,27 @@ def test_faults_wait_by_kind() -> None:
     assert star.waiting("non_finite_loss") == []
     star.strike(LEAVE)
     assert star.waiting("leave", "join") == [JOIN]
+
+
+@pytest.mark.parametrize(
+    ("served", "promised"), [(("cpu", "cpu"), ("bitwise",)), (("cpu", "wgpu"), ())]
+)
+def test_bits_are_promised_by_who_served(
+    monkeypatch: pytest.MonkeyPatch, served: tuple[str, ...], promised: tuple[str, ...]
+) -> None:
+    """Under `auto` two workers may be served by two backends, which round differently."""
+    turns = iter(served)
+
+    def auto(on_attempt: Callable[[chain.Attempt], None]) -> backends.Backend:
+        on_attempt(chain.Attempt(backend=next(turns), served=True))
+        return backends.open_backend("cpu")
+
+    monkeypatch.setattr(chain, "auto", auto)
+    scenario = Scenario(
+        system="parameter_server_simulated",
+        workload="linear",
+        world_size=2,
+        seed=0,
+        backends=("auto",),
+    )
+    assert systems.run(scenario).promises == promised

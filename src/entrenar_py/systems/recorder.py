@@ -34,6 +34,10 @@ class Recorder:
             name: trace.record_tensor(vector[part], values=values) for name, part in parts.items()
         }
 
+    def of(self, kind: type[trace.E]) -> list[trace.E]:
+        """The events of one kind so far."""
+        return [event for event in self._events if isinstance(event, kind)]
+
     def drain(self) -> list[trace.Event]:
         """The events so far, which are then no longer kept here."""
         events = list(self._events)

@@ -14,7 +14,7 @@ from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import membership
+from entrenar_py.systems import AUTO, membership
 from entrenar_py.systems.server import Server
 
 
@@ -43,9 +43,15 @@ class Star(Server, ABC):
                     break
                 self.save(last)
                 first = self.restore()
-        names = {scenario.backend_of(rank) for rank in range(scenario.world_size)}
-        promises = ("bitwise",) if len(names) == 1 else ()
+        promises = ("bitwise",) if self._alike() else ()
         return self.recorder.finish(promises=promises, status=finish.status, reason=finish.reason)
+
+    def _alike(self) -> bool:
+        """Whether all workers computed on one backend; for `auto` that is who served."""
+        ranks = range(self.scenario.world_size)
+        names = {self.scenario.backend_of(rank) for rank in ranks} - {AUTO}
+        served = {one.backend for one in self.recorder.of(trace.Attempt) if one.served}
+        return len(names | served) <= 1
 
     @abstractmethod
     def drive(self, run: Run) -> Finish:
