@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.protocol.messages import Average, Message, Welcome
-from tests.drivers.fakes import FakeMember, FakeServer, client_of, listening, run_of
+from tests.drivers.fakes import TIMING, FakeMember, FakeServer, client_of, listening, run_of
+
+PATIENT = replace(TIMING, gather_s=60.0)  # the state takes its time
 
 
 class Large(FakeServer):
@@ -39,7 +42,7 @@ async def coordinate(num_bytes: int) -> int:
     hands = Large(b"x" * num_bytes)
     run = run_of(num_steps=1, num_shards=1, world_size=1, awaited={})
     before = _start_measuring()
-    server, port = await listening(run, hands)
+    server, port = await listening(run, hands, timing=PATIENT)
     print(port, flush=True)
     assert (await server.finish()).status == "completed"
     return _peak() - before

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import frames, handshake, messages
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
-from entrenar_py.protocol.terms import Admission, Terms, admit
+from entrenar_py.protocol.terms import Admission, Terms, Timing, admit
 from tests.protocol.speech import said
 
 TERMS = Terms(run="r", manifest="m", data="d")
@@ -102,3 +103,19 @@ def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
     header = messages.dump(refusal)
     assert len(header) <= frames.UNKEYED_HEADER_BYTES_MAX
     assert messages.parse(Refuse.tag, header) == refusal
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heartbeat_s": 0.0}, "heartbeat_s=0.0: use a number of seconds > 0"),
+        ({"dead_after_s": "soon"}, "dead_after_s='soon': use a number"),
+        ({"gather_s": float("inf")}, "gather_s=inf"),
+        ({"hello_s": True}, "hello_s=True"),
+        ({"heartbeat_s": 30.0}, "dead before it is heard"),
+    ],
+)
+def test_what_is_no_time(changes: dict[str, Any], message: str) -> None:
+    """Refused by name: a wait of nothing, or for ever, would be found much later."""
+    with pytest.raises(UsageError, match=message):
+        Timing(**changes)

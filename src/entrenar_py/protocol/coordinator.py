@@ -151,8 +151,6 @@ class Coordinator:
             if not told:
                 member.said = now
                 effects.append(Send(peer, Heartbeat()))
-        if any(member.phase is Phase.LOADING for member in self.peers.values()):
-            self._gathering_since = now  # the state may be large; who falls silent is given up
         waited = now - self._gathering_since
         if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
             there = sorted(member.in_rank() for member in self._members().values())
@@ -298,6 +296,7 @@ class Coordinator:
         for member in waiting.values():
             member.phase = Phase.LOADING
         if waiting:
+            self._gathering_since = now  # who was let in has its own time to load
             return [Send(peer, self._welcome(member)) for peer, member in waiting.items()]
         members = self._members()
         there = {member.rank for member in members.values()}

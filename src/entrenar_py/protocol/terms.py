@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
 
@@ -55,6 +56,18 @@ class Timing:
     dead_after_s: float = 30.0
     hello_s: float = 10.0
     gather_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value < float("inf"):
+                raise UsageError(f"{name}={value!r}: use a number of seconds > 0")
+        if self.heartbeat_s >= self.dead_after_s:
+            raise UsageError(
+                f"heartbeat_s={self.heartbeat_s} with dead_after_s={self.dead_after_s}: "
+                "every worker would be dead before it is heard; use a shorter heartbeat"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
