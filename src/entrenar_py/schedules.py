@@ -77,6 +77,7 @@ def draw(seed: int) -> Scenario:
         clip_norm=rng.choice((None, None, 0.05)),
         dropout=rng.choice((0.0, 0.0, 0.2)),
         stops=tuple(sorted(stops)),
+        options={"block_bytes": rng.choice((4, 16, 2**20))},
     )
     for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
         scenario = _and_one(scenario, rng)
@@ -125,7 +126,7 @@ def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) 
 
 def undisturbed(scenario: Scenario) -> Scenario:
     """The same training by the reference, whose workers nothing befalls."""
-    return scenario.with_(system="reference", faults=(), stops=(), mutant=None)
+    return scenario.with_(system="reference", faults=(), stops=(), mutant=None, options={})
 
 
 def judge(run: Trace, calm: Trace) -> str:

@@ -43,13 +43,14 @@ class ServerHands(Protocol):
     """The coordinator's arithmetic and record (`systems.server`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
-    def require(self, rank: int, message: Message, payload: bytearray) -> None: ...
-    def keep(self, rank: int, message: Message, payload: bytearray) -> None: ...
+    def require(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def deliver(self, rank: int) -> None: ...
     def payload(self, message: Message) -> Buffer: ...
     def joined(self, effect: do.Joined) -> None: ...
     def left(self, effect: do.Left) -> None: ...
     def gather(self, step: int) -> None: ...
-    def reduce(self) -> tuple[float, float] | str: ...
+    def reduce(self, block: int) -> tuple[float, float] | str: ...
     def apply_average(self, step: int) -> None: ...
     def save(self, step: int) -> None: ...
     def stop(self, effect: do.Stop) -> None: ...
@@ -59,9 +60,10 @@ class MemberHands(Protocol):
     """A worker's arithmetic and record (`systems.member`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
-    def load(self, welcome: Welcome, payload: bytearray) -> None: ...
+    def require(self, message: Message, payload: Buffer) -> None: ...
+    def load(self, welcome: Welcome, payload: Buffer) -> None: ...
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite: ...
-    def hold(self, average: Average, payload: bytearray) -> None: ...
+    def hold(self, average: Average, payload: Buffer) -> None: ...
     def make_held(self, step: int) -> None: ...
     def payload(self, message: Message) -> Buffer: ...
 
@@ -153,8 +155,10 @@ class CoordinatorEnd:
                 self.hands.left(effect)
             case do.Gather(step):
                 self.hands.gather(step)
-            case do.Reduce(step):
-                return self._reduced(step)
+            case do.Deliver(rank):
+                self.hands.deliver(rank)
+            case do.Reduce(step, block):
+                return self._reduced(step, block)
             case do.Apply(step):
                 self.hands.apply_average(step)
             case do.Save(step):
@@ -167,12 +171,12 @@ class CoordinatorEnd:
                 raise AssertionError(f"{effect} is not the coordinator's")
         return []
 
-    def _reduced(self, step: int) -> list[Effect]:
-        reduced = self.hands.reduce()
+    def _reduced(self, step: int, block: int) -> list[Effect]:
+        reduced = self.hands.reduce(block)
         if isinstance(reduced, str):
             return self.machine.refused(step, reduced)
         loss, weight = reduced
-        return self.machine.reduced(step, loss, weight, self._clock())
+        return self.machine.reduced(step, block, loss, weight, self._clock())
 
 
 class WorkerEnd:
@@ -213,7 +217,7 @@ class WorkerEnd:
             if decoder.num_frames > num_frames:
                 self.machine.heard(now)
             if received is not None:
-                self._require(received.message, received.payload)
+                self.hands.require(received.message, received.payload)
                 self._do(self.machine.receive(received.message, now), received)
         except ProtocolError as error:
             self._do(self.machine.lost(str(error)))
@@ -234,13 +238,6 @@ class WorkerEnd:
         limit = self._sizes.get
         decoder = Decoder(lambda kind: limit(kind, 0), direction=FROM_COORDINATOR)
         return Stream(decoder, Encoder(direction=TO_COORDINATOR))
-
-    def _require(self, message: Message, payload: bytearray) -> None:
-        due = self._sizes.get(type(message), 0)
-        if len(payload) != due:
-            raise ProtocolError(
-                f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
-            )
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
         for effect in wanted:

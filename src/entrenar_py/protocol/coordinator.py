@@ -3,10 +3,12 @@
 A machine: it is told what came (a connection, a message, a tick of the clock, the end of work that
 it asked for) and returns what is to be done (`effects`). A step goes
 
-    gathering -> computing -> reducing -> staging -> applying -> gathering (of the next step)
+    gathering -> computing -> staging -> applying -> gathering (of the next step)
 
-and is made here only when a worker said that it made it: if everyone dies before, the step did not
-happen, and is computed again by whoever comes; the same bits come out.
+A block of the gradient is averaged as soon as it is there of every shard, and goes to everyone
+while later blocks are still on their way. A step is made when everyone holds all blocks, and is
+made here only when a worker said that it made it: if everyone dies before, the step did not happen,
+and is computed again by whoever comes; the same bits come out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from entrenar_py.protocol import terms
 from entrenar_py.protocol.effects import (
     Apply,
     Close,
+    Deliver,
     Effect,
     Finish,
     Gather,
@@ -63,7 +66,10 @@ from entrenar_py.training import reduction, sharding
 
 @dataclass(slots=True)
 class Member:
-    """One connection. `rank` is known once it was let in; `nodes` are those of its open shards."""
+    """One connection. `rank` is known once it was let in.
+
+    It delivers what it was assigned, first Computed, then every block of the shards' nodes.
+    """
 
     challenge: Challenge
     phase: Phase
@@ -71,8 +77,9 @@ class Member:
     said: float  # when it was last told that we live
     rank: int | None = None
     proof: str = ""  # ours, for its welcome
-    assigned: list[tuple[int, ...]] = field(default_factory=list)  # and not delivered
-    covered: set[int] = field(default_factory=set)  # shards under the nodes of those that came
+    assigned: list[tuple[int, ...]] = field(default_factory=list)  # and not wholly delivered
+    delivering: bool = False  # the first of them: its Computed came
+    covered: dict[int, set[int]] = field(default_factory=dict)  # block -> shards of it that came
 
     def in_rank(self) -> int:
         """The rank of one that was let in."""
@@ -88,6 +95,7 @@ class Coordinator:
         self.step = run.first_step
         self.stage = Stage.GATHERING
         self.peers: dict[Peer, Member] = {}
+        self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
         self._gathering_since = now
@@ -128,12 +136,20 @@ class Coordinator:
         """The connection is gone, or what came over it made no sense."""
         return self._drop(peer, reason, now) if peer in self.peers else []
 
-    def reduced(self, step: int, loss: float, weight: float, now: float) -> list[Effect]:
-        """The average of `step` is there and finite."""
-        assert (self.stage, self.step) == (Stage.REDUCING, step)
-        self.stage = Stage.STAGING
-        average = Average(step=step, loss=loss, weight=weight)
-        return self._tell(average, Phase.STAGING) + self._settle(now)
+    def reduced(
+        self, step: int, block: int, loss: float, weight: float, now: float
+    ) -> list[Effect]:
+        """`block` of the average of `step` is there and finite."""
+        assert (self.stage, self.step) == (Stage.COMPUTING, step)
+        del self._missing[block]
+        members = self._members()
+        average = Average(step=step, block=block, loss=loss, weight=weight)
+        told: list[Effect] = [Send(peer, average) for peer in members]
+        if not self._missing:
+            self.stage = Stage.STAGING
+            for member in members.values():
+                member.phase = Phase.STAGING
+        return told + self._settle(now)
 
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""
@@ -184,30 +200,49 @@ class Coordinator:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
-        self._require_step(node.step)
-        num_shards = self.run.num_shards
-        top = reduction.height(num_shards)
-        width = 1 << min(node.level, top)
-        under = range(node.index * width, min((node.index + 1) * width, num_shards))
-        # Of the first delivery that is open: what is lost with a worker is whole deliveries.
-        owed = set(member.assigned[0]) - member.covered
-        if node.level > top or not under or not owed.issuperset(under):
-            raise ProtocolError(
-                f"TreeNode level={node.level} index={node.index}: its shards are not all owed"
-            )
-        member.covered.update(under)
-        return [Keep(member.in_rank(), node)]
-
     def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
         self._require_step(said.step)
-        if said.shards != member.assigned[0] or not member.covered.issuperset(said.shards):
-            raise ProtocolError(f"Computed shards={said.shards}: not assigned, or not delivered")
-        del member.assigned[0]
-        member.covered.clear()
-        if not member.assigned:
-            member.phase = Phase.READY
-        return [Keep(member.in_rank(), said), *self._settle(now)]
+        if said.shards != member.assigned[0] or member.delivering:
+            raise ProtocolError(f"Computed shards={said.shards}: not assigned, or said before")
+        member.delivering = True
+        return [Keep(member.in_rank(), said)]
+
+    def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
+        self._require_step(node.step)
+        under = reduction.shards_under(node.level, node.index, self.run.num_shards)
+        came = member.covered.setdefault(node.block, set())
+        # Of the first delivery that is open: what is lost with a worker is whole deliveries.
+        owed = set(member.assigned[0]) - came if member.delivering else set[int]()
+        if node.block >= self.run.num_blocks or not under or not owed.issuperset(under):
+            raise ProtocolError(
+                f"TreeNode block={node.block} level={node.level} index={node.index}: "
+                "its shards are not all owed"
+            )
+        came.update(under)
+        effects = self._count(member, node, under)
+        if self._is_whole(member):
+            effects.append(Deliver(member.in_rank()))
+            del member.assigned[0]
+            member.covered.clear()
+            member.delivering = False
+            if not member.assigned:
+                member.phase = Phase.READY
+        if self._missing.get(node.block) == set():
+            effects.append(Reduce(self.step, node.block))
+        return effects
+
+    def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
+        """Counts what is new in a node: nothing, of a block that is averaged already."""
+        if node.block not in self._missing:
+            return []
+        self._missing[node.block].difference_update(under)
+        return [Keep(member.in_rank(), node)]
+
+    def _is_whole(self, member: Member) -> bool:
+        """Whether its first delivery is."""
+        came = member.covered.values()
+        whole = len(came) == self.run.num_blocks
+        return whole and all(len(shards) == len(member.assigned[0]) for shards in came)
 
     def _non_finite(self, peer: Peer, member: Member, said: NonFinite, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -244,8 +279,8 @@ class Coordinator:
     _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
         Hello: _hello,
         Loaded: _loaded,
-        TreeNode: _node,
         Computed: _computed,
+        TreeNode: _node,
         NonFinite: _non_finite,
         Staged: _staged,
         Applied: _applied,
@@ -273,9 +308,6 @@ class Coordinator:
         phases = {member.phase for member in members.values()}
         if self.stage is Stage.GATHERING:
             return self._begin(now)
-        if self.stage is Stage.COMPUTING and Phase.COMPUTING not in phases:
-            self.stage = Stage.REDUCING
-            return [Reduce(self.step)]
         if self.stage is Stage.STAGING and phases == {Phase.STAGED}:
             self.stage = Stage.APPLYING
             return self._tell(Commit(step=self.step), Phase.APPLYING)
@@ -304,7 +336,9 @@ class Coordinator:
         if loading or not there or not there.issuperset(self.run.awaited.get(self.step, ())):
             return None
         self._begun, self.stage = True, Stage.COMPUTING
-        return self._assign(range(self.run.num_shards), members)
+        shards = range(self.run.num_shards)
+        self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
+        return self._assign(shards, members)
 
     def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
         """Hands `shards` out in runs; a member that has some takes more behind them."""
@@ -325,6 +359,9 @@ class Coordinator:
         if member.phase in MEMBERS and self.stage is not Stage.OVER:
             effects.append(Left(member.in_rank(), self.step, reason))
             orphaned = [shard for shards in member.assigned for shard in shards]
+            for block, shards in member.covered.items():
+                if block in self._missing:
+                    self._missing[block].update(shards)
             members = self._members()
             if orphaned and members:
                 effects += self._assign(orphaned, members)
@@ -363,7 +400,9 @@ class Coordinator:
     def _welcome(self, member: Member) -> Welcome:
         resumed = self.run.resumed and not self._begun
         rank, proof = member.in_rank(), member.proof
-        return Welcome(rank=rank, step=self.step, resumed=resumed, proof=proof)
+        return Welcome(
+            rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
+        )
 
     def _require_step(self, step: int) -> None:
         if step != self.step:

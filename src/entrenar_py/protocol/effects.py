@@ -59,10 +59,20 @@ class Finish(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Keep(Effect):
-    """The message just received from `rank` is in order: its payload counts."""
+    """The message just received from `rank` is in order: its payload counts.
+
+    What belongs to a delivery counts when that is whole (`Deliver`).
+    """
 
     rank: int
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver(Effect):
+    """What `rank` began to deliver with its last Computed is whole: it stays, whoever dies."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,10 @@ class Gather(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Effect):
-    """Every shard of `step` is there: add and average; then say `reduced` or `refused`."""
+    """`block` of every shard of `step` is there: add, average; then say `reduced` or `refused`."""
 
     step: int
+    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +157,10 @@ class Compute(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Hold(Effect):
-    """Keep the average in the message just received for `step`."""
+    """Keep the block in the message just received, of the average of `step`."""
 
     step: int
+    block: int
 
 
 @dataclass(frozen=True, slots=True)

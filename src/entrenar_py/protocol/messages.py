@@ -71,13 +71,15 @@ class Hello(Message):
 class Welcome(Message):
     """Coordinator: you are `rank`; the payload is the whole state before `step`.
 
-    `resumed`: the run goes on from a checkpoint, and starts with this step.
+    The vector that is reduced travels in `blocks` parts as equal as can be. `resumed`: the run goes
+    on from a checkpoint, and starts with this step.
     """
 
     tag: ClassVar[int] = 3
     carries: ClassVar[str] = "state"
     rank: int
     step: int
+    blocks: int
     resumed: bool
     proof: Proof
 
@@ -114,7 +116,7 @@ class Assign(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed(Message):
-    """Worker: `shards` of `step` are computed, their nodes sent; the payload records each."""
+    """Worker: `shards` of `step` are computed, their nodes follow; the payload records each."""
 
     tag: ClassVar[int] = 11
     carries: ClassVar[str] = "events"
@@ -124,14 +126,15 @@ class Computed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode(Message):
-    """Worker: node (`level`, `index`) of the reduction tree of `step`; the payload is its vector.
+    """Worker: `block` of node (`level`, `index`) of the reduction tree of `step`, in the payload.
 
     `loss` is the summed loss of the shards under it, `weight` what they count.
     """
 
     tag: ClassVar[int] = 12
-    carries: ClassVar[str] = "vector"
+    carries: ClassVar[str] = "block"
     step: int
+    block: int
     level: int
     index: int
     loss: float
@@ -157,21 +160,22 @@ class NonFinite(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average(Message):
-    """Coordinator: the averaged gradient of `step`, before clipping; hold it, do not step yet.
+    """Coordinator: `block` of the averaged gradient of `step`, before clipping, in the payload.
 
-    `loss` is summed over the samples (or tokens) that `weight` counts.
+    Hold it, do not step yet. `loss` is summed over the samples (or tokens) that `weight` counts.
     """
 
     tag: ClassVar[int] = 14
-    carries: ClassVar[str] = "vector"
+    carries: ClassVar[str] = "block"
     step: int
+    block: int
     loss: float
     weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(Message):
-    """Worker: I hold all that `step` needs."""
+    """Worker: I hold every block of `step`."""
 
     tag: ClassVar[int] = 15
     step: int

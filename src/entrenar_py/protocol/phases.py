@@ -34,8 +34,7 @@ class Stage(StrEnum):
     """Where a run stands."""
 
     GATHERING = "gathering"  # between two steps
-    COMPUTING = "computing"
-    REDUCING = "reducing"
+    COMPUTING = "computing"  # and reducing, a block at a time
     STAGING = "staging"
     APPLYING = "applying"
     OVER = "over"
@@ -49,7 +48,7 @@ class PeerPhase(StrEnum):
     LOADING = "loading"  # the state is on its way to it
     READY = "ready"  # has nothing to do
     COMPUTING = "computing"  # has shards to deliver
-    STAGING = "staging"  # the average is on its way to it
+    STAGING = "staging"  # all of the average is on its way to it
     STAGED = "staged"  # holds it
     APPLYING = "applying"  # was told to make the step
 
@@ -93,7 +92,7 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.CONNECTED: (Challenge,),
     WorkerPhase.GREETED: (Welcome, Refuse, Heartbeat, Halt, Shutdown),
     WorkerPhase.READY: (Assign, Average, Heartbeat, Halt, Shutdown),
-    WorkerPhase.COMPUTING: (Assign, Heartbeat, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Assign, Average, Heartbeat, Halt, Shutdown),
     WorkerPhase.STAGED: (Commit, Heartbeat, Halt, Shutdown),
     WorkerPhase.OVER: (),
 }
@@ -105,8 +104,7 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 
 RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Assign", Stage.COMPUTING),
-    (Stage.COMPUTING, "last Computed", Stage.REDUCING),
-    (Stage.REDUCING, "Average", Stage.STAGING),
+    (Stage.COMPUTING, "last Average", Stage.STAGING),
     (Stage.STAGING, "last Staged, Commit", Stage.APPLYING),
     (Stage.APPLYING, "last Applied, next step", Stage.GATHERING),
     (Stage.COMPUTING, "nobody left, same step", Stage.GATHERING),
@@ -114,7 +112,7 @@ RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.APPLYING, "nobody left, next step if anyone made it", Stage.GATHERING),
     (Stage.GATHERING, "Shutdown", Stage.OVER),
     (Stage.COMPUTING, "NonFinite, Halt", Stage.OVER),
-    (Stage.REDUCING, "average not finite, Halt", Stage.OVER),
+    (Stage.COMPUTING, "average not finite, Halt", Stage.OVER),
 )
 
 PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
@@ -123,9 +121,11 @@ PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
     (PeerPhase.LOADING, Loaded, PeerPhase.READY),
     (PeerPhase.READY, Assign, PeerPhase.COMPUTING),
     (PeerPhase.COMPUTING, Assign, PeerPhase.COMPUTING),
-    (PeerPhase.COMPUTING, TreeNode, PeerPhase.COMPUTING),
     (PeerPhase.COMPUTING, Computed, PeerPhase.COMPUTING),
-    (PeerPhase.COMPUTING, Computed, PeerPhase.READY),
+    (PeerPhase.COMPUTING, TreeNode, PeerPhase.COMPUTING),
+    (PeerPhase.COMPUTING, TreeNode, PeerPhase.READY),
+    (PeerPhase.COMPUTING, Average, PeerPhase.COMPUTING),
+    (PeerPhase.READY, Average, PeerPhase.READY),
     (PeerPhase.READY, Average, PeerPhase.STAGING),
     (PeerPhase.STAGING, Staged, PeerPhase.STAGED),
     (PeerPhase.STAGED, Commit, PeerPhase.APPLYING),
@@ -139,10 +139,12 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
     (WorkerPhase.GREETED, Refuse, WorkerPhase.OVER),
     (WorkerPhase.READY, Assign, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, Assign, WorkerPhase.COMPUTING),
-    (WorkerPhase.COMPUTING, TreeNode, WorkerPhase.COMPUTING),
+    (WorkerPhase.COMPUTING, Average, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, Computed, WorkerPhase.COMPUTING),
-    (WorkerPhase.COMPUTING, Computed, WorkerPhase.READY),
+    (WorkerPhase.COMPUTING, TreeNode, WorkerPhase.COMPUTING),
+    (WorkerPhase.COMPUTING, TreeNode, WorkerPhase.READY),
     (WorkerPhase.COMPUTING, NonFinite, WorkerPhase.COMPUTING),
+    (WorkerPhase.READY, Average, WorkerPhase.READY),
     (WorkerPhase.READY, Average, WorkerPhase.STAGED),
     (WorkerPhase.STAGED, Commit, WorkerPhase.READY),
     *(

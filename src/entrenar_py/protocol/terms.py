@@ -30,13 +30,15 @@ class Run:
     """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
 
     It goes on with any one of them, but waits before a step of `awaited` until those ranks are
-    there. A checkpoint is written before each step of `saves`. `resumed`: it started from one.
+    there. The reduced vector travels in `num_blocks` parts. A checkpoint is written before each
+    step of `saves`. `resumed`: it started from one.
     """
 
     terms: Terms
     world_size: int
     num_shards: int
     num_steps: int
+    num_blocks: int = 1
     first_step: int = 0
     resumed: bool = False
     awaited: Mapping[int, Collection[int]] = field(default_factory=dict)

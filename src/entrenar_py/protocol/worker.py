@@ -76,6 +76,8 @@ class Worker:
         self._expected = ""  # the coordinator's proof
         self._work: deque[Compute] = deque()  # the first is in work
         self._tickets = count()
+        self._num_blocks = 0
+        self._held: set[int] = set()  # blocks of the average of `step`
 
     # --- what is told to it -----------------------------------------------------------------------
 
@@ -119,18 +121,18 @@ class Worker:
         return bool(self._work) and self._work[0] == asked
 
     def computed(self, asked: Compute, outcome: Sequence[TreeNode] | NonFinite) -> list[Effect]:
-        """What came of `asked`: tree nodes, or the first shard that is not finite."""
+        """What came of `asked`: tree nodes in all their blocks, or a shard that is not finite."""
         if not self.wants(asked):
             return []
         self._work.popleft()
         if isinstance(outcome, NonFinite):
             return [Send(self._peer, outcome)]
-        said = [Send(self._peer, node) for node in outcome]
-        done = Send(self._peer, Computed(step=asked.step, shards=asked.shards))
+        computed = Computed(step=asked.step, shards=asked.shards)
+        said = [Send(self._peer, message) for message in (computed, *outcome)]
         if not self._work:
             self.phase = Phase.READY
-            return [*said, done]
-        return [*said, done, self._work[0]]
+            return [*said]
+        return [*said, self._work[0]]
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: a heartbeat to send, a coordinator to give up."""
@@ -157,13 +159,10 @@ class Worker:
             case Assign():
                 return self._take(message)
             case Average():
-                self._require_step(message.step)
-                self.phase = Phase.STAGED
-                return [Hold(self.step), Send(self._peer, Staged(step=self.step))]
+                return self._hold(message)
             case Commit():
                 self._require_step(message.step)
-                self.phase = Phase.READY
-                self.step += 1
+                self._begin(self.step + 1)
                 return [Make(message.step), Send(self._peer, Applied(step=message.step))]
             case Halt():
                 return self._end(Finish("halted", message.reason))
@@ -197,7 +196,10 @@ class Worker:
     def _enter(self, welcome: Welcome) -> list[Effect]:
         if not hmac.compare_digest(welcome.proof, self._expected):
             raise ProtocolError("Welcome proof: this coordinator does not know the secret")
-        self.rank, self.step, self.phase = welcome.rank, welcome.step, Phase.READY
+        if not welcome.blocks:
+            raise ProtocolError("Welcome blocks=0: there is at least one")
+        self.rank, self._num_blocks = welcome.rank, welcome.blocks
+        self._begin(welcome.step)
         return [Load(welcome.rank, welcome.step), Send(self._peer, Loaded(step=welcome.step))]
 
     def _refused(self, refuse: Refuse) -> list[Effect]:
@@ -210,6 +212,23 @@ class Worker:
         self._work.append(Compute(next(self._tickets), self.step, assign.shards))
         self.phase = Phase.COMPUTING
         return [self._work[0]] if len(self._work) == 1 else []
+
+    def _hold(self, average: Average) -> list[Effect]:
+        self._require_step(average.step)
+        block = average.block
+        if block in self._held or block >= self._num_blocks:
+            raise ProtocolError(f"Average block={block}: it was there, or there is no such block")
+        self._held.add(block)
+        if len(self._held) < self._num_blocks:
+            return [Hold(self.step, block)]
+        if self._work:
+            raise ProtocolError("the average is whole, though shards of it are still computed here")
+        self.phase = Phase.STAGED
+        return [Hold(self.step, block), Send(self._peer, Staged(step=self.step))]
+
+    def _begin(self, step: int) -> None:
+        self.step, self.phase = step, Phase.READY
+        self._held.clear()
 
     def _drop(self, reason: str) -> list[Effect]:
         self.phase = Phase.AWAY

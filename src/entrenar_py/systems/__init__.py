@@ -56,12 +56,13 @@ SYSTEMS: dict[str, System] = {
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
         faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY),
-        options=("heartbeat_s", "dead_after_s"),
+        options=("heartbeat_s", "dead_after_s", "block_bytes"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
         faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
+        options=("block_bytes",),
     ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",

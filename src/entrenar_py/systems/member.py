@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import (
     Average,
     Message,
@@ -15,9 +17,8 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import replicas
 from entrenar_py.systems.replicas import Replicas
-from entrenar_py.training import engine, reduction, sharding, state
+from entrenar_py.training import blocks, engine, reduction, sharding, state
 
 
 class Member(Replicas):
@@ -27,19 +28,35 @@ class Member(Replicas):
         super().__init__(scenario)
         self.rank = -1
         self._shards: list[sharding.Ids] = []
+        self._blocks = blocks.Blocks(self.layout.num_elements, 1)
         self._vectors: dict[tuple[int, int], reduction.Vector] = {}
-        self._held: replicas.Average | None = None
+        self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is held
+        self._total = (0.0, 0.0)  # the step's summed loss and its weight
 
     def sizes(self) -> dict[type[Message], int]:
-        """How many payload bytes a message of each kind brings, exactly."""
+        """The most payload bytes that a message of each kind may bring."""
         state_bytes = state.num_bytes(self.workload.specs, self.scenario.optimizer)
         return {Welcome: state_bytes, Average: self.vector_bytes}
 
-    def load(self, welcome: Welcome, payload: bytearray) -> None:
+    def require(self, message: Message, payload: Buffer) -> None:
+        """Returns if `payload` is what `message` must carry; ProtocolError if not."""
+        due = self.sizes().get(type(message), 0)
+        if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
+            num_elements = self.layout.num_elements
+            raise ProtocolError(f"Welcome blocks={message.blocks}: there are {num_elements} elements")
+        if isinstance(message, Average) and message.block < self._blocks.count:
+            due = self._blocks.num_bytes(message.block)
+        if len(payload) != due:
+            raise ProtocolError(
+                f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
+            )
+
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`."""
         specs, kind = self.workload.specs, self.scenario.optimizer
         progress, tensors, moments = state.load(specs, kind, payload)
         self.rank = welcome.rank
+        self._blocks = blocks.Blocks(self.layout.num_elements, welcome.blocks)
         self.recorder.drain()  # of a stay before
         worker = self.new_worker(self.rank, tensors)
         worker.state = moments
@@ -50,7 +67,10 @@ class Member(Replicas):
         self.record_start(worker, welcome.step, resumed=welcome.resumed)
 
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
-        """Computes `shards` of `step`: their tree nodes, or the first shard that is not finite."""
+        """Computes `shards` of `step`: every block of their tree nodes, in the order they go.
+
+        Or the first shard that is not finite.
+        """
         worker, leaves = self.workers[self.rank], []
         for shard in shards:
             ids = self._shards[shard]
@@ -60,32 +80,39 @@ class Member(Replicas):
                 return self._problem(halt, leaf)
             leaves.append(leaf)
         nodes = reduction.fold(leaves, self.scenario.num_shards)
-        self._vectors = {(node.level, node.index): node.vector for node in nodes}
+        self._vectors |= {(node.level, node.index): node.vector for node in nodes}
         return [
             TreeNode(
-                step=step, level=node.level, index=node.index, loss=node.loss, weight=node.weight
+                step=step,
+                block=block,
+                level=node.level,
+                index=node.index,
+                loss=node.loss,
+                weight=node.weight,
             )
+            for block in self._blocks.order()
             for node in nodes
         ]
 
-    def hold(self, average: Average, payload: bytearray) -> None:
-        """Keeps the averaged gradient until its step is made."""
-        mean = np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
-        self._held = self.averaged(mean, average.loss, average.weight)
+    def hold(self, average: Average, payload: Buffer) -> None:
+        """Keeps a block of the averaged gradient until its step is made."""
+        self._mean[self._blocks.part(average.block)] = blocks.vector_of(payload)
+        self._total = average.loss, average.weight
 
     def make_held(self, step: int) -> None:
         """Makes `step` with the gradient held."""
-        assert self._held is not None, "only what was staged is committed"
-        self.recorder.emit(self.make(self.workers[self.rank], step, self._held))
-        self._held = None
+        average = self.averaged(self._mean, *self._total)
+        self.recorder.emit(self.make(self.workers[self.rank], step, average))
+        self._vectors.clear()
         self.advance(sum(map(len, self._shards)))
         self._cut()
 
     def payload(self, message: Message) -> memoryview | bytes:
         """What `message` carries: a node's vector, or what happened since it was last told."""
         if isinstance(message, TreeNode):
-            vector = self._vectors.pop((message.level, message.index))
-            return vector.astype("<f4", copy=False).data.cast("B")
+            vector = self._vectors[message.level, message.index]
+            part = vector[self._blocks.part(message.block)]
+            return part.astype("<f4", copy=False).data.cast("B")
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:

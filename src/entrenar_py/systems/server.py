@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from entrenar_py import backends, trace
-from entrenar_py.errors import ProtocolError, TraceError
+from entrenar_py.errors import ProtocolError, TraceError, UsageError
 from entrenar_py.protocol.effects import Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import (
@@ -24,12 +25,13 @@ from entrenar_py.protocol.terms import Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas
 from entrenar_py.systems.replicas import Replicas
-from entrenar_py.training import checkpoint, optimizer, reduction, sharding, state
+from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
 from entrenar_py.training.tensors import LinearFunction
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
 _NOBODY = -1
+BLOCK_BYTES = 2**20
 
 # What a worker may record of itself, by the message that brings it.
 _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
@@ -48,8 +50,11 @@ class Server(Replicas):
         self.present: set[int] = set()
         self.checkpoint_path: Path | None = None
         self.replica = self.new_worker(_NOBODY, self.initial())
-        self._pending: dict[int, list[reduction.Node]] = {}  # rank -> nodes not yet all there
-        self._nodes: list[reduction.Node] = []  # of whole deliveries, folded
+        self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
+        self._sums = blocks.Sums(scenario.num_shards)
+        self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
+        self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is reduced
+        self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._average: replicas.Average | None = None
         self._ids = self.batch()
 
@@ -66,6 +71,15 @@ class Server(Replicas):
             data=self.workload.data_digest,
         )
 
+    def _num_blocks(self) -> int:
+        """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
+        block_bytes = self.scenario.options.get("block_bytes", BLOCK_BYTES)
+        if type(block_bytes) is not int or block_bytes < 4:
+            raise UsageError(
+                f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4"
+            )
+        return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
+
     @property
     def _state_bytes(self) -> int:
         return state.num_bytes(self.workload.specs, self.scenario.optimizer)
@@ -74,36 +88,43 @@ class Server(Replicas):
         """The most payload bytes that a message of each kind may bring."""
         events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
         return {
-            TreeNode: self.vector_bytes,
+            TreeNode: self.blocks.num_bytes_max,
             Loaded: events,
             Computed: events,
             NonFinite: events,
             Applied: events,
         }
 
-    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """Returns if `payload` is what `message` of `rank` must carry; ProtocolError if not."""
-        if isinstance(message, TreeNode) and len(payload) != self.vector_bytes:
-            raise ProtocolError(
-                f"TreeNode with {len(payload)} bytes: the manifest makes {self.vector_bytes}"
-            )
+        if isinstance(message, TreeNode) and message.block < self.blocks.count:
+            due = self.blocks.num_bytes(message.block)
+            if len(payload) != due:
+                raise ProtocolError(
+                    f"TreeNode block={message.block} with {len(payload)} bytes: "
+                    f"the manifest makes {due}"
+                )
         if message.carries == "events":
-            self._events(rank, message, payload)
+            self._events_in(rank, message, payload)
 
-    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
-        """Takes over what `message` carries, which `require` has seen."""
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Takes over what `message` carries, which `require` has seen; the memory, too."""
         if isinstance(message, TreeNode):
-            vector = np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
-            node = reduction.Node(
-                message.level, message.index, vector, message.loss, message.weight
-            )
-            self._pending.setdefault(rank, []).append(node)
+            vector = blocks.vector_of(payload)
+            level, index, loss, weight = message.level, message.index, message.loss, message.weight
+            node = reduction.Node(level, index, vector, loss, weight)
+            self._sums.take(rank, message.block, node)
             return
-        for event in self._events(rank, message, payload):
-            self.recorder.emit(event)
+        events = self._events_in(rank, message, payload)
         if isinstance(message, Computed):
-            nodes = [*self._nodes, *self._pending.pop(rank, [])]
-            self._nodes = reduction.fold(nodes, self.scenario.num_shards)
+            self._events[rank] = events
+        else:
+            self._record(events)
+
+    def deliver(self, rank: int) -> None:
+        """What `rank` has told and sent of its last delivery counts."""
+        self._sums.deliver(rank)
+        self._record(self._events.pop(rank))
 
     def joined(self, effect: Joined) -> None:
         """Records who came late; those of the beginning need no mention."""
@@ -116,7 +137,8 @@ class Server(Replicas):
     def left(self, effect: Left) -> None:
         """Forgets what a worker that is gone had not wholly delivered."""
         self.present.discard(effect.rank)
-        self._pending.pop(effect.rank, None)
+        self._sums.forget(effect.rank)
+        self._events.pop(effect.rank, None)
         self.recorder.emit(
             trace.Membership(
                 step=effect.step, rank=effect.rank, change="left", reason=effect.reason
@@ -125,21 +147,24 @@ class Server(Replicas):
 
     def gather(self, step: int) -> None:
         """Forgets what was delivered of a step that did not happen."""
-        self._pending.clear()
-        self._nodes, self._average = [], None
+        self._sums.clear()
+        self._events.clear()
+        self._average = None
 
-    def reduce(self) -> tuple[float, float] | str:
+    def reduce(self, block: int) -> tuple[float, float] | str:
         """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
-        total = reduction.root(self._nodes, self.scenario.num_shards)
-        mean = optimizer.mean(total.vector, total.weight * self.scale)
+        total = self._sums.root(block)
+        mean = self._mean[self.blocks.part(block)]
+        np.divide(total.vector, np.float32(total.weight * self.scale), out=mean)
         if not (np.isfinite(mean).all() and np.isfinite(total.loss)):
             return "the average gradient or loss is not finite, though every worker said its was"
-        self._average = self.averaged(mean, total.loss, total.weight)
-        return total.loss, total.weight
+        self._total = total.loss, total.weight
+        return self._total
 
     def average_held(self) -> replicas.Average:
-        """The average of the step in work, from its reduction on."""
-        assert self._average is not None, "a step is made after it was reduced"
+        """The average of the step in work, once all of it is reduced."""
+        if self._average is None:
+            self._average = self.averaged(self._mean, *self._total)
         return self._average
 
     def apply_average(self, step: int) -> None:
@@ -201,10 +226,15 @@ class Server(Replicas):
             worker = self.replica
             return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
         if isinstance(message, Average):
-            return self.average_held().mean.astype("<f4", copy=False).data.cast("B")
+            mean = self._mean[self.blocks.part(message.block)]
+            return mean.astype("<f4", copy=False).data.cast("B")
         return b""
 
-    def _events(self, rank: int, message: Message, payload: bytearray) -> list[trace.Event]:
+    def _record(self, events: Iterable[trace.Event]) -> None:
+        for event in events:
+            self.recorder.emit(event)
+
+    def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
         """What `rank` tells of itself; ProtocolError if it tells of another, or another thing."""
         try:
             events = trace.load_events(bytes(payload))

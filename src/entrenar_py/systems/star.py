@@ -105,6 +105,7 @@ class Star(Server, ABC):
             world_size=self.scenario.world_size,
             num_shards=self.scenario.num_shards,
             num_steps=last,
+            num_blocks=self.blocks.count,
             first_step=first,
             resumed=first > 0,
             awaited=self._awaited,

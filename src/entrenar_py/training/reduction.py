@@ -35,8 +35,14 @@ def height(num_shards: int) -> int:
 
 def span(node: Node, num_shards: int) -> range:
     """The logical shards under `node`."""
-    width = 1 << node.level
-    return range(node.index * width, min((node.index + 1) * width, num_shards))
+    return shards_under(node.level, node.index, num_shards)
+
+
+def shards_under(level: int, index: int, num_shards: int) -> range:
+    """The logical shards under node (`level`, `index`); none if the tree has no such node."""
+    if level > height(num_shards):
+        return range(0)
+    return range(index << level, min((index + 1) << level, num_shards))
 
 
 def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
@@ -85,7 +91,7 @@ def root(nodes: Iterable[Node], num_shards: int) -> Node:
 def _cover(covered: set[int], node: Node, num_shards: int) -> None:
     """Adds the shards under `node` to `covered`."""
     shards = span(node, num_shards)
-    if node.index < 0 or not shards or node.level > height(num_shards):
+    if node.index < 0 or not shards:
         raise ValueError(f"{_name(node)} is not of a tree over {num_shards} shards")
     if not covered.isdisjoint(shards):
         twice = sorted(covered.intersection(shards))
