@@ -43,7 +43,9 @@ class Member(Replicas):
         due = self.sizes().get(type(message), 0)
         if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
             num_elements = self.layout.num_elements
-            raise ProtocolError(f"Welcome blocks={message.blocks}: there are {num_elements} elements")
+            raise ProtocolError(
+                f"Welcome blocks={message.blocks}: there are {num_elements} elements"
+            )
         if isinstance(message, Average) and message.block < self._blocks.count:
             due = self._blocks.num_bytes(message.block)
         if len(payload) != due:
