@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
@@ -25,6 +25,9 @@ from entrenar_py.protocol.frames import (
 )
 from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
 from entrenar_py.protocol.worker import Worker
+
+# What is to be done, and the message of which it follows.
+Follow: TypeAlias = tuple[Effect, Received | None]
 
 
 class Wire(Protocol):
@@ -91,12 +94,12 @@ class CoordinatorEnd:
         self._sizes = hands.sizes()
         self._streams: dict[Peer, Stream] = {}
 
-    def connected(self, peer: Peer, nonce: str) -> None:
-        """Someone connected; `nonce` is 32 random hex digits."""
+    def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
+        """Someone connected from `host`; `nonce` is 32 random hex digits."""
         limit = self._sizes.get
         decoder = Decoder(lambda kind: limit(kind, 0), direction=TO_COORDINATOR)
         self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR))
-        self._do(self.machine.connected(peer, nonce, self._clock()))
+        self._do(self.machine.connected(peer, nonce, self._clock(), host))
 
     def buffer(self, peer: Peer) -> memoryview | None:
         """Where the next bytes of `peer` go; None if they go nowhere any more."""
@@ -240,15 +243,18 @@ class WorkerEnd:
         return Stream(decoder, Encoder(direction=TO_COORDINATOR))
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
-        for effect in wanted:
-            self._one(effect, received)
+        """Does everything that is wanted, and what follows from that, in order.
 
-    def _one(self, effect: Effect, received: Received | None) -> None:
+        `received` is the message of which it follows.
+        """
+        waiting = deque((effect, received) for effect in wanted)
+        while waiting:
+            waiting.extend(self._one(*waiting.popleft()))
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:
             case do.Send(peer, message):
-                content = self.hands.payload(message)
-                frames = self._stream.encoder.encode(message, content)
-                self._wire.write(peer, message, frames)
+                self._send(self._stream, peer, message)
             case do.Secure(_, key):
                 self._stream.secure(key)
             case do.Close(peer, reason):
@@ -270,3 +276,8 @@ class WorkerEnd:
                 self.finished = effect
             case _:
                 raise AssertionError(f"{effect} is not a worker's")
+        return []
+
+    def _send(self, stream: Stream, peer: Peer, message: Message) -> None:
+        frames = stream.encoder.encode(message, self.hands.payload(message))
+        self._wire.write(peer, message, frames)

@@ -12,18 +12,23 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any, cast
 
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent
+from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.handshake import NONCE_BYTES
+from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
+from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.protocol.worker import Worker
 
+HOST = "simulated"
 LATENCY_S = (0.0001, 0.002)
 COMPUTING_S = (0.001, 0.05)
 RECONNECT_S = 0.5
@@ -41,7 +46,9 @@ class Direction:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A worker's process. `frozen_until` is when it goes on; `calling`: it will connect soon."""
+    """A worker's process. `connection` is that to the coordinator, `frozen_until` when it goes on;
+    `calling`: it will connect soon.
+    """
 
     end: WorkerEnd
     connection: Connection | None = None
@@ -52,10 +59,14 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """Between a worker and the coordinator, who calls it `peer`. `dead`: nothing passes."""
+    """From a worker to the coordinator, or to worker `to`; both call it `peer`.
+
+    `dead`: nothing passes. `ended`: nothing more is said on it.
+    """
 
     peer: int
     node: Node
+    to: Node | None = None
     up: Direction = field(default_factory=Direction)
     down: Direction = field(default_factory=Direction)
     dead: bool = False
@@ -75,10 +86,12 @@ class Simulation:
         meddle: Meddle,
         timing: Timing,
         secret: bytes = b"",
+        mesh: bool = False,
     ) -> None:
         self.now = 0.0
         self.nodes: list[Node] = []
         self._run, self._member, self._meddle = run, member, meddle
+        self._mesh = mesh
         self._timing, self._secret = timing, secret
         self._random = random.Random(seed)
         self._numbers = count()
@@ -89,16 +102,22 @@ class Simulation:
 
     def start(self, rank: int | None, backend: str) -> Node:
         """A new worker process, which connects at once; `rank` is the one it asks for."""
-        machine = Worker(
-            self._run.terms, secret=self._secret, backend=backend, rank=rank, timing=self._timing
-        )
         up = _Up(self)
-        end = WorkerEnd(machine, self._member(), up, self._clock, up.compute)
-        node = up.node = Node(end)
+        node = up.node = Node(self._new_end(up, rank, backend))
         self.nodes.append(node)
         self._connect(node)
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
+
+    def _new_end(self, up: _Up, rank: int | None, backend: str) -> WorkerEnd:
+        terms, member = self._run.terms, self._member()
+        kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
+        if not self._mesh:
+            return WorkerEnd(Worker(terms, rank=rank, **kept), member, up, self._clock, up.compute)
+        port = len(self.nodes)
+        machine = MeshWorker(terms, rank=rank, port=port, **kept)
+        hands = cast(MeshHands, member)
+        return MeshEnd(machine, hands, up, self._clock, up.compute, up.dial)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Has `action` done when `seconds` have passed."""
@@ -107,6 +126,8 @@ class Simulation:
     def restart(self, run: Run, hands: ServerHands) -> None:
         """The coordinator's process is gone, with its connections; another one takes up `run`."""
         for connection in self._connections.values():
+            if connection.to is not None:
+                continue
             connection.dead = True  # what is on its way up has nowhere to go
             if not connection.ended:
                 connection.ended = True
@@ -114,7 +135,8 @@ class Simulation:
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
-        machine = Coordinator(run, secret=self._secret, timing=self._timing, now=self.now)
+        kind = MeshCoordinator if self._mesh else Coordinator
+        machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
         return CoordinatorEnd(machine, hands, _Down(self), self._clock)
 
     def run(self, *, until_s: float) -> do.Finish:
@@ -182,27 +204,48 @@ class Simulation:
         node.calling = False
         if not node.alive or node.connection is not None:
             return
-        connection = node.connection = Connection(next(self._numbers), node)
-        self._connections[connection.peer] = connection
+        connection = node.connection = self._new_connection(node, None)
         node.end.connected(connection.peer, self._nonce())
-        self.coordinator.connected(connection.peer, self._nonce())
+        self.coordinator.connected(connection.peer, self._nonce(), HOST)
+
+    def dial(self, node: Node, dial: do.Dial) -> None:
+        """Connects `node` to another worker, whose port is its number."""
+        to = self.nodes[int(dial.address.rpartition(":")[2])]
+
+        def connect() -> None:
+            assert isinstance(node.end, MeshEnd)
+            assert isinstance(to.end, MeshEnd)
+            if not to.alive:
+                node.end.undialable(dial, "connection refused")
+                return
+            connection = self._new_connection(node, to)
+            node.end.dialed(connection.peer, dial, self._nonce())
+            to.end.accepted(connection.peer, self._nonce())
+
+        self._at(self.now + LATENCY_S[1], lambda: self._to(node, connect))
+
+    def _new_connection(self, node: Node, to: Node | None) -> Connection:
+        connection = Connection(next(self._numbers), node, to)
+        self._connections[connection.peer] = connection
+        return connection
 
     def _nonce(self) -> str:
         return self._random.randbytes(NONCE_BYTES).hex()
 
     def send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Puts a message on its way, or what is left of it."""
-        node, way = connection.node, connection.up if up else connection.down
+        """Puts a message on its way, or what is left of it. Between workers it is the sender's."""
+        way = connection.up if up else connection.down
         if connection.dead or connection.ended:
             return
-        befalls = self._meddle(node.end.machine.rank, up, message) or Meddling(None)
+        link = connection.to is not None
+        node = connection.to if connection.to is not None and not up else connection.node
+        befalls = self._meddle(node.end.machine.rank, up or link, message) or Meddling(None)
         half = data[: len(data) // 2]
         delay = self._random.uniform(*LATENCY_S)
         match befalls.fate:
             case Fate.KILL:
-                self._deliver(connection, up, half if up else b"", delay)
-                node.alive = False
-                self._break(connection, "the process died")
+                self._deliver(connection, up, half if up or link else b"", delay)
+                self._die(node)
                 return
             case Fate.CUT:
                 self._deliver(connection, up, half, delay)
@@ -221,10 +264,16 @@ class Simulation:
         data, way.held = bent(befalls, data, self._random) + way.held, b""
         self._deliver(connection, up, data, delay)
 
+    def _die(self, node: Node) -> None:
+        """A worker's process is gone, and with it all its connections."""
+        node.alive = False
+        for connection in self._connections.values():
+            if node in (connection.node, connection.to) and not connection.ended:
+                self._break(connection, "the process died")
+
     def _deliver(self, connection: Connection, up: bool, data: bytes, delay: float) -> None:
         way = connection.up if up else connection.down
         way.arrives = max(way.arrives, self.now + delay)
-
         peer, node, end = connection.peer, connection.node, self.coordinator
 
         def to_coordinator() -> None:
@@ -236,10 +285,20 @@ class Simulation:
 
             _feed(buffer, node.end.filled, data)
 
+        def to_link(there: Node) -> None:
+            mesh = there.end
+            assert isinstance(mesh, MeshEnd)
+            _feed(lambda: mesh.buffer_of(peer), lambda num: mesh.filled_from(peer, num), data)
+
         def arrive() -> None:
-            if up and not connection.dead:
+            if connection.dead:
+                return
+            if connection.to is not None:
+                there = connection.to if up else node
+                self._to(there, lambda: to_link(there))
+            elif up:
                 to_coordinator()
-            elif not connection.dead:
+            else:
                 self._to(node, to_worker)
 
         self._at(way.arrives, arrive)
@@ -252,13 +311,19 @@ class Simulation:
 
     def _end_up(self, connection: Connection, reason: str) -> None:
         when = max(connection.up.arrives, self.now) + LATENCY_S[0]
-        self._at(when, lambda: self.coordinator.lost(connection.peer, reason))
+        to = connection.to
+        if to is not None:
+            self._at(when, lambda: self._to(to, lambda: _lose_link(to, connection, reason)))
+        else:
+            self._at(when, lambda: self.coordinator.lost(connection.peer, reason))
 
     def _end_down(self, connection: Connection, reason: str) -> None:
         node = connection.node
 
         def end() -> None:
-            if node.connection is connection:
+            if connection.to is not None:
+                _lose_link(node, connection, reason)
+            elif node.connection is connection:
                 node.connection = None
                 node.end.lost(reason)
 
@@ -272,15 +337,18 @@ class Simulation:
             connection.ended = True
             self._end_down(connection, f"closed by the coordinator: {reason}")
 
-    def closed_by_worker(self, node: Node, reason: str) -> None:
-        """The worker says nothing more."""
-        connection, node.connection = node.connection, None
-        if connection is not None and not connection.ended and not connection.dead:
+    def closed_by_worker(self, node: Node, peer: Peer, reason: str) -> None:
+        """The worker says nothing more on a connection."""
+        connection = self._connections[peer]
+        if connection is node.connection:
+            node.connection = None
+        if not connection.ended and not connection.dead:
             connection.ended = True
-            self._end_up(connection, f"closed by the worker: {reason}")
+            end = self._end_up if connection.node is node else self._end_down
+            end(connection, f"closed by the worker: {reason}")
 
     def connection_of(self, peer: Peer) -> Connection:
-        """The connection that the coordinator calls `peer`."""
+        """The connection that its ends call `peer`."""
         return self._connections[peer]
 
 
@@ -299,7 +367,7 @@ class _Down:
 
 
 class _Up:
-    """A worker's wire, and what it leaves its computing to."""
+    """A worker's wire, and what it leaves its computing and connecting to."""
 
     node: Node
 
@@ -308,14 +376,23 @@ class _Up:
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         data = b"".join(buffers)
-        if self.node.connection is not None and self.node.alive:
-            self._simulation.send(self.node.connection, True, message, data)
+        if self.node.alive:
+            connection = self._simulation.connection_of(peer)
+            self._simulation.send(connection, connection.node is self.node, message, data)
 
     def close(self, peer: Peer, reason: str) -> None:
-        self._simulation.closed_by_worker(self.node, reason)
+        self._simulation.closed_by_worker(self.node, peer, reason)
 
     def compute(self, asked: do.Compute) -> None:
         self._simulation.work(self.node, asked)
+
+    def dial(self, dial: do.Dial) -> None:
+        self._simulation.dial(self.node, dial)
+
+
+def _lose_link(node: Node, connection: Connection, reason: str) -> None:
+    assert isinstance(node.end, MeshEnd)
+    node.end.lost_link(connection.peer, reason)
 
 
 def _feed(

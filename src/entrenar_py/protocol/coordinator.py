@@ -68,7 +68,8 @@ from entrenar_py.training import reduction, sharding
 class Member:
     """One connection. `rank` is known once it was let in.
 
-    It delivers what it was assigned, first Computed, then every block of the shards' nodes.
+    It delivers what it was assigned, first Computed, then every block of the shards' nodes. In a
+    mesh the others do; they reach it at `address`, and it stays with it what was `delivered`.
     """
 
     challenge: Challenge
@@ -80,6 +81,9 @@ class Member:
     assigned: list[tuple[int, ...]] = field(default_factory=list)  # and not wholly delivered
     delivering: bool = False  # the first of them: its Computed came
     covered: dict[int, set[int]] = field(default_factory=dict)  # block -> shards of it that came
+    delivered: list[int] = field(default_factory=list)
+    host: str = ""
+    address: str = ""
 
     def in_rank(self) -> int:
         """The rank of one that was let in."""
@@ -90,6 +94,8 @@ class Member:
 class Coordinator:
     """The machine. Times are seconds on any clock that does not go back."""
 
+    may_say = PEER_MAY_SAY
+
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         self.run, self.secret, self.timing = run, secret, timing
         self.step = run.first_step
@@ -98,16 +104,17 @@ class Coordinator:
         self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
+        self._saved: int | None = None  # the step before which there is a checkpoint
         self._gathering_since = now
 
     # --- what is told to it -----------------------------------------------------------------------
 
-    def connected(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
-        """A new connection; `nonce` is 32 random hex digits."""
+    def connected(self, peer: Peer, nonce: str, now: float, host: str = "") -> list[Effect]:
+        """A new connection, from `host`; `nonce` is 32 random hex digits."""
         if self.stage is Stage.OVER:
             return [Close(peer, "the run is over")]
         challenge = Challenge(version=VERSION, nonce=nonce)
-        self.peers[peer] = Member(challenge, Phase.CHALLENGED, heard=now, said=now)
+        self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
         return [Send(peer, challenge)]
 
     def heard(self, peer: Peer, now: float) -> None:
@@ -122,7 +129,7 @@ class Coordinator:
         if member is None:
             return []  # closed from here, while this was on its way
         member.heard = now
-        legal = PEER_MAY_SAY[member.phase]
+        legal = self.may_say[member.phase]
         if member.phase is not Phase.CHALLENGED:
             legal += ALWAYS
         try:
@@ -143,7 +150,7 @@ class Coordinator:
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         del self._missing[block]
         members = self._members()
-        average = Average(step=step, block=block, loss=loss, weight=weight)
+        average = Average(step=step, round=0, block=block, loss=loss, weight=weight)
         told: list[Effect] = [Send(peer, average) for peer in members]
         if not self._missing:
             self.stage = Stage.STAGING
@@ -202,8 +209,7 @@ class Coordinator:
 
     def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
         self._require_step(said.step)
-        if said.shards != member.assigned[0] or member.delivering:
-            raise ProtocolError(f"Computed shards={said.shards}: not assigned, or said before")
+        self._require_assigned(member, said)
         member.delivering = True
         return [Keep(member.in_rank(), said)]
 
@@ -308,23 +314,37 @@ class Coordinator:
         phases = {member.phase for member in members.values()}
         if self.stage is Stage.GATHERING:
             return self._begin(now)
-        if self.stage is Stage.STAGING and phases == {Phase.STAGED}:
-            self.stage = Stage.APPLYING
-            return self._tell(Commit(step=self.step), Phase.APPLYING)
+        if self._is_staged() and phases == {Phase.STAGED}:
+            return self._commit()
         if self.stage is Stage.APPLYING and Phase.APPLYING not in phases:
             return self._gather(self.step + 1, now)
         return None
 
+    def _is_staged(self) -> bool:
+        """Whether the whole average has gone to everyone."""
+        return self.stage is Stage.STAGING
+
+    def _commit(self) -> list[Effect]:
+        self.stage = Stage.APPLYING
+        return self._tell(Commit(step=self.step), Phase.APPLYING)
+
     def _gather(self, step: int, now: float) -> list[Effect]:
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
-        return [Gather(step), *([Save(step)] if step in self.run.saves else [])]
+        return [Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:
-        """Lets in who waits, then hands out the step; None while there is someone to wait for."""
-        if self.step == self.run.num_steps:
+        """Saves if it is time, lets in who waits, then hands out the step; None to wait."""
+        over = self.step == self.run.num_steps
+        waiting = {p: m for p, m in self.peers.items() if m.phase is Phase.WAITING and not over}
+        due = self.step in self.run.saves and self.step != self._saved
+        if (waiting or due) and not self._has_state():
+            return self._fetch(now)
+        if due:
+            self._saved = self.step
+            return [Save(self.step)]
+        if over:
             return self._end(Finish("completed"), Shutdown(problem=None))
-        waiting = {p: m for p, m in self.peers.items() if m.phase is Phase.WAITING}
         for member in waiting.values():
             member.phase = Phase.LOADING
         if waiting:
@@ -335,6 +355,18 @@ class Coordinator:
         loading = any(member.phase is Phase.LOADING for member in self.peers.values())
         if loading or not there or not there.issuperset(self.run.awaited.get(self.step, ())):
             return None
+        return self._hand_out(members)
+
+    def _has_state(self) -> bool:
+        """Whether the state before `step` is here."""
+        return True
+
+    def _fetch(self, now: float) -> list[Effect] | None:
+        """Gets it; None while it is on its way."""
+        raise AssertionError("the coordinator of a star has it")
+
+    def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
+        """Begins the step."""
         self._begun, self.stage = True, Stage.COMPUTING
         shards = range(self.run.num_shards)
         self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
@@ -358,14 +390,18 @@ class Coordinator:
         effects: list[Effect] = [Close(peer, reason)]
         if member.phase in MEMBERS and self.stage is not Stage.OVER:
             effects.append(Left(member.in_rank(), self.step, reason))
-            orphaned = [shard for shards in member.assigned for shard in shards]
-            for block, shards in member.covered.items():
-                if block in self._missing:
-                    self._missing[block].update(shards)
             members = self._members()
-            if orphaned and members:
-                effects += self._assign(orphaned, members)
+            if members:
+                effects += self._replace(member, members)
         return [*effects, *self._settle(now)]
+
+    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
+        """Gives to `members` what `lost` had to deliver, and had not wholly."""
+        for block, came in lost.covered.items():
+            if block in self._missing:
+                self._missing[block].update(came)
+        orphaned = [shard for shards in lost.assigned for shard in shards]
+        return self._assign(orphaned, members) if orphaned else []
 
     def _halt(self, stop: Stop) -> list[Effect]:
         halt = Halt(step=stop.step, reason=brief(stop.reason))
@@ -403,6 +439,10 @@ class Coordinator:
         return Welcome(
             rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
         )
+
+    def _require_assigned(self, member: Member, said: Computed) -> None:
+        if said.shards != member.assigned[0] or member.delivering:
+            raise ProtocolError(f"Computed shards={said.shards}: not assigned, or said before")
 
     def _require_step(self, step: int) -> None:
         if step != self.step:

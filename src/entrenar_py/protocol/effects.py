@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from entrenar_py.protocol.messages import Message, NonFinite
+from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
 
 Peer: TypeAlias = Hashable
 
@@ -52,6 +52,14 @@ class Finish(Effect):
 
     status: str
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dial(Effect):
+    """Connect to worker `rank` at `address` ("host:port"); then say `dialed`, or `undialable`."""
+
+    rank: int
+    address: str
 
 
 # --- coordinator ------------------------------------------------------------------------------
@@ -161,6 +169,30 @@ class Hold(Effect):
 
     step: int
     block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute(Effect):
+    """Count `node`, which was computed here, for a block that is averaged here."""
+
+    node: TreeNode
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup(Effect):
+    """What other workers sent of the step in work is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Postpone(Effect):
+    """Keep the message just received from `peer`, and tell of it again after `Again`."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Again(Effect):
+    """Tell once more what was postponed."""
 
 
 @dataclass(frozen=True, slots=True)

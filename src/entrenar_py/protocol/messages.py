@@ -52,8 +52,9 @@ class Hello(Message):
     """Worker: who I am, and the proof.
 
     `run` names the run, `manifest` and `data` are digests of the tensors and of the data set,
-    `backend` names what it computes on. `rank` is the one it had, or None. `proof` is of the
-    secret, the challenge and everything else in here.
+    `backend` names what it computes on. `rank` is the one it had, or None; `port` is where it
+    hears other workers, or None. `proof` is of the secret, the challenge and everything else in
+    here. A worker says it to another one, too.
     """
 
     tag: ClassVar[int] = 2
@@ -63,6 +64,7 @@ class Hello(Message):
     data: str
     backend: str
     rank: int | None
+    port: int | None
     nonce: Nonce
     proof: Proof
 
@@ -102,6 +104,31 @@ class Loaded(Message):
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept(Message):
+    """Worker, to another that said hello: so do I know the secret."""
+
+    tag: ClassVar[int] = 6
+    proof: Proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch(Message):
+    """Coordinator: give me the state before `step`."""
+
+    tag: ClassVar[int] = 7
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State(Message):
+    """Worker: the whole state before `step`."""
+
+    tag: ClassVar[int] = 8
+    carries: ClassVar[str] = "state"
+    step: int
+
+
 # --- a step -----------------------------------------------------------------------------------
 
 
@@ -128,12 +155,15 @@ class Computed(Message):
 class TreeNode(Message):
     """Worker: `block` of node (`level`, `index`) of the reduction tree of `step`, in the payload.
 
-    `loss` is the summed loss of the shards under it, `weight` what they count.
+    `loss` is the summed loss of the shards under it, `weight` what they count. It goes to who
+    averages the block: the coordinator, or in a mesh one of the workers. `round` is the mesh's
+    (`Group`), 0 without.
     """
 
     tag: ClassVar[int] = 12
     carries: ClassVar[str] = "block"
     step: int
+    round: int
     block: int
     level: int
     index: int
@@ -160,7 +190,7 @@ class NonFinite(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average(Message):
-    """Coordinator: `block` of the averaged gradient of `step`, before clipping, in the payload.
+    """`block` of the averaged gradient of `step`, before clipping, from who averaged it.
 
     Hold it, do not step yet. `loss` is summed over the samples (or tokens) that `weight` counts.
     """
@@ -168,6 +198,7 @@ class Average(Message):
     tag: ClassVar[int] = 14
     carries: ClassVar[str] = "block"
     step: int
+    round: int
     block: int
     loss: float
     weight: float
@@ -179,6 +210,7 @@ class Staged(Message):
 
     tag: ClassVar[int] = 15
     step: int
+    round: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +228,42 @@ class Applied(Message):
     tag: ClassVar[int] = 17
     carries: ClassVar[str] = "events"
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group(Message):
+    """Coordinator of a mesh: from `step` on `ranks` exchange blocks of `shards`, at `addresses`.
+
+    A new `round` begins whenever somebody has come or gone: what was sent in an earlier one is
+    void, and everyone sends its nodes again. Block b is averaged by the worker that is number
+    b mod n of the n `ranks`.
+    """
+
+    tag: ClassVar[int] = 30
+    step: int
+    round: int
+    shards: int
+    ranks: tuple[int, ...]
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreachable(Message):
+    """Worker of a mesh: in `round` I can't exchange anything with `rank`, and why."""
+
+    tag: ClassVar[int] = 31
+    round: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow(Message):
+    """Worker of a mesh: the average of `block` of `step` is not finite, though every shard was."""
+
+    tag: ClassVar[int] = 32
+    step: int
+    block: int
 
 
 # --- any time ---------------------------------------------------------------------------------
@@ -236,8 +304,9 @@ class Shutdown(Message):
 MESSAGES: dict[int, type[Message]] = {
     kind.tag: kind
     for kind in (
-        *(Challenge, Hello, Welcome, Refuse, Loaded),
+        *(Challenge, Hello, Welcome, Refuse, Loaded, Accept, Fetch, State),
         *(Assign, Computed, TreeNode, NonFinite, Average, Staged, Commit, Applied),
+        *(Group, Unreachable, Overflow),
         *(Heartbeat, Leave, Halt, Shutdown),
     )
 }
@@ -338,6 +407,12 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(map(_whole, value))
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > LIST_MAX:
+        raise ValueError(f"use a list of at most {LIST_MAX} texts")
+    return tuple(map(_text, value))
+
+
 def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else read(value)
 
@@ -358,6 +433,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "str | None": _optional(_text),
     "float": _real,
     "tuple[int, ...]": _numbers,
+    "tuple[str, ...]": _texts,
 }
 
 

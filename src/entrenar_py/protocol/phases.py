@@ -15,6 +15,8 @@ from entrenar_py.protocol.messages import (
     Challenge,
     Commit,
     Computed,
+    Fetch,
+    Group,
     Halt,
     Heartbeat,
     Hello,
@@ -22,10 +24,13 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Overflow,
     Refuse,
     Shutdown,
     Staged,
+    State,
     TreeNode,
+    Unreachable,
     Welcome,
 )
 
@@ -51,6 +56,7 @@ class PeerPhase(StrEnum):
     STAGING = "staging"  # all of the average is on its way to it
     STAGED = "staged"  # holds it
     APPLYING = "applying"  # was told to make the step
+    GIVING = "giving"  # was asked for its state
 
 
 # What a peer may say where it stands; anything else ends the connection. Heartbeats and leaving are
@@ -65,6 +71,18 @@ PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.STAGED: (),
     PeerPhase.APPLYING: (Applied,),
 }
+# In a mesh blocks pass by the coordinator; what a peer says of the others may come at any time,
+# and of a round that is over by then.
+MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
+    PeerPhase.CHALLENGED: (Hello,),
+    PeerPhase.WAITING: (),
+    PeerPhase.LOADING: (Loaded,),
+    PeerPhase.READY: (Staged, Overflow, Unreachable),
+    PeerPhase.COMPUTING: (Computed, NonFinite, Staged, Overflow, Unreachable),
+    PeerPhase.STAGED: (Staged, Overflow, Unreachable),
+    PeerPhase.APPLYING: (Applied, Unreachable),
+    PeerPhase.GIVING: (State, Unreachable),
+}
 ALWAYS = (Heartbeat, Leave)
 MEMBERS = (
     PeerPhase.READY,
@@ -72,6 +90,7 @@ MEMBERS = (
     PeerPhase.STAGING,
     PeerPhase.STAGED,
     PeerPhase.APPLYING,
+    PeerPhase.GIVING,
 )
 
 
@@ -95,6 +114,12 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.COMPUTING: (Assign, Average, Heartbeat, Halt, Shutdown),
     WorkerPhase.STAGED: (Commit, Heartbeat, Halt, Shutdown),
     WorkerPhase.OVER: (),
+}
+MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
+    **WORKER_MAY_HEAR,
+    WorkerPhase.READY: (Assign, Group, Fetch, Heartbeat, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Assign, Group, Heartbeat, Halt, Shutdown),
+    WorkerPhase.STAGED: (Assign, Group, Commit, Heartbeat, Halt, Shutdown),
 }
 
 

@@ -94,18 +94,9 @@ def admit(
 
     `taken` are the ranks of those who are there. One who does not care gets the lowest free rank.
     """
-    right = handshake.proof_of_worker(secret, challenge, hello)
-    if not hmac.compare_digest(right.encode(), hello.proof.encode()):
-        return Refuse(reason="wrong secret", retry=False)
-    for name, ours, theirs in (
-        ("version", VERSION, hello.version),
-        ("run", terms.run, hello.run),
-        ("manifest", terms.manifest, hello.manifest),
-        ("data", terms.data, hello.data),
-    ):
-        if ours != theirs:
-            reason = f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
-            return Refuse(reason=reason, retry=False)
+    refused = refusal(hello, challenge, terms, secret=secret)
+    if refused is not None:
+        return refused
     if hello.rank is not None and hello.rank >= world_size:
         reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
         return Refuse(reason=reason, retry=False)
@@ -119,3 +110,20 @@ def admit(
         proof=handshake.proof_of_coordinator(secret, challenge, hello),
         key=handshake.session_key(secret, challenge, hello),
     )
+
+
+def refusal(hello: Hello, challenge: Challenge, terms: Terms, *, secret: bytes) -> Refuse | None:
+    """Why whoever said `hello` can't take part in a run of `terms` at all; None if it can."""
+    right = handshake.proof_of_worker(secret, challenge, hello)
+    if not hmac.compare_digest(right.encode(), hello.proof.encode()):
+        return Refuse(reason="wrong secret", retry=False)
+    for name, ours, theirs in (
+        ("version", VERSION, hello.version),
+        ("run", terms.run, hello.run),
+        ("manifest", terms.manifest, hello.manifest),
+        ("data", terms.data, hello.data),
+    ):
+        if ours != theirs:
+            reason = f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
+            return Refuse(reason=reason, retry=False)
+    return None

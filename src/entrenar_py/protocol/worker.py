@@ -56,6 +56,8 @@ from entrenar_py.protocol.terms import Terms, Timing
 class Worker:
     """The machine. Times are seconds on any clock that does not go back."""
 
+    may_hear = WORKER_MAY_HEAR
+
     def __init__(
         self,
         terms: Terms,
@@ -63,11 +65,12 @@ class Worker:
         secret: bytes,
         backend: str,
         rank: int | None = None,
+        port: int | None = None,
         timing: Timing,
     ) -> None:
         self.terms, self.secret, self.timing = terms, secret, timing
         self.backend = backend
-        self.rank = rank
+        self.rank, self.port = rank, port
         self.step = 0
         self.phase = Phase.AWAY
         self._peer: Peer = None
@@ -97,7 +100,7 @@ class Worker:
         """A whole message. What is not legal now ends the connection."""
         self._heard = now
         try:
-            if not isinstance(message, WORKER_MAY_HEAR[self.phase]):
+            if not isinstance(message, self.may_hear[self.phase]):
                 raise ProtocolError(f"{type(message).__name__} to a worker that is {self.phase}")
             return self._turn(message)
         except ProtocolError as error:
@@ -127,12 +130,11 @@ class Worker:
         self._work.popleft()
         if isinstance(outcome, NonFinite):
             return [Send(self._peer, outcome)]
-        computed = Computed(step=asked.step, shards=asked.shards)
-        said = [Send(self._peer, message) for message in (computed, *outcome)]
+        computed = Send(self._peer, Computed(step=asked.step, shards=asked.shards))
         if not self._work:
             self.phase = Phase.READY
-            return [*said]
-        return [*said, self._work[0]]
+        next_one = [self._work[0]] if self._work else []
+        return [computed, *self._deliver(outcome), *next_one]
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: a heartbeat to send, a coordinator to give up."""
@@ -162,8 +164,8 @@ class Worker:
                 return self._hold(message)
             case Commit():
                 self._require_step(message.step)
-                self._begin(self.step + 1)
-                return [Make(message.step), Send(self._peer, Applied(step=message.step))]
+                applied = Send(self._peer, Applied(step=message.step))
+                return [Make(message.step), applied, *self._begin(self.step + 1)]
             case Halt():
                 return self._end(Finish("halted", message.reason))
             case Shutdown(problem=str(problem)):
@@ -184,6 +186,7 @@ class Worker:
             data=self.terms.data,
             backend=self.backend,
             rank=self.rank,
+            port=self.port,
             nonce=self._nonce,
             proof="",
         )
@@ -199,8 +202,8 @@ class Worker:
         if not welcome.blocks:
             raise ProtocolError("Welcome blocks=0: there is at least one")
         self.rank, self._num_blocks = welcome.rank, welcome.blocks
-        self._begin(welcome.step)
-        return [Load(welcome.rank, welcome.step), Send(self._peer, Loaded(step=welcome.step))]
+        loaded = Send(self._peer, Loaded(step=welcome.step))
+        return [Load(welcome.rank, welcome.step), loaded, *self._begin(welcome.step)]
 
     def _refused(self, refuse: Refuse) -> list[Effect]:
         if refuse.retry:
@@ -213,6 +216,10 @@ class Worker:
         self.phase = Phase.COMPUTING
         return [self._work[0]] if len(self._work) == 1 else []
 
+    def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+        """Sends what was computed to who adds it."""
+        return [Send(self._peer, node) for node in nodes]
+
     def _hold(self, average: Average) -> list[Effect]:
         self._require_step(average.step)
         block = average.block
@@ -224,11 +231,13 @@ class Worker:
         if self._work:
             raise ProtocolError("the average is whole, though shards of it are still computed here")
         self.phase = Phase.STAGED
-        return [Hold(self.step, block), Send(self._peer, Staged(step=self.step))]
+        return [Hold(self.step, block), Send(self._peer, Staged(step=self.step, round=0))]
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int) -> list[Effect]:
+        """Stands before `step`."""
         self.step, self.phase = step, Phase.READY
         self._held.clear()
+        return []
 
     def _drop(self, reason: str) -> list[Effect]:
         self.phase = Phase.AWAY

@@ -64,6 +64,12 @@ SYSTEMS: dict[str, System] = {
         faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
         options=("block_bytes",),
     ),
+    "mesh_simulated": System(
+        what="workers that exchange blocks with each other, under the same simulator",
+        trains=True,
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
+        options=("block_bytes",),
+    ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),

@@ -46,7 +46,7 @@ class Member(Replicas):
             raise ProtocolError(
                 f"Welcome blocks={message.blocks}: there are {num_elements} elements"
             )
-        if isinstance(message, Average) and message.block < self._blocks.count:
+        if isinstance(message, Average | TreeNode) and message.block < self._blocks.count:
             due = self._blocks.num_bytes(message.block)
         if len(payload) != due:
             raise ProtocolError(
@@ -55,15 +55,11 @@ class Member(Replicas):
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`."""
-        specs, kind = self.workload.specs, self.scenario.optimizer
-        progress, tensors, moments = state.load(specs, kind, payload)
         self.rank = welcome.rank
         self._blocks = blocks.Blocks(self.layout.num_elements, welcome.blocks)
         self.recorder.drain()  # of a stay before
-        worker = self.new_worker(self.rank, tensors)
-        worker.state = moments
+        worker = self.take_over(self.rank, payload)
         self.workers = {self.rank: worker}
-        self.position, self.schedule_step = progress.position, progress.schedule_step
         self._vectors.clear()
         self._cut()
         self.record_start(worker, welcome.step, resumed=welcome.resumed)
@@ -86,6 +82,7 @@ class Member(Replicas):
         return [
             TreeNode(
                 step=step,
+                round=0,
                 block=block,
                 level=node.level,
                 index=node.index,
@@ -109,12 +106,11 @@ class Member(Replicas):
         self.advance(sum(map(len, self._shards)))
         self._cut()
 
-    def payload(self, message: Message) -> memoryview | bytes:
+    def payload(self, message: Message) -> Buffer:
         """What `message` carries: a node's vector, or what happened since it was last told."""
         if isinstance(message, TreeNode):
             vector = self._vectors[message.level, message.index]
-            part = vector[self._blocks.part(message.block)]
-            return part.astype("<f4", copy=False).data.cast("B")
+            return blocks.payload_of(vector[self._blocks.part(message.block)])
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:

@@ -31,6 +31,8 @@ class SimulatedStar(Star):
     """A run in a simulation."""
 
     simulation: Simulation
+    member: type[Member] = Member
+    mesh = False
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -41,10 +43,11 @@ class SimulatedStar(Star):
         self.simulation = Simulation(
             run,
             self,
-            lambda: Member(self.scenario),
+            lambda: self.member(self.scenario),
             seed=int(self._seeds.integers(2**63)),
             meddle=self.meddle,
             timing=Timing(),
+            mesh=self.mesh,
         )
         self.begin(run)
         return self.simulation.run(until_s=VIRTUAL_S_MAX)

@@ -17,7 +17,17 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
 from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import dropout, engine, layout, optimizer, reduction, schedule, sharding
+from entrenar_py.training import (
+    dropout,
+    engine,
+    layout,
+    optimizer,
+    reduction,
+    schedule,
+    sharding,
+    state,
+)
+from entrenar_py.training.state import Buffer
 from entrenar_py.training.tensors import Array, LinearFunction
 
 
@@ -204,8 +214,23 @@ class Replicas:
         """A worker with a copy of `tensors` and nothing in its optimizer's state."""
         linear = self.linear_of(rank)
         replica = engine.Engine(self.workload, linear, tensors, scale=self.scale)
-        state = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
-        return Worker(rank, replica, state)
+        zeros = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
+        return Worker(rank, replica, zeros)
+
+    def dump(self, worker: Worker) -> Buffer:
+        """The whole state of `worker`: progress, tensors, moments (`training.state`)."""
+        stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
+        specs, kind = self.workload.specs, self.scenario.optimizer
+        return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
+
+    def take_over(self, rank: int, payload: Buffer) -> Worker:
+        """Worker `rank` with the state in `payload`, whose progress is this run's from now on."""
+        specs, kind = self.workload.specs, self.scenario.optimizer
+        progress, tensors, moments = state.load(specs, kind, payload)
+        self.position, self.schedule_step = progress.position, progress.schedule_step
+        worker = self.new_worker(rank, tensors)
+        worker.state = moments
+        return worker
 
     def _order(self) -> sharding.Ids:
         """The current epoch's order of the samples."""

@@ -18,6 +18,7 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    State,
     TreeNode,
     Welcome,
 )
@@ -93,6 +94,7 @@ class Server(Replicas):
             Computed: events,
             NonFinite: events,
             Applied: events,
+            State: self._state_bytes,
         }
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
@@ -104,6 +106,8 @@ class Server(Replicas):
                     f"TreeNode block={message.block} with {len(payload)} bytes: "
                     f"the manifest makes {due}"
                 )
+        if isinstance(message, State) and len(payload) != self._state_bytes:
+            raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
         if message.carries == "events":
             self._events_in(rank, message, payload)
 
@@ -115,16 +119,20 @@ class Server(Replicas):
             node = reduction.Node(level, index, vector, loss, weight)
             self._sums.take(rank, message.block, node)
             return
+        if isinstance(message, State):
+            self.replica = self.take_over(_NOBODY, payload)
+            self._ids = self.batch()
+            return
         events = self._events_in(rank, message, payload)
         if isinstance(message, Computed):
-            self._events[rank] = events
+            self._events.setdefault(rank, []).extend(events)
         else:
             self._record(events)
 
     def deliver(self, rank: int) -> None:
         """What `rank` has told and sent of its last delivery counts."""
         self._sums.deliver(rank)
-        self._record(self._events.pop(rank))
+        self._record(self._events.pop(rank, []))
 
     def joined(self, effect: Joined) -> None:
         """Records who came late; those of the beginning need no mention."""
@@ -155,11 +163,10 @@ class Server(Replicas):
         """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
         total = self._sums.root(block)
         mean = self._mean[self.blocks.part(block)]
-        np.divide(total.vector, np.float32(total.weight * self.scale), out=mean)
-        if not (np.isfinite(mean).all() and np.isfinite(total.loss)):
-            return "the average gradient or loss is not finite, though every worker said its was"
         self._total = total.loss, total.weight
-        return self._total
+        if blocks.average(total, self.scale, out=mean):
+            return self._total
+        return "the average gradient or loss is not finite, though every worker said its was"
 
     def average_held(self) -> replicas.Average:
         """The average of the step in work, once all of it is reduced."""
@@ -221,13 +228,9 @@ class Server(Replicas):
     def payload(self, message: Message) -> Buffer:
         """What `message` carries: the whole state, or the averaged gradient."""
         if isinstance(message, Welcome):
-            specs, kind = self.workload.specs, self.scenario.optimizer
-            stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
-            worker = self.replica
-            return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
+            return self.dump(self.replica)
         if isinstance(message, Average):
-            mean = self._mean[self.blocks.part(message.block)]
-            return mean.astype("<f4", copy=False).data.cast("B")
+            return blocks.payload_of(self._mean[self.blocks.part(message.block)])
         return b""
 
     def _record(self, events: Iterable[trace.Event]) -> None:

@@ -41,7 +41,6 @@ class Star(Server, ABC):
                 finish = self.drive(self.run_of(first, last))
                 if finish.status != "completed" or last == scenario.num_steps:
                     break
-                self.save(last)
                 first = self.restore()
         promises = ("bitwise",) if self._alike() else ()
         return self.recorder.finish(promises=promises, status=finish.status, reason=finish.reason)
@@ -99,7 +98,9 @@ class Star(Server, ABC):
             step = fault.step + (fault.kind != "join")
             if fault.step >= first:
                 self._awaited.setdefault(step, set()).add(fault.rank)
-        saves = range(first, last) if self.waiting("restart") else ()
+        saves = {last} & set(self.scenario.stops)  # from which the next run starts
+        if self.waiting("restart"):
+            saves |= set(range(first + 1, last + 1))
         return Run(
             terms=self.terms,
             world_size=self.scenario.world_size,

@@ -118,7 +118,7 @@ def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, 
 
 def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
     """Bytes that are no message of this session, each with what is wrong with them."""
-    node = TreeNode(step=1, block=0, level=0, index=0, loss=1.0, weight=2.0)
+    node = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
     right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
     for name, place, value in (
         ("magic", 0, b"HTTP"),
@@ -178,6 +178,7 @@ def _applicants() -> Iterator[tuple[str, Hello, bool]]:
         data="data",
         backend="cpu",
         rank=0,
+        port=None,
         nonce=NONCE,
         proof="",
     )

@@ -9,11 +9,14 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 
 from entrenar_py.training import optimizer, sharding
 from entrenar_py.training.tensors import Array, TensorSpec
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ def dump(
 
 
 def load(
-    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray | memoryview
+    specs: Sequence[TensorSpec], kind: str, data: Buffer
 ) -> tuple[Progress, dict[str, Array], optimizer.State]:
     """The progress, the tensors and the moments that `dump` wrote, copied.
 
@@ -68,9 +71,7 @@ def load(
     return progress, {spec.name: found[spec.name] for spec in specs}, moments
 
 
-def _views(
-    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray | memoryview
-) -> Iterator[tuple[str, Array]]:
+def _views(specs: Sequence[TensorSpec], kind: str, data: Buffer) -> Iterator[tuple[str, Array]]:
     """Each part of a state by its name, as a view of `data`."""
     start = _PROGRESS.size
     for name, shape in _parts(specs, kind):

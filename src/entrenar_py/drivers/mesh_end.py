@@ -1,0 +1,139 @@
+"""A worker's end in a mesh: the connection to the coordinator, and one to each other worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from entrenar_py.drivers.ends import Follow, MemberHands, Stream, Wire, WorkerEnd
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.frames import (
+    FROM_COORDINATOR,
+    TO_COORDINATOR,
+    Buffer,
+    Decoder,
+    Encoder,
+    Received,
+)
+from entrenar_py.protocol.mesh_worker import MeshWorker
+from entrenar_py.protocol.messages import Message, TreeNode
+
+
+class MeshHands(MemberHands, Protocol):
+    """A mesh worker's arithmetic (`systems.mesh_member`)."""
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def contribute(self, node: TreeNode) -> None: ...
+    def reduce(self, block: int) -> tuple[float, float] | None: ...
+    def regroup(self) -> None: ...
+
+
+class MeshEnd(WorkerEnd):
+    """`dial` is the driver's: it connects, and says `dialed` or `undialable`."""
+
+    machine: MeshWorker
+    hands: MeshHands
+
+    def __init__(
+        self,
+        machine: MeshWorker,
+        hands: MeshHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        compute: Callable[[do.Compute], None],
+        dial: Callable[[do.Dial], None],
+    ) -> None:
+        super().__init__(machine, hands, wire, clock, compute)
+        self._dial = dial
+        self._links: dict[Peer, Stream] = {}
+        self._postponed: list[tuple[Peer, Received]] = []
+
+    def accepted(self, peer: Peer, nonce: str) -> None:
+        """Someone has connected; `nonce` is 32 random hex digits."""
+        self._links[peer] = self._link(FROM_COORDINATOR, TO_COORDINATOR)
+        self._do(self.machine.accepted(peer, nonce, self._clock()))
+
+    def dialed(self, peer: Peer, dial: do.Dial, nonce: str) -> None:
+        """What was asked for is connected."""
+        self._links[peer] = self._link(TO_COORDINATOR, FROM_COORDINATOR)
+        self._do(self.machine.dialed(peer, dial, nonce, self._clock()))
+
+    def undialable(self, dial: do.Dial, reason: str) -> None:
+        """It can't be."""
+        self._do(self.machine.undialable(dial, reason))
+
+    def buffer_of(self, peer: Peer) -> memoryview | None:
+        """Where the next bytes of another worker go; None if they go nowhere any more."""
+        link = self._links.get(peer)
+        return None if link is None else link.decoder.buffer()
+
+    def filled_from(self, peer: Peer, num_bytes: int) -> None:
+        """`num_bytes` were written to `buffer_of`."""
+        now, decoder = self._clock(), self._links[peer].decoder
+        num_frames = decoder.num_frames
+        try:
+            received = decoder.filled(num_bytes)
+            if decoder.num_frames > num_frames:
+                self.machine.heard_from(peer, now)
+            if received is not None:
+                self.hands.require(received.message, received.payload)
+                self._do(self.machine.receive_from(peer, received.message, now), received)
+        except ProtocolError as error:
+            self._do(self.machine.lost_link(peer, str(error)))
+
+    def lost_link(self, peer: Peer, reason: str) -> None:
+        """A connection to another worker is gone."""
+        if peer in self._links:
+            self._do(self.machine.lost_link(peer, reason))
+
+    def _link(self, ours: int, theirs: int) -> Stream:
+        limit = self._sizes.get
+        decoder = Decoder(lambda kind: limit(kind, 0), direction=theirs)
+        return Stream(decoder, Encoder(direction=ours))
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
+        match effect:
+            case do.Send(peer, message) if peer in self._links:
+                self._send(self._links[peer], peer, message)
+            case do.Secure(peer, key) if peer in self._links:
+                self._links[peer].secure(key)
+            case do.Close(peer, reason) if peer in self._links:
+                del self._links[peer]
+                self._wire.close(peer, reason)
+            case do.Dial():
+                self._dial(effect)
+            case do.Keep(rank, message):
+                assert received is not None, "what is kept was received"
+                self.hands.keep(rank, message, received.payload)
+            case do.Contribute(node):
+                self.hands.contribute(node)
+            case do.Reduce(step, block):
+                return [(one, None) for one in self._reduced(step, block)]
+            case do.Regroup():
+                self.hands.regroup()
+            case do.Postpone(peer):
+                assert received is not None, "what is postponed was received"
+                self._postponed.append((peer, received))
+            case do.Again():
+                return self._again()
+            case _:
+                return super()._one(effect, received)
+        return []
+
+    def _reduced(self, step: int, block: int) -> list[Effect]:
+        reduced = self.hands.reduce(block)
+        if reduced is None:
+            return self.machine.overflowed(step, block)
+        loss, weight = reduced
+        return self.machine.reduced(step, block, loss, weight)
+
+    def _again(self) -> list[Follow]:
+        told, self._postponed = self._postponed, []
+        now = self._clock()
+        return [
+            (effect, received)
+            for peer, received in told
+            for effect in self.machine.receive_from(peer, received.message, now)
+        ]

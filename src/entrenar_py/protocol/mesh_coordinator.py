@@ -1,0 +1,184 @@
+"""The coordinator of a mesh: it steers, and the blocks pass from worker to worker.
+
+As in a star a step is computed, staged by everyone, and then made. What is different: what a worker
+computed dies with it, also what it had delivered, so that others compute it again, and the exchange
+of the step begins again in a new round. The state is with the workers: one of them is asked for it
+when it is to be saved, or somebody comes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol.coordinator import Coordinator, Member
+from entrenar_py.protocol.effects import Deliver, Effect, Finish, Keep, Peer, Send, Stop
+from entrenar_py.protocol.messages import (
+    Applied,
+    Computed,
+    Fetch,
+    Group,
+    Hello,
+    Message,
+    Overflow,
+    Shutdown,
+    Staged,
+    State,
+    Unreachable,
+    brief,
+)
+from entrenar_py.protocol.phases import MESH_PEER_MAY_SAY, Stage
+from entrenar_py.protocol.phases import PeerPhase as Phase
+from entrenar_py.protocol.terms import Run, Timing
+
+ROUNDS_MAX = 3  # of one step with the same workers: who can't reach each other by then, never will
+
+
+class MeshCoordinator(Coordinator):
+    """The machine. Times are seconds on any clock that does not go back."""
+
+    may_say = MESH_PEER_MAY_SAY
+
+    def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
+        super().__init__(run, secret=secret, timing=timing, now=now)
+        self._round = 0
+        self._group: list[Peer] = []  # who was told of this round
+        self._held = run.first_step  # the step before which the state is here
+        self._complaints: Counter[Peer] = Counter()  # of and about whom, in this step
+        self._num_rounds = 0  # that this step was begun again for them
+
+    def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
+        if hello.port is None:
+            raise ProtocolError("Hello port=null: in a mesh every worker can be reached")
+        host = f"[{member.host}]" if ":" in member.host else member.host
+        member.address = f"{host}:{hello.port}"
+        return super()._hello(peer, member, hello, now)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        self._require_assigned(member, said)
+        member.delivered += member.assigned.pop(0)
+        if not member.assigned:
+            member.phase = Phase.READY
+        return [Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _staged(self, peer: Peer, member: Member, said: Staged, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        if said.round == self._round:  # and not on its way when the round ended
+            member.phase = Phase.STAGED
+        return self._settle(now)
+
+    def _applied(self, peer: Peer, member: Member, said: Applied, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        member.phase = Phase.READY
+        self._made = True
+        return [Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _overflow(self, peer: Peer, member: Member, said: Overflow, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        reason = "the average gradient or loss is not finite, though every worker said its was"
+        return self._halt(Stop(said.step, None, reason))
+
+    def _unreachable(
+        self, peer: Peer, member: Member, said: Unreachable, now: float
+    ) -> list[Effect]:
+        """Begins another round; the third time, without the one that was complained of most."""
+        if said.round != self._round:
+            return []
+        if self.stage is not Stage.COMPUTING:
+            self._group = []  # before the next step
+            return []
+        rank_of = {member.in_rank(): peer for peer, member in self._members().items()}
+        self._complaints.update([peer, rank_of.get(said.rank)])
+        del self._complaints[None]
+        self._num_rounds += 1
+        if self._num_rounds < ROUNDS_MAX:
+            return self._regroup(self._members())
+        worst = max(rank_of, key=lambda rank: (self._complaints[rank_of[rank]], rank))
+        reason = f"worker {member.in_rank()} can't reach worker {said.rank}: {said.reason}"
+        return self._drop(rank_of[worst], reason, now)
+
+    def _state(self, peer: Peer, member: Member, said: State, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        member.phase = Phase.READY
+        self._held = self.step
+        return [Keep(member.in_rank(), said), *self._settle(now)]
+
+    _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
+        **Coordinator._turns,
+        Hello: _hello,
+        Computed: _computed,
+        Staged: _staged,
+        Applied: _applied,
+        Overflow: _overflow,
+        Unreachable: _unreachable,
+        State: _state,
+    }
+
+    # --- how the run goes on ----------------------------------------------------------------------
+
+    def _is_staged(self) -> bool:
+        return self.stage is Stage.COMPUTING
+
+    def _commit(self) -> list[Effect]:
+        whole: list[Effect] = [Deliver(one.in_rank()) for one in self._members().values()]
+        return [*whole, *super()._commit()]
+
+    def _gather(self, step: int, now: float) -> list[Effect]:
+        self._complaints.clear()
+        self._num_rounds = 0
+        for member in self.peers.values():
+            member.delivered.clear()
+        return super()._gather(step, now)
+
+    def _has_state(self) -> bool:
+        return self._held == self.step
+
+    def _begin(self, now: float) -> list[Effect] | None:
+        if self._members() or self._has_state():
+            return super()._begin(now)
+        reason = (
+            f"nobody is left who holds the state before step {self.step}: "
+            "go on from the last checkpoint"
+        )
+        return self._end(Finish("failed", reason), Shutdown(problem=brief(reason)))
+
+    def _fetch(self, now: float) -> list[Effect] | None:
+        members = self._members()
+        if any(member.phase is Phase.GIVING for member in members.values()):
+            return None
+        peer, giver = next(iter(members.items()))
+        giver.phase = Phase.GIVING
+        return [Send(peer, Fetch(step=self.step))]
+
+    def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
+        grouped = [] if list(members) == self._group else self._regroup(members)
+        return [*super()._hand_out(members), *grouped]
+
+    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
+        if self.stage is not Stage.COMPUTING:
+            return []
+        orphaned = [*lost.delivered, *(shard for shards in lost.assigned for shard in shards)]
+        # First what there is to do, then with whom: nobody goes into a round without its part.
+        return [*self._assign(sorted(orphaned), members), *self._regroup(members)]
+
+    def _regroup(self, members: Mapping[Peer, Member]) -> list[Effect]:
+        """A new round, with `members`."""
+        self._round += 1
+        self._group = list(members)
+        for member in members.values():
+            if member.phase is Phase.STAGED:
+                member.phase = Phase.READY
+        ranks = {member.in_rank(): member.address for member in members.values()}
+        group = Group(
+            step=self.step,
+            round=self._round,
+            shards=self.run.num_shards,
+            ranks=tuple(sorted(ranks)),
+            addresses=tuple(ranks[rank] for rank in sorted(ranks)),
+        )
+        return [Send(peer, group) for peer in members]

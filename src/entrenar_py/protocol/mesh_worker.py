@@ -1,0 +1,257 @@
+"""A worker of a mesh: averages the blocks that are its own, and gets the others from their owners.
+
+To the coordinator it is a worker as in a star, but its gradients go to the other workers. A step's
+exchange is of one round; what comes of a later step or round than this worker has heard of waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol.effects import (
+    Again,
+    Contribute,
+    Dial,
+    Effect,
+    Finish,
+    Hold,
+    Keep,
+    Peer,
+    Postpone,
+    Reduce,
+    Regroup,
+    Send,
+)
+from entrenar_py.protocol.links import Links
+from entrenar_py.protocol.messages import (
+    Average,
+    Fetch,
+    Group,
+    Heartbeat,
+    Message,
+    Overflow,
+    Staged,
+    State,
+    TreeNode,
+    Unreachable,
+    brief,
+)
+from entrenar_py.protocol.phases import MESH_WORKER_MAY_HEAR
+from entrenar_py.protocol.phases import WorkerPhase as Phase
+from entrenar_py.protocol.terms import Terms, Timing
+from entrenar_py.protocol.worker import Worker
+from entrenar_py.training import reduction
+
+IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
+
+
+class MeshWorker(Worker):
+    """The machine. `port` is where the others reach it."""
+
+    may_hear = MESH_WORKER_MAY_HEAR
+
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        secret: bytes,
+        backend: str,
+        rank: int | None = None,
+        port: int | None,
+        timing: Timing,
+    ) -> None:
+        super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
+        self.links = Links(terms, secret, backend, timing)
+        self._group: Group | None = None
+        self._own: list[TreeNode] = []  # of `step`, all that was computed here
+        self._missing: dict[int, set[int]] = {}  # own block not yet averaged -> shards not there
+        self._num_postponed = 0
+
+    # --- what is told to it of the others ---------------------------------------------------------
+
+    def accepted(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
+        """Another worker has connected, or who says that it is one."""
+        return self.links.accepted(peer, nonce, now)
+
+    def dialed(self, peer: Peer, dial: Dial, nonce: str, now: float) -> list[Effect]:
+        """The connection that was asked for is there."""
+        return self.links.dialed(peer, dial, nonce, now)
+
+    def undialable(self, dial: Dial, reason: str) -> list[Effect]:
+        """It can't be made."""
+        wanted = self.links.undialable(dial)
+        return self._complain(dial.rank, reason) if wanted else []
+
+    def heard_from(self, peer: Peer, now: float) -> None:
+        """A whole frame came from another worker."""
+        self.links.heard(peer, now)
+
+    def receive_from(self, peer: Peer, message: Message, now: float) -> list[Effect]:
+        """A whole message of another worker. What is not legal ends that link, and its round."""
+        if not self.links.has(peer):
+            return []  # closed from here, while this was on its way
+        rank = self.links.rank_of(peer)
+        try:
+            if rank is None:
+                return self.links.greet(peer, message, now)
+            if isinstance(message, Heartbeat):
+                return []
+            return self._exchanged(peer, rank, message)
+        except ProtocolError as error:
+            return self.lost_link(peer, str(error))
+
+    def lost_link(self, peer: Peer, reason: str) -> list[Effect]:
+        """The link to another worker is gone, or what came over it made no sense."""
+        if not self.links.has(peer):
+            return []
+        effects, rank = self.links.lost(peer, reason)
+        return effects if rank is None else [*effects, *self._complain(rank, reason)]
+
+    def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
+        """An own `block` of the average of `step` is there and finite."""
+        group = self._group
+        assert group is not None, "it was asked for in a round"
+        average = Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
+        others = [rank for rank in group.ranks if rank != self.rank]
+        told = [one for rank in others for one in self.links.say(rank, average)]
+        return [*told, *self._has(block)]
+
+    def overflowed(self, step: int, block: int) -> list[Effect]:
+        """It is not finite: the coordinator halts the run."""
+        return [Send(self._peer, Overflow(step=step, block=block))]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: heartbeats to send, and who is silent to give up."""
+        effects = super().tick(now)
+        told, silent = self.links.tick(now)
+        lost = [one for peer, reason in silent for one in self.lost_link(peer, reason)]
+        return [*effects, *told, *lost]
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def _turn(self, message: Message) -> list[Effect]:
+        match message:
+            case Group():
+                return self._regroup(message)
+            case Fetch():
+                self._require_step(message.step)
+                return [Send(self._peer, State(step=self.step))]
+            case _:
+                return super()._turn(message)
+
+    def _regroup(self, group: Group) -> list[Effect]:
+        self._require_step(group.step)
+        if self.rank not in group.ranks or len(group.ranks) != len(group.addresses):
+            raise ProtocolError(f"Group ranks={group.ranks}: without me, or their addresses")
+        self._group = group
+        others = dict(zip(group.ranks, group.addresses, strict=True))
+        own = self.rank
+        del others[own]
+        return [*self.links.group(own, others), *self._start_round()]
+
+    def _begin(self, step: int) -> list[Effect]:
+        super()._begin(step)
+        self._own.clear()
+        return [] if self._group is None else self._start_round()
+
+    def _start_round(self) -> list[Effect]:
+        """Begins the exchange of `step`, from nothing but what was computed here."""
+        group = self._group
+        assert group is not None
+        self.phase = Phase.COMPUTING if self._work else Phase.READY
+        self._held.clear()
+        own = [block for block in range(self._num_blocks) if self._owner(block) == self.rank]
+        self._missing = {block: set(range(group.shards)) for block in own}
+        self._num_postponed = 0
+        return [Regroup(), *self._send(self._own), Again()]
+
+    def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+        self._own += nodes
+        return [] if self._group is None else self._send(nodes)
+
+    def _send(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+        """Every node's blocks to their owners."""
+        assert self._group is not None
+        assert self.rank is not None
+        effects: list[Effect] = []
+        for node in nodes:
+            said = replace(node, round=self._group.round)
+            owner = self._owner(node.block)
+            if owner == self.rank:
+                effects += [Contribute(said), *self._count(said)]
+            else:
+                effects += self.links.say(owner, said)
+        return effects
+
+    def _owner(self, block: int) -> int:
+        """The rank that averages `block`."""
+        assert self._group is not None
+        return self._group.ranks[block % len(self._group.ranks)]
+
+    def _exchanged(self, peer: Peer, rank: int, message: Message) -> list[Effect]:
+        """A part of the exchange, from `rank`."""
+        if not isinstance(message, TreeNode | Average):
+            raise ProtocolError(f"{type(message).__name__} from another worker")
+        group = self._group
+        if group is None or message.round > group.round or message.step > self.step:
+            return self._postpone(peer)
+        if message.round < group.round:
+            return []  # was on its way when the round ended
+        self._require_step(message.step)
+        if rank not in group.ranks or message.block >= self._num_blocks:
+            raise ProtocolError(f"{type(message).__name__} block={message.block} of rank {rank}")
+        if isinstance(message, TreeNode):
+            return [Keep(rank, message), *self._count(message)]
+        if self._owner(message.block) != rank or message.block in self._held:
+            raise ProtocolError(f"Average block={message.block}: not due from rank {rank}")
+        return [Hold(self.step, message.block), *self._has(message.block)]
+
+    def _postpone(self, peer: Peer) -> list[Effect]:
+        """Waits with a message for the round that it is of; there can't be many."""
+        self._num_postponed += 1
+        shards = 1 if self._group is None else self._group.shards
+        if self._group is not None and self._num_postponed > self._num_blocks * (shards + 1):
+            raise ProtocolError("more of a round to come than a round can have")
+        return [Postpone(peer)]
+
+    def _count(self, node: TreeNode) -> list[Effect]:
+        """Counts a node of an own block, which is averaged when all shards are there."""
+        assert self._group is not None
+        under = reduction.shards_under(node.level, node.index, self._group.shards)
+        missing = self._missing.get(node.block, set())
+        if not under or not missing.issuperset(under):
+            raise ProtocolError(
+                f"TreeNode block={node.block} level={node.level} index={node.index}: not due here"
+            )
+        missing.difference_update(under)
+        if missing:
+            return []
+        del self._missing[node.block]
+        return [Reduce(self.step, node.block)]
+
+    def _has(self, block: int) -> list[Effect]:
+        """`block` of the average is here; with the last one the step can be made."""
+        self._held.add(block)
+        if len(self._held) < self._num_blocks:
+            return []
+        assert self._group is not None
+        self.phase = Phase.STAGED
+        return [Send(self._peer, Staged(step=self.step, round=self._group.round))]
+
+    def _complain(self, rank: int, reason: str) -> list[Effect]:
+        if self._group is None or self.phase not in IN_A_ROUND:
+            return []
+        said = Unreachable(round=self._group.round, rank=rank, reason=brief(reason))
+        return [Send(self._peer, said)]
+
+    # --- the end of a stay ------------------------------------------------------------------------
+
+    def _drop(self, reason: str) -> list[Effect]:
+        self._group = None
+        return [*super()._drop(reason), *self.links.close()]
+
+    def _end(self, finish: Finish) -> list[Effect]:
+        self._group = None
+        return [*self.links.close(), *super()._end(finish)]

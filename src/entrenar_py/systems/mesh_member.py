@@ -1,0 +1,59 @@
+"""What a worker of a mesh does besides talking: it also adds and averages the blocks it owns."""
+
+from __future__ import annotations
+
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Average, Message, State, TreeNode, Welcome
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.member import Member
+from entrenar_py.training import blocks, reduction
+
+
+class MeshMember(Member):
+    """One worker, and what the others sent it of the step in work."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self._sums = blocks.Sums(scenario.num_shards)
+
+    def sizes(self) -> dict[type[Message], int]:
+        """The most payload bytes that a message of each kind may bring."""
+        return {**super().sizes(), TreeNode: self.vector_bytes}
+
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
+        """Takes over the state before `welcome.step`."""
+        super().load(welcome, payload)
+        self._sums.clear()
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Takes over the block of a node that `message` carries, with its memory."""
+        assert isinstance(message, TreeNode)
+        self._take(rank, message, blocks.vector_of(payload))
+
+    def contribute(self, node: TreeNode) -> None:
+        """Counts a block of a node of its own; the node itself may be asked for again."""
+        vector = self._vectors[node.level, node.index]
+        self._take(self.rank, node, vector[self._blocks.part(node.block)].copy())
+
+    def reduce(self, block: int) -> tuple[float, float] | None:
+        """Adds and averages: the summed loss and its weight; None where that is not finite."""
+        total = self._sums.root(block)
+        mean = self._mean[self._blocks.part(block)]
+        self._total = total.loss, total.weight
+        return self._total if blocks.average(total, self.scale, out=mean) else None
+
+    def regroup(self) -> None:
+        """Forgets what came of the step in work."""
+        self._sums.clear()
+
+    def payload(self, message: Message) -> Buffer:
+        """What `message` carries: also an averaged block, or the state that is held."""
+        if isinstance(message, Average):
+            return blocks.payload_of(self._mean[self._blocks.part(message.block)])
+        if isinstance(message, State):
+            return self.dump(self.workers[self.rank])
+        return super().payload(message)
+
+    def _take(self, rank: int, node: TreeNode, vector: reduction.Vector) -> None:
+        taken = reduction.Node(node.level, node.index, vector, node.loss, node.weight)
+        self._sums.take(rank, node.block, taken)
