@@ -25,6 +25,8 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.protocol.terms import Terms, Timing
 
+AGAIN = "it has connected again"
+
 
 @dataclass(slots=True)
 class Link:
@@ -111,16 +113,19 @@ class Links:
         if link is not None and link.ready:
             link.heard = now
 
-    def greet(self, peer: Peer, message: Message, now: float) -> list[Effect]:
-        """A message of a link that is not ready; ProtocolError for what does not belong there."""
+    def greet(self, peer: Peer, message: Message, now: float) -> tuple[list[Effect], int | None]:
+        """A message of a link that is not ready; ProtocolError for what does not belong there.
+
+        Also which rank, if any, has another link with it: what went over that may be lost.
+        """
         link = self._links[peer]
         match message:
             case Challenge() if link.dial is not None and not link.proof:
-                return self._hello(peer, link, message)
+                return self._hello(peer, link, message), None
             case Hello() if link.dial is None and link.rank is None:
                 return self._admit(peer, link, message, now)
             case Accept() if link.proof and hmac.compare_digest(message.proof, link.proof):
-                return self._ready(peer, link, now)
+                return self._ready(peer, link, now), None
             case Refuse():
                 raise ProtocolError(f"refused: {message.reason}")
         raise ProtocolError(f"{type(message).__name__} from a worker that has proved nothing")
@@ -169,20 +174,23 @@ class Links:
         proof = handshake.proof_of_worker(self.secret, challenge, hello)
         return [Send(peer, replace(hello, proof=proof)), Secure(peer, key)]
 
-    def _admit(self, peer: Peer, link: Link, hello: Hello, now: float) -> list[Effect]:
+    def _admit(
+        self, peer: Peer, link: Link, hello: Hello, now: float
+    ) -> tuple[list[Effect], int | None]:
         challenge = Challenge(version=VERSION, nonce=link.nonce)
         refusal = terms.refusal(hello, challenge, self.terms, secret=self.secret)
         if refusal is not None:
-            return [Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")]
+            return [Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")], None
         if hello.rank in (None, self.own):
             raise ProtocolError(f"Hello rank={hello.rank}: it is mine, or none")
         before = [old for old, one in self._links.items() if one.rank == hello.rank]
-        effects = [one for old in before for one in self._close(old, "it has connected again")]
+        effects = [one for old in before for one in self._close(old, AGAIN)]
         link.rank = hello.rank
         key = handshake.session_key(self.secret, challenge, hello)
         proof = handshake.proof_of_coordinator(self.secret, challenge, hello)
         accepted: list[Effect] = [Secure(peer, key), Send(peer, Accept(proof=proof))]
-        return [*effects, *accepted, *self._ready(peer, link, now)]
+        ready = self._ready(peer, link, now)
+        return [*effects, *accepted, *ready], hello.rank if before else None
 
     def _ready(self, peer: Peer, link: Link, now: float) -> list[Effect]:
         assert link.rank is not None, "it has said who it is"

@@ -24,7 +24,7 @@ from entrenar_py.protocol.effects import (
     Regroup,
     Send,
 )
-from entrenar_py.protocol.links import Links
+from entrenar_py.protocol.links import AGAIN, Links
 from entrenar_py.protocol.messages import (
     Average,
     Fetch,
@@ -95,7 +95,8 @@ class MeshWorker(Worker):
         rank = self.links.rank_of(peer)
         try:
             if rank is None:
-                return self.links.greet(peer, message, now)
+                effects, again = self.links.greet(peer, message, now)
+                return effects + ([] if again is None else self._complain(again, AGAIN))
             if isinstance(message, Heartbeat):
                 return []
             return self._exchanged(peer, rank, message)
