@@ -10,6 +10,7 @@ import pytest
 
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import FIELDS, MAGIC, PREFIX_BYTES
+from entrenar_py.protocol.messages import VERSION
 from entrenar_py.protocol.terms import Timing
 from tests.drivers.fakes import (
     COMPLETED,
@@ -176,7 +177,7 @@ def test_a_rank_that_is_taken() -> None:
 
 def _claim(payload_bytes: int) -> bytes:
     """A prefix that says how much will follow."""
-    return FIELDS.pack(MAGIC, 1, 2, 1, 0, 0, 100, 2**20, payload_bytes) + bytes(16)
+    return FIELDS.pack(MAGIC, VERSION, 2, 1, 0, 0, 100, 2**20, payload_bytes) + bytes(16)
 
 
 async def _stranger(port: int, says: bytes, pace_s: float | None = None) -> None:

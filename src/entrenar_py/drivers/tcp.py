@@ -1,4 +1,4 @@
-"""The protocol over TCP: the same machines on asyncio streams of bytes.
+"""The protocol over TCP: the same machines on connections of this and other processes.
 
 A payload is read into its own memory and written from it, a chunk at a time as the connection takes
 them, so that nothing is held twice.
@@ -7,17 +7,19 @@ them, so that nothing is held twice.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
+import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+from entrenar_py.drivers import sockets
+from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent, unmeddled
+from entrenar_py.drivers.link import FAREWELL_S, Link
+from entrenar_py.drivers.meddling import Meddle, unmeddled
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
@@ -29,113 +31,6 @@ from entrenar_py.protocol.worker import Worker
 
 BACKOFF_S = (0.05, 2.0)
 TICKS_A_HEARTBEAT = 4
-BACKLOG = 2**10  # connections not taken up yet: a burst of strangers must not keep a worker out
-FAREWELL_S = 2.0  # how long the last messages may take
-
-
-class Link(asyncio.BufferedProtocol):
-    """One connection: reads into `buffer()`, writes what is queued as fast as it is taken."""
-
-    def __init__(
-        self,
-        opened: Callable[[Link], None],
-        buffer: Callable[[Link], memoryview | None],
-        filled: Callable[[Link, int], None],
-        lost: Callable[[Link, str], None],
-    ) -> None:
-        self._opened, self._buffer, self._filled, self._lost = opened, buffer, filled, lost
-        self._transport: asyncio.Transport | None = None
-        self._queue: deque[Iterator[Buffer]] = deque()
-        self._paused = self._closing = self._mute = False
-        self._held = b""
-        self._waste = bytearray(2**16)  # for what comes when nobody listens any more
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def write(self, buffers: Iterable[Buffer], befalls: Meddling | None = None) -> None:
-        """Queues `buffers`, in order; they are asked for when they can be sent.
-
-        `befalls` is what happens to them on purpose: to the bytes or the connection, not to the
-        process, which is its driver's affair.
-        """
-        if befalls is None and not self._held:
-            self._queue.append(iter(buffers))
-        else:
-            self._bend(b"".join(buffers), befalls or Meddling(None))
-        self._pump()
-
-    def _bend(self, data: bytes, befalls: Meddling) -> None:
-        half = data[: len(data) // 2]
-        match befalls.fate:
-            case Fate.REORDER:
-                self._held += data
-                return
-            case Fate.HALF_OPEN:
-                self._mute = True
-                if self._transport is not None:
-                    self._transport.pause_reading()
-            case Fate.CUT | Fate.KILL:
-                self._queue.append(iter([half]))
-                self._pump()
-                self._mute = True
-                if self._transport is not None and befalls.fate is Fate.CUT:
-                    self._transport.abort()
-                return
-            case Fate.DELAY:
-                self._paused = True
-                asyncio.get_running_loop().call_later(befalls.seconds, self.resume_writing)
-        self._queue.append(iter([bent(befalls, data, random.Random(len(data))) + self._held]))
-        self._held = b""
-
-    def close(self) -> None:
-        """Ends the connection once all is sent and heard; after FAREWELL_S in any case."""
-        self._closing = True
-        self._pump()
-        if self._transport is not None:
-            asyncio.get_running_loop().call_later(FAREWELL_S, self._transport.abort)
-
-    def abort(self) -> None:
-        """Ends the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._opened(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview | bytearray:
-        return self._waste if (place := self._buffer(self)) is None else place
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._buffer(self) is not None:
-            self._filled(self, nbytes)
-
-    def pause_writing(self) -> None:
-        self._paused = True
-
-    def resume_writing(self) -> None:
-        self._paused = False
-        self._pump()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._queue.clear()
-        self._transport = None
-        self._lost(self, str(exc or "closed by the other end"))
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _pump(self) -> None:
-        while self._queue and self._transport is not None and not self._paused:
-            piece = next(self._queue[0], None)
-            if piece is None:
-                self._queue.popleft()
-            elif not self._mute:
-                self._transport.write(piece)
-        if self._closing and not self._queue and self._transport is not None:
-            self._closing = False
-            # Not closed at once: with bytes unread that would reset the connection, and what was
-            # said last could be lost. The other end closes when it has read it.
-            self._transport.write_eof()
 
 
 class CoordinatorServer:
@@ -158,13 +53,16 @@ class CoordinatorServer:
         self._links: dict[Peer, Link] = {}
         self._peers: dict[Link, int] = {}
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
-        self._server: asyncio.Server | None = None
+        self._door: Door | None = None
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Listens at `host`, at a free port if `port` is 0; the address that it has then."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._link, host, port, backlog=BACKLOG)
-        name = self._server.sockets[0].getsockname()
+        """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
+
+        Raises OSError if one of them is taken, or there is none.
+        """
+        listeners = sockets.listen(await sockets.resolve(host, port))
+        self._door = Door(listeners, self._opened)
+        name = listeners[0].getsockname()
         return name[0], name[1]
 
     async def finish(self) -> do.Finish:
@@ -172,19 +70,19 @@ class CoordinatorServer:
 
         Raises what the hands or the machine raise, wherever that was.
         """
-        assert self._server is not None, "listen comes first"
+        assert self._door is not None, "listen comes first"
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             finish = await self._finished
-            self._server.close()
+            self._door.close()
             leaving = [link.ended for link in self._peers]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
             return finish
         finally:
             self._ticking.cancel()
-            self._server.close()
+            self._door.close()
             for link in self._peers:
                 link.abort()
 
@@ -198,10 +96,8 @@ class CoordinatorServer:
         """Ends a connection."""
         self._links.pop(peer).close()
 
-    def _link(self) -> Link:
-        return Link(self._opened, self._buffer, self._filled, self._lost)
-
-    def _opened(self, link: Link) -> None:
+    def _opened(self, sock: socket.socket) -> None:
+        link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
         peer = next(self._numbers)
         self._links[peer], self._peers[link] = link, peer
         self.end.connected(peer, secrets.token_hex(NONCE_BYTES))
@@ -294,24 +190,18 @@ class WorkerClient:
 
     async def _stay(self, host: str, port: int) -> str | None:
         """One connection, to its end; why this worker was not let in, if it was not."""
-        loop = asyncio.get_running_loop()
         stays = self.end.num_stays
         try:
-            _, link = await loop.create_connection(self._new_link, host, port)
+            sock = await sockets.connect(host, port)
         except OSError as error:
             return str(error)
+        self._link = link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
+        self.end.connected(link, secrets.token_hex(NONCE_BYTES))
         try:
             await link.ended
         finally:
             link.abort()
         return self._reason if self.end.num_stays == stays else None
-
-    def _new_link(self) -> Link:
-        return Link(self._opened, self._buffer, self._filled, self._lost)
-
-    def _opened(self, link: Link) -> None:
-        self._link = link
-        self.end.connected(link, secrets.token_hex(NONCE_BYTES))
 
     def _buffer(self, link: Link) -> memoryview | None:
         return self.end.buffer() if link is self._link else None
