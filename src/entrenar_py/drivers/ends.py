@@ -132,13 +132,13 @@ class CoordinatorEnd:
         """Time has passed."""
         self._do(self.machine.tick(self._clock()))
 
-    def _do(self, wanted: Iterable[Effect], payload: bytearray | None = None) -> None:
+    def _do(self, wanted: Iterable[Effect], payload: Buffer | None = None) -> None:
         """Does everything that is wanted, and what follows from that, in order."""
         waiting = deque(wanted)
         while waiting:
             waiting.extend(self._one(waiting.popleft(), payload))
 
-    def _one(self, effect: Effect, payload: bytearray | None) -> list[Effect]:
+    def _one(self, effect: Effect, payload: Buffer | None) -> list[Effect]:
         match effect:
             case do.Send(peer, message):
                 content = self.hands.payload(message)

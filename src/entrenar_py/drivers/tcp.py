@@ -44,8 +44,9 @@ class CoordinatorServer:
         timing: Timing,
         secret: bytes,
         meddle: Meddle = unmeddled,
+        kind: type[Coordinator] = Coordinator,
     ) -> None:
-        machine = Coordinator(run, secret=secret, timing=timing, now=time.monotonic())
+        machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
         self.end = CoordinatorEnd(machine, hands, self, time.monotonic)
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
@@ -100,7 +101,7 @@ class CoordinatorServer:
         link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
         peer = next(self._numbers)
         self._links[peer], self._peers[link] = link, peer
-        self.end.connected(peer, secrets.token_hex(NONCE_BYTES))
+        self.end.connected(peer, secrets.token_hex(NONCE_BYTES), sock.getpeername()[0])
         self._look()
 
     def _buffer(self, link: Link) -> memoryview | None:
@@ -140,7 +141,7 @@ class WorkerClient:
         *,
         meddle: Meddle = unmeddled,
     ) -> None:
-        self.end = WorkerEnd(machine, hands, self, time.monotonic, self._compute)
+        self.end = self.new_end(machine, hands)
         self._meddle = meddle
         self._link: Link | None = None
         self._reason = ""  # why the last connection ended
@@ -176,6 +177,13 @@ class WorkerClient:
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.end.finished
 
+    def new_end(self, machine: Worker, hands: MemberHands) -> WorkerEnd:
+        """What this client drives."""
+        return WorkerEnd(machine, hands, self, time.monotonic, self.compute)
+
+    def prepare(self, sock: socket.socket) -> None:
+        """Gets ready for a stay over `sock`, which is connected to the coordinator."""
+
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""
         if self._link is not None:
@@ -195,6 +203,7 @@ class WorkerClient:
             sock = await sockets.connect(host, port)
         except OSError as error:
             return str(error)
+        self.prepare(sock)
         self._link = link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
         self.end.connected(link, secrets.token_hex(NONCE_BYTES))
         try:
@@ -214,7 +223,8 @@ class WorkerClient:
             self._link = None
             self.end.lost(reason)
 
-    def _compute(self, asked: do.Compute) -> None:
+    def compute(self, asked: do.Compute) -> None:
+        """Has it computed, beside everything else."""
         work: Callable[[int, tuple[int, ...]], list[TreeNode] | NonFinite] = self.end.hands.work
 
         def computed(outcome: asyncio.Future[list[TreeNode] | NonFinite]) -> None:

@@ -64,6 +64,12 @@ SYSTEMS: dict[str, System] = {
         faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
         options=("block_bytes",),
     ),
+    "mesh": System(
+        what="workers that exchange blocks with each other over TCP, each a process of its own",
+        trains=True,
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY),
+        options=("heartbeat_s", "dead_after_s", "block_bytes"),
+    ),
     "mesh_simulated": System(
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,

@@ -21,7 +21,9 @@ from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.faults import Fault
+from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.messages import Assign, Average, Commit, Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
@@ -31,7 +33,6 @@ from entrenar_py.systems.star import Star
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
 RESTART_S = 0.2  # until a worker that was killed is started again
-DOWN = tuple(kind.__name__ for kind in (Assign, Average, Commit))
 
 
 def run(scenario: Scenario) -> trace.Trace:
@@ -49,6 +50,10 @@ def crew() -> Crew:
 
 class ProcessStar(Star):
     """A run with real processes on this machine."""
+
+    mesh = False
+    # Where a fault strikes in this process.
+    down: tuple[type[Message], ...] = (Assign, Average, Commit)
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -75,7 +80,12 @@ class ProcessStar(Star):
 
     async def _serve(self, run: Run) -> Finish:
         server = CoordinatorServer(
-            run, self, timing=self._timing, secret=self._secret, meddle=self.meddle
+            run,
+            self,
+            timing=self._timing,
+            secret=self._secret,
+            meddle=self.meddle,
+            kind=MeshCoordinator if self.mesh else Coordinator,
         )
         self._address = await server.listen(LOOPBACK, 0)
         self.begin(run)
@@ -92,7 +102,7 @@ class ProcessStar(Star):
         suffers = [
             one.to_dict()
             for one in self.waiting("leave", *faults.ON_THE_WAY)
-            if one.rank == rank and one.at not in DOWN
+            if one.rank == rank and one.at not in [kind.__name__ for kind in self.down]
         ]
         host, port = self._address
         job = {
@@ -104,6 +114,7 @@ class ProcessStar(Star):
             "port": port,
             "secret": self._secret.hex(),
             "timing": asdict(self._timing),
+            "mesh": self.mesh,
             "faults": suffers,
         }
         hand = self._hands[rank] = crew().give(json.dumps(job).encode())

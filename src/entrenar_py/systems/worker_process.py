@@ -1,8 +1,8 @@
 """What a worker process runs: one job after the other, each a stay in one run, over TCP.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
-`timing`, and `faults`, those that this process is to suffer: it notes each before it does. Its
-answer says how the job went.
+`timing`, `mesh`, and `faults`, those that this process is to suffer: it notes each before it does.
+Its answer says how the job went.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from entrenar_py import mutants
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.member import Member
+from entrenar_py.systems.mesh_member import MeshMember
 
 # Loaded once, in the parent of all workers.
 PRELOAD = ("entrenar_py.systems.worker_process", "entrenar_py.training.decoder", "torch")
@@ -50,21 +53,29 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     """One run, to its end."""
     asyncio.get_running_loop().add_reader(desk.fileno(), _abandoned)
     try:
-        member = Doomed(
-            Scenario.from_dict(job["scenario"]), map(Fault.from_dict, job["faults"]), desk
+        client = _client(desk, job)
+        return await client.run(
+            job["host"], job["port"], patience_s=Timing(**job["timing"]).gather_s
         )
-        timing = Timing(**job["timing"])
-        machine = Worker(
-            Terms(**job["terms"]),
-            secret=bytes.fromhex(job["secret"]),
-            backend=job["backend"],
-            rank=job["rank"],
-            timing=timing,
-        )
-        client = WorkerClient(machine, member, meddle=member.meddle)
-        return await client.run(job["host"], job["port"], patience_s=timing.gather_s)
     finally:
         asyncio.get_running_loop().remove_reader(desk.fileno())
+
+
+def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
+    """A worker of a mesh, or of a star."""
+    scenario, suffers = Scenario.from_dict(job["scenario"]), map(Fault.from_dict, job["faults"])
+    terms = Terms(**job["terms"])
+    machine: dict[str, Any] = {
+        "secret": bytes.fromhex(job["secret"]),
+        "backend": job["backend"],
+        "rank": job["rank"],
+        "timing": Timing(**job["timing"]),
+    }
+    if job["mesh"]:
+        doomed = DoomedInMesh(scenario, suffers, desk)
+        return MeshClient(MeshWorker(terms, port=None, **machine), doomed, meddle=doomed.meddle)
+    member = Doomed(scenario, suffers, desk)
+    return WorkerClient(Worker(terms, **machine), member, meddle=member.meddle)
 
 
 def _abandoned() -> None:
@@ -103,3 +114,7 @@ class Doomed(Member):
         elif fault.kind == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         return Meddling(Fate(fault.kind), fault.seconds or 0.0)
+
+
+class DoomedInMesh(Doomed, MeshMember):
+    """The same, in a mesh."""

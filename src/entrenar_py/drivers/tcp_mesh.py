@@ -1,0 +1,119 @@
+"""A worker of a mesh over TCP: beside the coordinator it hears other workers, and connects to some.
+
+They reach it at the address from which it reaches the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from typing import cast
+
+from entrenar_py.drivers import sockets
+from entrenar_py.drivers.door import Door
+from entrenar_py.drivers.ends import MemberHands
+from entrenar_py.drivers.link import Link
+from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
+from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Peer
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.handshake import NONCE_BYTES
+from entrenar_py.protocol.mesh_worker import MeshWorker
+from entrenar_py.protocol.messages import Message
+from entrenar_py.protocol.worker import Worker
+
+
+class MeshClient(WorkerClient):
+    """A worker that exchanges blocks with the others directly."""
+
+    end: MeshEnd
+
+    def __init__(
+        self, machine: MeshWorker, hands: MeshHands, *, meddle: Meddle = unmeddled
+    ) -> None:
+        super().__init__(machine, hands, meddle=meddle)
+        self._door: Door | None = None
+        self._host = ""
+        self._links: set[Link] = set()
+        self._dialing: set[asyncio.Task[None]] = set()
+
+    def new_end(self, machine: Worker, hands: MemberHands) -> MeshEnd:
+        """What this client drives; machine and hands are a mesh's."""
+        assert isinstance(machine, MeshWorker)
+        mesh = cast(MeshHands, hands)
+        return MeshEnd(machine, mesh, self, time.monotonic, self.compute, self.dial)
+
+    async def run(self, host: str, port: int, *, patience_s: float) -> do.Finish:
+        """Takes part until the run is over, as any worker."""
+        try:
+            return await super().run(host, port, patience_s=patience_s)
+        finally:
+            if self._door is not None:
+                self._door.close()
+            for task in self._dialing:
+                task.cancel()
+            for link in list(self._links):
+                link.abort()
+
+    def prepare(self, sock: socket.socket) -> None:
+        """Listens where this host can be reached as the coordinator is."""
+        host, _, *scope = sock.getsockname()
+        if self._door is not None and self._host == host:
+            return
+        if self._door is not None:
+            self._door.close()
+        listeners = sockets.listen([(sock.family, (host, 0, *scope))])
+        self._door, self._host = Door(listeners, self._opened), host
+        self.end.machine.port = listeners[0].getsockname()[1]
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        """Sends a message, to the coordinator or to another worker."""
+        if isinstance(peer, Link) and peer in self._links:
+            peer.write(buffers, self._meddle(self.end.machine.rank, True, message))
+        else:
+            super().write(peer, message, buffers)
+
+    def close(self, peer: Peer, reason: str) -> None:
+        """Ends a connection."""
+        if isinstance(peer, Link) and peer in self._links:
+            peer.close()
+        else:
+            super().close(peer, reason)
+
+    def dial(self, dial: do.Dial) -> None:
+        """Connects to another worker, beside everything else."""
+        task = asyncio.get_running_loop().create_task(self._connect(dial))
+        self._dialing.add(task)
+        task.add_done_callback(self._dialing.discard)
+
+    async def _connect(self, dial: do.Dial) -> None:
+        host, _, port = dial.address.rpartition(":")
+        try:
+            sock = await sockets.connect(host.strip("[]"), int(port))
+        except OSError as error:
+            self.end.undialable(dial, str(error))
+            return
+        self.end.dialed(self._new_link(sock), dial, secrets.token_hex(NONCE_BYTES))
+
+    def _opened(self, sock: socket.socket) -> None:
+        self.end.accepted(self._new_link(sock), secrets.token_hex(NONCE_BYTES))
+
+    def _new_link(self, sock: socket.socket) -> Link:
+        end = self.end
+        link = Link(
+            sock,
+            buffer=lambda link: end.buffer_of(link),
+            filled=lambda link, num_bytes: end.filled_from(link, num_bytes),
+            lost=self._lost_link,
+        )
+        self._links.add(link)
+        return link
+
+    def _lost_link(self, link: Link, reason: str) -> None:
+        self._links.discard(link)
+        self.end.lost_link(link, reason)
