@@ -115,5 +115,5 @@ class MeshClient(WorkerClient):
         return link
 
     def _lost_link(self, link: Link, reason: str) -> None:
-        self._links.discard(link)
         self.end.lost_link(link, reason)
+        self._links.discard(link)

@@ -85,6 +85,10 @@ class Member:
     host: str = ""
     address: str = ""
 
+    def to_send(self) -> tuple[int, ...]:
+        """The shards of the step in work whose nodes it has or will have."""
+        return (*self.delivered, *(shard for shards in self.assigned for shard in shards))
+
     def in_rank(self) -> int:
         """The rank of one that was let in."""
         assert self.rank is not None

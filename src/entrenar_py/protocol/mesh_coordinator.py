@@ -156,15 +156,15 @@ class MeshCoordinator(Coordinator):
         return [Send(peer, Fetch(step=self.step))]
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
-        grouped = [] if list(members) == self._group else self._regroup(members)
-        return [*super()._hand_out(members), *grouped]
+        assigned = super()._hand_out(members)
+        return assigned if list(members) == self._group else [*self._regroup(members), *assigned]
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
         if self.stage is not Stage.COMPUTING:
             return []
         orphaned = [*lost.delivered, *(shard for shards in lost.assigned for shard in shards)]
-        # First what there is to do, then with whom: nobody goes into a round without its part.
-        return [*self._assign(sorted(orphaned), members), *self._regroup(members)]
+        assigned = self._assign(sorted(orphaned), members)
+        return [*self._regroup(members), *assigned]
 
     def _regroup(self, members: Mapping[Peer, Member]) -> list[Effect]:
         """A new round, with `members`."""
@@ -174,11 +174,17 @@ class MeshCoordinator(Coordinator):
             if member.phase is Phase.STAGED:
                 member.phase = Phase.READY
         ranks = {member.in_rank(): member.address for member in members.values()}
-        group = Group(
-            step=self.step,
-            round=self._round,
-            shards=self.run.num_shards,
-            ranks=tuple(sorted(ranks)),
-            addresses=tuple(ranks[rank] for rank in sorted(ranks)),
-        )
-        return [Send(peer, group) for peer in members]
+        return [
+            Send(
+                peer,
+                Group(
+                    step=self.step,
+                    round=self._round,
+                    num_shards=self.run.num_shards,
+                    yours=member.to_send(),
+                    ranks=tuple(sorted(ranks)),
+                    addresses=tuple(ranks[rank] for rank in sorted(ranks)),
+                ),
+            )
+            for peer, member in members.items()
+        ]

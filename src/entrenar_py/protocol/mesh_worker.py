@@ -164,7 +164,7 @@ class MeshWorker(Worker):
         self.phase = Phase.COMPUTING if self._work else Phase.READY
         self._held.clear()
         own = [block for block in range(self._num_blocks) if self._owner(block) == self.rank]
-        self._missing = {block: set(range(group.shards)) for block in own}
+        self._missing = {block: set(range(group.num_shards)) for block in own}
         self._num_postponed = 0
         return [Regroup(), *self._send(self._own), Again()]
 
@@ -212,7 +212,7 @@ class MeshWorker(Worker):
     def _postpone(self, peer: Peer) -> list[Effect]:
         """Waits with a message for the round that it is of; there can't be many."""
         self._num_postponed += 1
-        shards = 1 if self._group is None else self._group.shards
+        shards = 1 if self._group is None else self._group.num_shards
         if self._group is not None and self._num_postponed > self._num_blocks * (shards + 1):
             raise ProtocolError("more of a round to come than a round can have")
         return [Postpone(peer)]
@@ -220,7 +220,7 @@ class MeshWorker(Worker):
     def _count(self, node: TreeNode) -> list[Effect]:
         """Counts a node of an own block, which is averaged when all shards are there."""
         assert self._group is not None
-        under = reduction.shards_under(node.level, node.index, self._group.shards)
+        under = reduction.shards_under(node.level, node.index, self._group.num_shards)
         missing = self._missing.get(node.block, set())
         if not under or not missing.issuperset(under):
             raise ProtocolError(

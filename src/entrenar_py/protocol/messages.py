@@ -232,17 +232,18 @@ class Applied(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Message):
-    """Coordinator of a mesh: from `step` on `ranks` exchange blocks of `shards`, at `addresses`.
+    """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
 
     A new `round` begins whenever somebody has come or gone: what was sent in an earlier one is
-    void, and everyone sends its nodes again. Block b is averaged by the worker that is number
-    b mod n of the n `ranks`.
+    void, and everyone sends its nodes again, of the shards that are `yours` in this step. Block b
+    is averaged by the worker that is number b mod n of the n `ranks`.
     """
 
     tag: ClassVar[int] = 30
     step: int
     round: int
-    shards: int
+    num_shards: int
+    yours: tuple[int, ...]
     ranks: tuple[int, ...]
     addresses: tuple[str, ...]
 
