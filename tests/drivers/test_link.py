@@ -33,7 +33,7 @@ class Heard:
     """What a link reads, a few bytes at a time, and why it ended."""
 
     def __init__(self, sock: socket.socket, *, room_bytes: int = 7) -> None:
-        self.data = b""
+        self.data = bytearray()
         self.reasons: list[str] = []
         self._room = bytearray(room_bytes)
         self.link = link_on(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
