@@ -11,6 +11,7 @@ import pytest
 
 from entrenar_py.drivers import link
 from entrenar_py.drivers.link import Link
+from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.protocol.frames import Buffer
 from tests.drivers.fakes import go, until
 
@@ -33,7 +34,7 @@ class Heard:
     """What a link reads, a few bytes at a time, and why it ended."""
 
     def __init__(self, sock: socket.socket, *, room_bytes: int = 7) -> None:
-        self.data = b""
+        self.data = bytearray()
         self.reasons: list[str] = []
         self._room = bytearray(room_bytes)
         self.link = link_on(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
@@ -193,5 +194,59 @@ def test_a_connection_that_is_reset() -> None:
         await heard.link.ended
         assert "Connection reset" in heard.reasons[0]
         server.close()
+
+    go(story())
+
+
+# --- what befalls a message -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fate", "arrives", "ends"),
+    [
+        (None, b"first SECOND third", False),
+        (Fate.DUPLICATE, b"first SECOND SECOND third", False),
+        (Fate.TRUNCATE, b"first SECthird", False),
+        (Fate.REORDER, b"first thirdSECOND ", False),
+        (Fate.DELAY, b"first SECOND third", False),
+        (Fate.HALF_OPEN, b"first ", False),
+        (Fate.CUT, b"first SEC", True),
+        (Fate.KILL, b"first SEC", False),  # and the process dies, which is not the link's affair
+    ],
+)
+def test_what_befalls_a_message(fate: Fate | None, arrives: bytes, ends: bool) -> None:
+    """The second of three suffers it; what the other end hears, and whether the connection ends."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        heard, speaking = Heard(theirs), link_on(ours)
+        speaking.write([b"first "])
+        speaking.write([b"SEC", b"OND "], Meddling(fate, seconds=0.01))
+        speaking.write([b"third"])
+        await until(lambda: len(heard.data) == len(arrives))
+        assert heard.data == arrives
+        assert speaking.ended.done() == ends
+        speaking.abort()
+        await heard.link.ended
+        assert heard.data == arrives
+
+    go(story())
+
+
+def test_who_is_half_open_hears_nothing() -> None:
+    """Not even that the other end has gone."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        heard = Heard(ours)
+        heard.link.write([b"x"], Meddling(Fate.HALF_OPEN))
+        theirs.send(b"unheard")
+        theirs.close()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not heard.data
+        assert not heard.link.ended.done()
+        heard.link.abort()
+        await heard.link.ended
 
     go(story())

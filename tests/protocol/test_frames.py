@@ -417,6 +417,17 @@ def test_a_payload_goes_where_the_receiver_says() -> None:
     assert asked == [(NODE, 60), (NODE, 17)]
 
 
+def test_a_message_may_have_no_room() -> None:
+    """Whoever gives the room may refuse it, by the message that it is for."""
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        raise ProtocolError(f"{num_bytes} bytes of nobody's")
+
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    with pytest.raises(ProtocolError, match="8 bytes of nobody's"):
+        feed(Decoder(lambda kind: 8, KEY, room=room), frame)
+
+
 @pytest.mark.parametrize("num_bytes", [7, 9])
 def test_room_of_another_size_is_our_mistake(num_bytes: int) -> None:
     """A payload fills its room, and never less or more of it."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
-from entrenar_py.drivers import sockets
+from entrenar_py.drivers import sockets, tls
 from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.link import FAREWELL_S, Link
 from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
@@ -31,6 +33,8 @@ from entrenar_py.protocol.worker import Worker
 
 BACKOFF_S = (0.05, 2.0)
 TICKS_A_HEARTBEAT = 4
+STRANGERS_MAX = 256
+SECRET_BYTES_MIN = 16
 
 
 class CoordinatorServer:
@@ -56,13 +60,34 @@ class CoordinatorServer:
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door | None = None
 
-    async def listen(self, host: str, port: int) -> tuple[str, int]:
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        context: ssl.SSLContext | None = None,
+        strangers_max: int = STRANGERS_MAX,
+    ) -> tuple[str, int]:
         """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
 
-        Raises OSError if one of them is taken, or there is none.
+        With `context` over TLS. At most `strangers_max` connections at a time may be on their way
+        in, or out; more are turned away, and workers among them come again.
+
+        Raises UsageError where others could take part: from other machines, with no secret that
+        keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
+        there is none.
         """
-        listeners = sockets.listen(await sockets.resolve(host, port))
-        self._door = Door(listeners, self._opened)
+        addresses = await sockets.resolve(host, port)
+        if not all(map(sockets.is_loopback, addresses)):
+            _require_protection(host, self.end.machine.secret, context)
+        listeners = sockets.listen(addresses)
+        self._door = Door(
+            listeners,
+            self._opened,
+            has_room=lambda securing: securing + self._num_strangers() < strangers_max,
+            context=context,
+            patience_s=self.end.machine.timing.hello_s,
+        )
         name = listeners[0].getsockname()
         return name[0], name[1]
 
@@ -96,6 +121,11 @@ class CoordinatorServer:
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
         self._links.pop(peer).close()
+
+    def _num_strangers(self) -> int:
+        """How many connections are not those of members: not yet, or not any more."""
+        let_in = sum(one.rank is not None for one in self.end.machine.peers.values())
+        return len(self._peers) - let_in
 
     def _opened(self, sock: socket.socket) -> None:
         link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
@@ -131,6 +161,16 @@ class CoordinatorServer:
             self._finished.set_exception(context["exception"])
 
 
+def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None) -> None:
+    """UsageError if anyone could take part in a run that listens at `host`."""
+    if len(secret) < SECRET_BYTES_MIN and not (context and tls.proves_identity(context)):
+        raise UsageError(
+            f"host={host}: other machines can connect there, and the secret of {len(secret)} bytes "
+            f"keeps nobody out; give one of at least {SECRET_BYTES_MIN} bytes, or TLS with a CA "
+            "that the workers' certificates must be of, or listen at 127.0.0.1"
+        )
+
+
 class WorkerClient:
     """A worker that connects to a coordinator, and again when the connection is lost."""
 
@@ -149,10 +189,17 @@ class WorkerClient:
         self._computing: asyncio.Future[list[TreeNode] | NonFinite] | None = None
         self._thread = ThreadPoolExecutor(1)
 
-    async def run(self, host: str, port: int, *, patience_s: float) -> do.Finish:
+    async def run(
+        self,
+        host: str,
+        port: int,
+        *,
+        patience_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> do.Finish:
         """Takes part until the run is over; `failed` after `patience_s` without being let in.
 
-        Raises what the hands or the machine raise, wherever that was.
+        With `context` over TLS. Raises what the hands or the machine raise, wherever that was.
         """
         since = time.monotonic()
         wait_s = BACKOFF_S[0]
@@ -162,7 +209,7 @@ class WorkerClient:
             while self.end.finished is None:
                 if self._computing is not None:  # of a stay that is over: it still uses the replica
                     await asyncio.wait([self._computing])
-                problem = await self._stay(host, port)
+                problem = await self._stay(host, port, context)
                 if self._error is not None:
                     raise self._error
                 if problem is None:
@@ -196,11 +243,13 @@ class WorkerClient:
             self._link.close()
             self._link = None
 
-    async def _stay(self, host: str, port: int) -> str | None:
+    async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """One connection, to its end; why this worker was not let in, if it was not."""
         stays = self.end.num_stays
         try:
-            sock = await sockets.connect(host, port)
+            sock = await self._connect(host, port, context)
+        except TimeoutError:
+            return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
         self.prepare(sock)
@@ -211,6 +260,14 @@ class WorkerClient:
         finally:
             link.abort()
         return self._reason if self.end.num_stays == stays else None
+
+    async def _connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+        patience_s = self.end.machine.timing.hello_s
+        async with asyncio.timeout(patience_s):
+            sock = await sockets.connect(host, port)
+        if context is None:
+            return sock
+        return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
 
     def _buffer(self, link: Link) -> memoryview | None:
         return self.end.buffer() if link is self._link else None

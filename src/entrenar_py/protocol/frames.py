@@ -110,9 +110,11 @@ class Decoder:
     Fill `buffer()` and tell `filled` how much was written there: what is complete comes back.
 
     `room` is asked for memory for a payload once its size is known to be within `limit`, and no
-    sooner; never for an empty one. It is the decoder's until the message comes back from `filled`,
-    and the receiver's from then on. What is written there may be damaged, or end in the middle, and
-    so may the message that `room` is shown be: nothing of it counts before it came back.
+    sooner; never for an empty one. For a message that there is no room for it raises ProtocolError,
+    which `filled` then raises. The memory is the decoder's until the message comes back from
+    `filled`, and the receiver's from then on. What is written there may be damaged, or end in the
+    middle, and the message that `room` is shown may be damaged too: nothing of it counts before it
+    came back.
     """
 
     def __init__(
