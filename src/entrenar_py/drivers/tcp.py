@@ -247,7 +247,7 @@ class WorkerClient:
         """One connection, to its end; why this worker was not let in, if it was not."""
         stays = self.end.num_stays
         try:
-            sock = await self._connect(host, port, context)
+            sock = await self.connect(host, port, context)
         except TimeoutError:
             return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
@@ -261,7 +261,8 @@ class WorkerClient:
             link.abort()
         return self._reason if self.end.num_stays == stays else None
 
-    async def _connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+    async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+        """A connection to who is there; OSError (also TimeoutError) if it can't be."""
         patience_s = self.end.machine.timing.hello_s
         async with asyncio.timeout(patience_s):
             sock = await sockets.connect(host, port)

@@ -1,6 +1,7 @@
 """A worker of a mesh over TCP: beside the coordinator it hears other workers, and connects to some.
 
-They reach it at the address from which it reaches the coordinator.
+They reach it at the address from which it reaches the coordinator; over TLS it is at that address a
+server, too, with a certificate that names it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Iterable
 from typing import cast
@@ -19,6 +21,7 @@ from entrenar_py.drivers.link import Link
 from entrenar_py.drivers.meddling import Meddle, unmeddled
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Peer
 from entrenar_py.protocol.frames import Buffer
@@ -27,6 +30,8 @@ from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.worker import Worker
 
+LINKS_MAX = 2**12  # of other workers, and of who says that it is one
+
 
 class MeshClient(WorkerClient):
     """A worker that exchanges blocks with the others directly."""
@@ -34,9 +39,16 @@ class MeshClient(WorkerClient):
     end: MeshEnd
 
     def __init__(
-        self, machine: MeshWorker, hands: MeshHands, *, meddle: Meddle = unmeddled
+        self,
+        machine: MeshWorker,
+        hands: MeshHands,
+        *,
+        meddle: Meddle = unmeddled,
+        door_context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(machine, hands, meddle=meddle)
+        self._door_context = door_context
+        self._context: ssl.SSLContext | None = None
         self._door: Door | None = None
         self._host = ""
         self._links: set[Link] = set()
@@ -48,10 +60,23 @@ class MeshClient(WorkerClient):
         mesh = cast(MeshHands, hands)
         return MeshEnd(machine, mesh, self, time.monotonic, self.compute, self.dial)
 
-    async def run(self, host: str, port: int, *, patience_s: float) -> do.Finish:
-        """Takes part until the run is over, as any worker."""
+    async def run(
+        self,
+        host: str,
+        port: int,
+        *,
+        patience_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> do.Finish:
+        """Takes part until the run is over, as any worker.
+
+        UsageError for TLS to the coordinator alone.
+        """
+        if (context is None) != (self._door_context is None):
+            raise UsageError("TLS in a mesh: give each worker a certificate and its key")
+        self._context = context
         try:
-            return await super().run(host, port, patience_s=patience_s)
+            return await super().run(host, port, patience_s=patience_s, context=context)
         finally:
             if self._door is not None:
                 self._door.close()
@@ -68,7 +93,14 @@ class MeshClient(WorkerClient):
         if self._door is not None:
             self._door.close()
         listeners = sockets.listen([(sock.family, (host, 0, *scope))])
-        self._door, self._host = Door(listeners, self._opened), host
+        self._host = host
+        self._door = Door(
+            listeners,
+            self._opened,
+            has_room=lambda securing: securing + len(self._links) < LINKS_MAX,
+            context=self._door_context,
+            patience_s=self.end.machine.timing.hello_s,
+        )
         self.end.machine.port = listeners[0].getsockname()[1]
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
@@ -87,16 +119,16 @@ class MeshClient(WorkerClient):
 
     def dial(self, dial: do.Dial) -> None:
         """Connects to another worker, beside everything else."""
-        task = asyncio.get_running_loop().create_task(self._connect(dial))
+        task = asyncio.get_running_loop().create_task(self._dial(dial))
         self._dialing.add(task)
         task.add_done_callback(self._dialing.discard)
 
-    async def _connect(self, dial: do.Dial) -> None:
+    async def _dial(self, dial: do.Dial) -> None:
         host, _, port = dial.address.rpartition(":")
         try:
-            sock = await sockets.connect(host.strip("[]"), int(port))
+            sock = await self.connect(host.strip("[]"), int(port), self._context)
         except OSError as error:
-            self.end.undialable(dial, str(error))
+            self.end.undialable(dial, str(error) or "no answer in time")
             return
         self.end.dialed(self._new_link(sock), dial, secrets.token_hex(NONCE_BYTES))
 
