@@ -46,6 +46,7 @@ class ServerHands(Protocol):
     """The coordinator's arithmetic and record (`systems.server`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
+    def room(self, message: Message, num_bytes: int) -> memoryview: ...
     def require(self, rank: int, message: Message, payload: Buffer) -> None: ...
     def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
     def deliver(self, rank: int) -> None: ...
@@ -63,6 +64,7 @@ class MemberHands(Protocol):
     """A worker's arithmetic and record (`systems.member`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
+    def room(self, message: Message, num_bytes: int) -> memoryview: ...
     def require(self, message: Message, payload: Buffer) -> None: ...
     def load(self, welcome: Welcome, payload: Buffer) -> None: ...
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite: ...
@@ -97,7 +99,9 @@ class CoordinatorEnd:
     def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
         """Someone connected from `host`; `nonce` is 32 random hex digits."""
         limit = self._sizes.get
-        decoder = Decoder(lambda kind: limit(kind, 0), direction=TO_COORDINATOR)
+        decoder = Decoder(
+            lambda kind: limit(kind, 0), direction=TO_COORDINATOR, room=self.hands.room
+        )
         self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR))
         self._do(self.machine.connected(peer, nonce, self._clock(), host))
 
@@ -239,7 +243,9 @@ class WorkerEnd:
 
     def _new_stream(self) -> Stream:
         limit = self._sizes.get
-        decoder = Decoder(lambda kind: limit(kind, 0), direction=FROM_COORDINATOR)
+        decoder = Decoder(
+            lambda kind: limit(kind, 0), direction=FROM_COORDINATOR, room=self.hands.room
+        )
         return Stream(decoder, Encoder(direction=TO_COORDINATOR))
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:

@@ -90,7 +90,7 @@ class MeshEnd(WorkerEnd):
 
     def _link(self, ours: int, theirs: int) -> Stream:
         limit = self._sizes.get
-        decoder = Decoder(lambda kind: limit(kind, 0), direction=theirs)
+        decoder = Decoder(lambda kind: limit(kind, 0), direction=theirs, room=self.hands.room)
         return Stream(decoder, Encoder(direction=ours))
 
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:

@@ -121,7 +121,12 @@ class MeshClient(WorkerClient):
         """Connects to another worker, beside everything else."""
         task = asyncio.get_running_loop().create_task(self._dial(dial))
         self._dialing.add(task)
-        task.add_done_callback(self._dialing.discard)
+        task.add_done_callback(self._dialed)
+
+    def _dialed(self, task: asyncio.Task[None]) -> None:
+        self._dialing.discard(task)
+        if not task.cancelled():
+            task.result()  # what went wrong here goes where all of that goes
 
     async def _dial(self, dial: do.Dial) -> None:
         host, _, port = dial.address.rpartition(":")

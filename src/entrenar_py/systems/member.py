@@ -8,7 +8,7 @@ import numpy as np
 
 from entrenar_py import trace
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
     Average,
     Message,
@@ -32,6 +32,8 @@ class Member(Replicas):
         self._vectors: dict[tuple[int, int], reduction.Vector] = {}
         self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is held
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
+        self._held: set[int] = set()  # blocks of it
+        self._step = 0
 
     def sizes(self) -> dict[type[Message], int]:
         """The most payload bytes that a message of each kind may bring."""
@@ -53,6 +55,12 @@ class Member(Replicas):
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
             )
 
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        """Memory for the payload of `message`, which may never be whole: where it is to lie."""
+        if isinstance(message, Average) and self._is_due(message):
+            return blocks.payload_of(self._mean[self._blocks.part(message.block)])[:num_bytes]
+        return new_room(message, num_bytes)
+
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`."""
         self.rank = welcome.rank
@@ -61,6 +69,8 @@ class Member(Replicas):
         worker = self.take_over(self.rank, payload)
         self.workers = {self.rank: worker}
         self._vectors.clear()
+        self._held.clear()
+        self._step = welcome.step
         self._cut()
         self.record_start(worker, welcome.step, resumed=welcome.resumed)
 
@@ -95,14 +105,20 @@ class Member(Replicas):
 
     def hold(self, average: Average, payload: Buffer) -> None:
         """Keeps a block of the averaged gradient until its step is made."""
-        self._mean[self._blocks.part(average.block)] = blocks.vector_of(payload)
+        held = self._mean[self._blocks.part(average.block)]
+        came = blocks.vector_of(payload)
+        if not np.may_share_memory(held, came):
+            held[:] = came
+        self._held.add(average.block)
         self._total = average.loss, average.weight
 
     def make_held(self, step: int) -> None:
         """Makes `step` with the gradient held."""
+        self._step = step + 1
         average = self.averaged(self._mean, *self._total)
         self.recorder.emit(self.make(self.workers[self.rank], step, average))
         self._vectors.clear()
+        self._held.clear()
         self.advance(sum(map(len, self._shards)))
         self._cut()
 
@@ -112,6 +128,11 @@ class Member(Replicas):
             vector = self._vectors[message.level, message.index]
             return blocks.payload_of(vector[self._blocks.part(message.block)])
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
+
+    def _is_due(self, average: Average) -> bool:
+        """Whether this block of the average is still to come."""
+        known = average.block < self._blocks.count and average.block not in self._held
+        return known and average.step == self._step
 
     def _cut(self) -> None:
         """The logical shards of the next step."""

@@ -28,19 +28,27 @@ class MeshMember(Member):
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Takes over the block of a node that `message` carries, with its memory."""
         assert isinstance(message, TreeNode)
-        self._take(rank, message, blocks.vector_of(payload))
+        self._take(rank, message, blocks.vector_of(payload), payload)
 
     def contribute(self, node: TreeNode) -> None:
         """Counts a block of a node of its own; the node itself may be asked for again."""
-        vector = self._vectors[node.level, node.index]
-        self._take(self.rank, node, vector[self._blocks.part(node.block)].copy())
+        vector = self._vectors[node.level, node.index][self._blocks.part(node.block)]
+        vector.flags.writeable = False
+        self._take(self.rank, node, vector, None)
 
     def reduce(self, block: int) -> tuple[float, float] | None:
         """Adds and averages: the summed loss and its weight; None where that is not finite."""
-        total = self._sums.root(block)
         mean = self._mean[self._blocks.part(block)]
-        self._total = total.loss, total.weight
-        return self._total if blocks.average(total, self.scale, out=mean) else None
+        averaged = self._sums.average(block, self.scale, out=mean)
+        if averaged is not None:
+            self._total = averaged
+        return averaged
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        """Memory for the payload of `message`, which may never be whole."""
+        if isinstance(message, TreeNode):
+            return self._sums.room(num_bytes)
+        return super().room(message, num_bytes)
 
     def regroup(self) -> None:
         """Forgets what came of the step in work."""
@@ -54,6 +62,8 @@ class MeshMember(Member):
             return self.dump(self.workers[self.rank])
         return super().payload(message)
 
-    def _take(self, rank: int, node: TreeNode, vector: reduction.Vector) -> None:
+    def _take(
+        self, rank: int, node: TreeNode, vector: reduction.Vector, payload: Buffer | None
+    ) -> None:
         taken = reduction.Node(node.level, node.index, vector, node.loss, node.weight)
-        self._sums.take(rank, node.block, taken)
+        self._sums.take(rank, node.block, taken, payload)

@@ -10,7 +10,7 @@ import numpy as np
 from entrenar_py import backends, trace
 from entrenar_py.errors import ProtocolError, TraceError, UsageError
 from entrenar_py.protocol.effects import Joined, Left, Stop
-from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
     Applied,
     Average,
@@ -97,6 +97,12 @@ class Server(Replicas):
             State: self._state_bytes,
         }
 
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        """Memory for the payload of `message`, which may never be whole."""
+        if isinstance(message, TreeNode):
+            return self._sums.room(num_bytes)
+        return new_room(message, num_bytes)
+
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """Returns if `payload` is what `message` of `rank` must carry; ProtocolError if not."""
         if isinstance(message, TreeNode) and message.block < self.blocks.count:
@@ -117,7 +123,7 @@ class Server(Replicas):
             vector = blocks.vector_of(payload)
             level, index, loss, weight = message.level, message.index, message.loss, message.weight
             node = reduction.Node(level, index, vector, loss, weight)
-            self._sums.take(rank, message.block, node)
+            self._sums.take(rank, message.block, node, payload)
             return
         if isinstance(message, State):
             self.replica = self.take_over(_NOBODY, payload)
@@ -161,12 +167,12 @@ class Server(Replicas):
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
-        total = self._sums.root(block)
         mean = self._mean[self.blocks.part(block)]
-        self._total = total.loss, total.weight
-        if blocks.average(total, self.scale, out=mean):
-            return self._total
-        return "the average gradient or loss is not finite, though every worker said its was"
+        averaged = self._sums.average(block, self.scale, out=mean)
+        if averaged is None:
+            return "the average gradient or loss is not finite, though every worker said its was"
+        self._total = averaged
+        return averaged
 
     def average_held(self) -> replicas.Average:
         """The average of the step in work, once all of it is reduced."""

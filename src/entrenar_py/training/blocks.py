@@ -6,9 +6,13 @@ A sum along the tree is elementwise, so its bits do not depend on where the vect
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.training import reduction
 from entrenar_py.training.reduction import Node, Vector
+from entrenar_py.training.state import Buffer
+
+Memory = NDArray[np.uint8]
 
 
 class Blocks:
@@ -44,17 +48,32 @@ class Sums:
     """The nodes of one step as they come, block by block, from whoever delivers them.
 
     What came of a delivery counts when it is whole (`deliver`), or when its block is averaged
-    before that: then it has the bits that anybody's would have.
+    before that: then it has the bits that anybody's would have. The memory of nodes that are added
+    is used again: for the next ones it costs more to get than to fill.
     """
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         self._whole: dict[int, list[Node]] = {}
         self._open: dict[int, dict[int, list[Node]]] = {}  # rank -> block -> nodes
+        self._lent: dict[int, list[Memory]] = {}  # block -> memory of its nodes
+        self._free: list[Memory] = []
 
-    def take(self, rank: int, block: int, node: Node) -> None:
-        """A node of the delivery that `rank` has begun; its vector is only `block` of it."""
+    def room(self, num_bytes: int) -> memoryview:
+        """Memory for a node that will be taken, not zeroed."""
+        fits = self._free and self._free[-1].nbytes >= num_bytes
+        memory = self._free.pop() if fits else np.empty(num_bytes, np.uint8)
+        return memory.data[:num_bytes]
+
+    def take(self, rank: int, block: int, node: Node, payload: Buffer | None = None) -> None:
+        """A node of the delivery that `rank` has begun; its vector is only `block` of it.
+
+        `payload` is the memory that its vector lies in, which is this object's from now on; None if
+        it is somebody else's, and then the vector must be read-only.
+        """
         self._open.setdefault(rank, {}).setdefault(block, []).append(node)
+        if isinstance(payload, memoryview) and isinstance(payload.obj, np.ndarray):
+            self._lent.setdefault(block, []).append(payload.obj)
 
     def deliver(self, rank: int) -> None:
         """All that `rank` has begun to deliver is there."""
@@ -69,19 +88,29 @@ class Sums:
         """The next step, or the same one again."""
         self._whole.clear()
         self._open.clear()
+        self._lent.clear()
 
-    def root(self, block: int) -> Node:
-        """The sum of all shards, in memory of one of the nodes; ValueError where some lack."""
+    def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
+        """The sum of all shards, divided by what it counts and by `scale`, into `out`.
+
+        The summed loss and its weight; None where that or a mean is not finite. ValueError where
+        shards lack.
+        """
         nodes = self._whole.pop(block, [])
         for delivered in self._open.values():
             nodes += delivered.pop(block, [])
-        return reduction.root(nodes, self._num_shards)
+        total = reduction.root(nodes, self._num_shards)
+        with np.errstate(over="ignore"):
+            np.divide(total.vector, np.float32(total.weight * scale), out=out)
+        self._free += self._lent.pop(block, [])
+        return (total.loss, total.weight) if _is_finite(out) and np.isfinite(total.loss) else None
 
 
-def average(total: Node, scale: float, *, out: Vector) -> bool:
-    """Divides `total` by what it counts and by `scale`, into `out`; whether it is finite."""
-    np.divide(total.vector, np.float32(total.weight * scale), out=out)
-    return bool(np.isfinite(out).all() and np.isfinite(total.loss))
+def _is_finite(vector: Vector) -> bool:
+    """Whether all elements are. One that is not makes the sum so, too; but so may overflow."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = vector.sum()
+    return bool(np.isfinite(total) or np.isfinite(vector).all())
 
 
 def payload_of(vector: Vector) -> memoryview:
@@ -89,6 +118,6 @@ def payload_of(vector: Vector) -> memoryview:
     return vector.astype("<f4", copy=False).data.cast("B")
 
 
-def vector_of(payload: bytes | bytearray | memoryview) -> Vector:
+def vector_of(payload: Buffer) -> Vector:
     """The float32 elements in `payload`, little-endian; a view of it where that is native."""
     return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)

@@ -50,8 +50,8 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
 
     Takes disjoint nodes of a tree over `num_shards` leaves in any order, one at a time: over a run
     of n leaves from the first at most log2(n) + 1 vectors are alive, over any run of n > 1 at most
-    2 log2(n) + 1. Consumes its input: vectors are added in place. ValueError for a node that is
-    not of this tree, or covers a shard that came before.
+    2 log2(n) + 1. Consumes its input: vectors are added in place, but for those that are read-only.
+    ValueError for a node that is not of this tree, or covers a shard that came before.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)
@@ -71,9 +71,10 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
 
 
 def add(node: Node, sibling: Node) -> Node:
-    """The parent of two siblings, left child plus right child, in the left child's memory."""
+    """The parent of two siblings, left child plus right child, in memory of one if it may be."""
     left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
-    total = np.add(left.vector, right.vector, out=left.vector)
+    ours = (one.vector for one in (left, right) if one.vector.flags.writeable)
+    total = np.add(left.vector, right.vector, out=next(ours, None))
     loss, weight = left.loss + right.loss, left.weight + right.weight
     return Node(left.level + 1, left.index // 2, total, loss, weight)
 

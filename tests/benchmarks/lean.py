@@ -1,0 +1,190 @@
+"""A step that is nothing but communication: hands without a model, and the worker that has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.drivers.processes import Job
+from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
+from entrenar_py.drivers.tcp_mesh import MeshClient
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
+from entrenar_py.protocol.frames import Buffer, new_room
+from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
+from entrenar_py.protocol.mesh_worker import MeshWorker
+from entrenar_py.protocol.messages import (
+    Applied,
+    Average,
+    Computed,
+    Loaded,
+    Message,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.protocol.terms import Run, Terms, Timing
+from entrenar_py.protocol.worker import Worker
+from entrenar_py.training import blocks, reduction
+from entrenar_py.training.blocks import Blocks, Sums
+
+TERMS = Terms(run="lean", manifest="m", data="d")
+TIMING = Timing(heartbeat_s=2.0, dead_after_s=60.0, gather_s=60.0)
+SECRET = b"a secret of the benchmark's own"
+LOOPBACK = "127.0.0.1"
+
+
+class _Reducing:
+    """The vector in blocks, and what came of it."""
+
+    def __init__(self, num_elements: int, num_blocks: int, num_shards: int) -> None:
+        self.blocks = Blocks(num_elements, num_blocks)
+        self.sums = Sums(num_shards)
+        self.mean = np.zeros(num_elements, np.float32)
+
+    def take(
+        self, rank: int, node: TreeNode, vector: reduction.Vector, payload: Buffer | None
+    ) -> None:
+        one = reduction.Node(node.level, node.index, vector, node.loss, node.weight)
+        self.sums.take(rank, node.block, one, payload)
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        if isinstance(message, TreeNode):
+            self.take(rank, message, blocks.vector_of(payload), payload)
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        if isinstance(message, TreeNode):
+            return self.sums.room(num_bytes)
+        if isinstance(message, Average):
+            return blocks.payload_of(self.mean[self.blocks.part(message.block)])
+        return new_room(message, num_bytes)
+
+    def average(self, block: int) -> tuple[float, float]:
+        averaged = self.sums.average(block, 1.0, out=self.mean[self.blocks.part(block)])
+        assert averaged is not None
+        return averaged
+
+    def part(self, block: int) -> Buffer:
+        return blocks.payload_of(self.mean[self.blocks.part(block)])
+
+
+class LeanServer(_Reducing):
+    """The coordinator's hands; `times` are when each step began."""
+
+    def __init__(self, num_elements: int, num_blocks: int, num_shards: int) -> None:
+        super().__init__(num_elements, num_blocks, num_shards)
+        self.times: list[float] = []
+
+    def sizes(self) -> dict[type[Message], int]:
+        return {TreeNode: self.blocks.num_bytes_max, Loaded: 0, Computed: 0, Applied: 0}
+
+    def require(self, rank: int, message: Message, payload: Buffer) -> None: ...
+    def joined(self, effect: Joined) -> None: ...
+    def apply_average(self, step: int) -> None: ...
+    def save(self, step: int) -> None: ...
+
+    def left(self, effect: Left) -> None:
+        raise AssertionError(effect.reason)
+
+    def stop(self, effect: Stop) -> None:
+        raise AssertionError(effect.reason)
+
+    def deliver(self, rank: int) -> None:
+        self.sums.deliver(rank)
+
+    def gather(self, step: int) -> None:
+        self.sums.clear()
+        self.times.append(time.perf_counter())
+
+    def reduce(self, block: int) -> tuple[float, float]:
+        return self.average(block)
+
+    def payload(self, message: Message) -> Buffer:
+        return self.part(message.block) if isinstance(message, Average) else b""
+
+
+class LeanMember(_Reducing):
+    """A worker's hands, of a star or a mesh: one shard, whose gradient is there already."""
+
+    def __init__(self, num_elements: int, num_blocks: int, num_shards: int) -> None:
+        super().__init__(num_elements, num_blocks, num_shards)
+        self._num_elements = num_elements
+        self._gradient = np.ones(num_elements, np.float32)
+        self._rank = 0
+
+    def sizes(self) -> dict[type[Message], int]:
+        longest = self.blocks.num_bytes_max
+        return {Welcome: 0, Average: longest, TreeNode: longest}
+
+    def require(self, message: Message, payload: Buffer) -> None: ...
+
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
+        self._rank = welcome.rank
+
+    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode]:
+        return [
+            TreeNode(step=step, round=0, block=block, level=0, index=shard, loss=0.0, weight=1.0)
+            for block in self.blocks.order()
+            for shard in shards
+        ]
+
+    def hold(self, average: Average, payload: Buffer) -> None: ...
+
+    def make_held(self, step: int) -> None:
+        assert self.mean[0] == self.mean[-1] == 1.0
+
+    def contribute(self, node: TreeNode) -> None:
+        vector = self._gradient[self.blocks.part(node.block)]
+        vector.flags.writeable = False
+        self.take(self._rank, node, vector, None)
+
+    def reduce(self, block: int) -> tuple[float, float]:
+        return self.average(block)
+
+    def regroup(self) -> None:
+        self.sums.clear()
+
+    def payload(self, message: Message) -> Buffer:
+        if isinstance(message, TreeNode):
+            return blocks.payload_of(self._gradient[self.blocks.part(message.block)])
+        return self.part(message.block) if isinstance(message, Average) else b""
+
+
+def main(pipe: Connection) -> None:
+    """Does jobs: each one stay in one run."""
+    desk = Job(pipe)
+    while (given := desk.next()) is not None:
+        job: dict[str, Any] = json.loads(given)
+        hands = LeanMember(job["num_elements"], job["num_blocks"], job["world_size"])
+        kept: dict[str, Any] = {"secret": SECRET, "backend": "cpu", "rank": job["rank"]}
+        kept["timing"] = TIMING
+        client: WorkerClient = (
+            MeshClient(MeshWorker(TERMS, port=None, **kept), hands)
+            if job["mesh"]
+            else WorkerClient(Worker(TERMS, **kept), hands)
+        )
+        finish = asyncio.run(client.run(LOOPBACK, job["port"], patience_s=20.0))
+        desk.answer(f"{finish.status} {finish.reason}".encode())
+
+
+async def coordinate(hands: LeanServer, job: dict[str, Any], give: Any, num_steps: int) -> Finish:
+    """One run: `give` gets each worker's job."""
+    world_size = job["world_size"]
+    run = Run(
+        terms=TERMS,
+        world_size=world_size,
+        num_shards=world_size,
+        num_steps=num_steps,
+        num_blocks=job["num_blocks"],
+        awaited={0: range(world_size)},
+    )
+    kind = MeshCoordinator if job["mesh"] else Coordinator
+    server = CoordinatorServer(run, hands, timing=TIMING, secret=SECRET, kind=kind)
+    _, port = await server.listen(LOOPBACK, 0)
+    for rank in range(world_size):
+        give(json.dumps({**job, "rank": rank, "port": port}).encode())
+    return await server.finish()
