@@ -12,6 +12,7 @@ from . import (
     accumulation,
     benign,
     benign_protocol,
+    blocks,
     checkpoint,
     clipping,
     communication,
@@ -33,7 +34,7 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol),
+    *(wire, protocol, blocks),
 )
 
 

@@ -9,22 +9,17 @@ from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.coordinator import Member as Seen
-from entrenar_py.protocol.effects import Effect, Peer
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Computed, Message
+from entrenar_py.protocol.effects import Effect, Keep, Peer
+from entrenar_py.protocol.messages import TreeNode
 from entrenar_py.protocol.phases import Stage
 from entrenar_py.protocol.worker import Worker
-from entrenar_py.systems.server import Server
-from entrenar_py.training import sharding
+from entrenar_py.training import reduction, sharding
+from entrenar_py.training.blocks import Sums
 
-from .subjects import COORDINATOR, SERVER, TRAINING, WORKER, star
+from .subjects import COORDINATOR, TRAINING, WORKER, star
 
-_keep, _tick, _members, _assign = (
-    Server.keep,
-    Worker.tick,
-    Coordinator._members,
-    Coordinator._assign,
-)
+_deliver, _tick = Sums.deliver, Worker.tick
+_members, _assign, _count = Coordinator._members, Coordinator._assign, Coordinator._count
 
 
 def always_alive(self: Worker, now: float) -> list[Effect]:
@@ -39,15 +34,19 @@ def from_the_last(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Se
     return dict(zip(sorted(ranks, reverse=True), parts, strict=True))
 
 
-def kept_unfolded(self: Server, rank: int, message: Message, payload: Buffer) -> None:
-    """Leaves all the adding to the end of the step."""
-    if not isinstance(message, Computed):
-        _keep(self, rank, message, payload)
-        return
-    everything = [*self._nodes, *self._pending.pop(rank)]
-    self._nodes = []
-    _keep(self, rank, message, payload)
-    self._nodes = everything
+def folded_on_delivery(self: Sums, rank: int) -> None:
+    """Adds what it can as soon as a delivery is whole."""
+    _deliver(self, rank)
+    self._whole = {
+        block: reduction.fold(nodes, self._num_shards) for block, nodes in self._whole.items()
+    }
+
+
+def kept_though_averaged(
+    self: Coordinator, member: Seen, node: TreeNode, under: range
+) -> list[Effect]:
+    """Keeps a block that is averaged when it is sent again, and adds it to nothing."""
+    return _count(self, member, node, under) or [Keep(member.in_rank(), node)]
 
 
 def last_first(self: Coordinator) -> dict[Peer, Seen]:
@@ -87,10 +86,20 @@ VARIANTS = (
         tried=_TRIED,
     ),
     Variant(
-        name="folded-at-the-end",
-        summary="the server adds nothing before everything is there",
-        plants={f"{SERVER}.Server.keep": kept_unfolded},
-        scenario=_LEAVING,
+        name="folded-on-delivery",
+        summary="the server adds what it can as soon as a delivery is whole",
+        plants={f"{TRAINING}.blocks.Sums.deliver": folded_on_delivery},
+        scenario=_LEAVING.with_(options={"block_bytes": 1000}),
+        tried=_TRIED,
+    ),
+    Variant(
+        name="kept-though-averaged",
+        summary="the server keeps blocks that come again though they are averaged, until the end",
+        plants={f"{COORDINATOR}.Coordinator._count": kept_though_averaged},
+        scenario=_BACK.with_(
+            faults=(Fault(kind="half_open", rank=1, step=1, at="Average"),),
+            options={"block_bytes": 40},
+        ),
         tried=_TRIED,
     ),
     Variant(

@@ -7,7 +7,6 @@ Each shows only when something goes wrong on the way: random schedules of faults
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,113 +18,42 @@ from entrenar_py.mutants import Variant
 from entrenar_py.protocol import frames
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.coordinator import Member as Seen
-from entrenar_py.protocol.effects import Apply, Effect, Keep, Left, Peer, Send
+from entrenar_py.protocol.effects import Apply, Effect, Keep, Peer, Send
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import (
     Applied,
-    Computed,
     Halt,
     Message,
     NonFinite,
-    TreeNode,
     Welcome,
 )
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.server import Server
-from entrenar_py.training import checkpoint, reduction, state
+from entrenar_py.training import checkpoint, state
 
-from .subjects import COORDINATOR, FRAMES, MEMBER, SERVER, TRAINING, WORKER, star, visit
+from .subjects import COORDINATOR, FRAMES, MEMBER, SERVER, TRAINING, WORKER, star
 
-_keep, _left, _gather, _payload = Server.keep, Server.left, Server.gather, Server.payload
-_reduce, _apply_average, _save = Server.reduce, Server.apply_average, checkpoint.save
+_payload, _apply_average, _save = Server.payload, Server.apply_average, checkpoint.save
 _receive, _drop, _reduced = Coordinator.receive, Coordinator._drop, Coordinator.reduced
 _enter, _load = Worker._enter, Member.load
 _end_prefix, _end_frame = frames.Decoder._end_prefix, frames.Decoder._end_frame
 
-# What the dead had not wholly delivered, of each run.
-_partial: WeakKeyDictionary[Server, list[reduction.Node]] = WeakKeyDictionary()
 # What `state_before` is behind by one step.
 _before: WeakKeyDictionary[Server, bytes] = WeakKeyDictionary()
 _were_in: WeakSet[Worker] = WeakSet()
-
-
-# --- what is added ----------------------------------------------------------------------------
-
-
-def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
-    total = np.add(one.vector, other.vector, dtype=np.float32)
-    loss, weight = one.loss + other.loss, one.weight + other.weight
-    return reduction.Node(one.level, one.index, total, loss, weight)
-
-
-def added_as_they_come(self: Server, rank: int, message: Message, payload: Buffer) -> None:
-    """Adds every node to one sum when it arrives."""
-    if isinstance(message, Computed):
-        came = [*self._nodes, *self._pending.pop(rank)]
-        self._nodes = [reduce(_plus, came)]
-    _keep(self, rank, message, payload)
-
-
-def all_that_came(self: Server) -> tuple[float, float] | str:
-    """Takes what is there for the sum, whichever shards that are."""
-    total = reduce(_plus, self._nodes)
-    top = reduction.height(self.scenario.num_shards)
-    self._nodes = [reduction.Node(top, 0, total.vector, total.loss, total.weight)]
-    return _reduce(self)
-
-
-def nobody_takes_over(self: Coordinator, peer: Peer, reason: str, now: float) -> list[Effect]:
-    """Gives the shards of one who is gone to nobody."""
-    self.peers[peer].assigned.clear()
-    return _drop(self, peer, reason, now)
-
-
-def partial_stays(self: Server, effect: Left) -> None:
-    """Keeps what came of a delivery that its worker's death cut short."""
-    _partial.setdefault(self, []).extend(self._pending.get(effect.rank, ()))
-    _left(self, effect)
-
-
-def partial_counts(self: Server) -> tuple[float, float] | str:
-    """Adds that to what others delivered for the same shards."""
-    first, *others = self._nodes
-    self._nodes = [reduce(_plus, _partial.pop(self, []), first), *others]
-    return _reduce(self)
-
-
-def received_again(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
-    """Takes a node whether it has come before or not."""
-    if isinstance(message, TreeNode) and peer in self.peers:
-        self.peers[peer].covered.clear()
-        effects = _receive(self, peer, message, now)
-        if peer in self.peers:
-            owed = self.peers[peer].assigned
-            self.peers[peer].covered.update(shard for shards in owed for shard in shards)
-        return effects
-    return _receive(self, peer, message, now)
-
-
-def added_again(self: Server, rank: int, message: Message, payload: Buffer) -> None:
-    """Adds a node to what there is of it."""
-    _keep(self, rank, message, payload)
-    if isinstance(message, TreeNode):
-        *earlier, latest = self._pending[rank]
-        places = [(node.level, node.index) for node in earlier]
-        if (latest.level, latest.index) in places:
-            place = places.index((latest.level, latest.index))
-            earlier[place] = _plus(earlier[place], latest)
-            self._pending[rank] = earlier
 
 
 # --- when a step is made ----------------------------------------------------------------------
 
 
 def made_when_reduced(
-    self: Coordinator, step: int, loss: float, weight: float, now: float
+    self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
     """Makes the step on the server when the average is there, and counts it when one applied it."""
-    return [Apply(step), *_reduced(self, step, loss, weight, now)]
+    last = len(self._missing) == 1
+    effects = _reduced(self, step, block, loss, weight, now)
+    return [Apply(step), *effects] if last else effects
 
 
 def applied_already(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
@@ -137,11 +65,13 @@ def applied_already(self: Coordinator, peer: Peer, message: Message, now: float)
 
 
 def committed_when_reduced(
-    self: Coordinator, step: int, loss: float, weight: float, now: float
+    self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
     """The step counts as made when the average is there, before anyone has it staged."""
-    self._made = True
-    return [Apply(step), *_reduced(self, step, loss, weight, now)]
+    last = len(self._missing) == 1
+    self._made |= last
+    effects = _reduced(self, step, block, loss, weight, now)
+    return [Apply(step), *effects] if last else effects
 
 
 def any_step(self: Coordinator | Worker, step: int) -> None:
@@ -252,63 +182,13 @@ _BACK = star(faults=(_at("cut", "Commit"),), optimizer="momentum")
 
 VARIANTS = (
     Variant(
-        name="server-arrival-order",
-        summary="the server adds what workers deliver when it arrives",
-        source="classic (parameter server)",
-        plants={
-            f"{SERVER}.Server.keep": added_as_they_come,
-            f"{SERVER}.Server.reduce": all_that_came,
-        },
-        scenario=star(num_samples=40, batch_size=40, num_shards=8),
-        invariants=("F-TI-006", "F-DP-005"),
-        place={"step": 0, "tensor": "hidden1.weight"},
-    ),
-    Variant(
-        name="orphans-dropped",
-        summary="the shards of a worker that died are given to nobody, and the step made without",
-        source="Horovod #3144",
-        plants={
-            f"{COORDINATOR}.Coordinator._drop": nobody_takes_over,
-            f"{SERVER}.Server.reduce": all_that_came,
-        },
-        scenario=_LEAVING,
-        invariants=("F-DP-006",),
-        # Step 1 is samples 8-15 of the order; worker 1 has shards 2 and 3, the 5th to 7th of them.
-        place={"step": 1, "rank": 1, "sample_ids": tuple(sorted(visit(_LEAVING)[12:15]))},
-    ),
-    Variant(
-        name="partial-delivery-kept",
-        summary="what a worker had sent when it died counts beside what others compute for it",
-        source="classic (parameter server)",
-        plants={
-            f"{SERVER}.Server.left": partial_stays,
-            f"{SERVER}.Server.reduce": partial_counts,
-        },
-        scenario=star(faults=(_at("cut", "Computed"),)),
-        invariants=("F-WP-005",),
-        place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
-    ),
-    Variant(
-        name="duplicate-counted",
-        summary="a delivery that comes twice is added twice",
-        source="classic (at-least-once delivery)",
-        plants={
-            f"{FRAMES}.Decoder._end_prefix": any_number,
-            f"{COORDINATOR}.Coordinator.receive": received_again,
-            f"{SERVER}.Server.keep": added_again,
-        },
-        scenario=star(faults=(_at("duplicate", "TreeNode"),)),
-        invariants=("F-WP-005",),
-        place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
-    ),
-    Variant(
         name="flips-pass",
         summary="nobody looks at the checksum of a frame that comes",
         source="classic (silent corruption on the way)",
         plants={f"{FRAMES}.Decoder._end_frame": any_checksum},
         scenario=star(faults=(_at("flip", "TreeNode"),)),
         invariants=("F-WP-005", "F-DP-005"),
-        place={"step": 1, "rank": 0, "tensor": "hidden2.weight", "element": 18},
+        place={"step": 1, "rank": 0, "tensor": "hidden1.weight", "element": 404},
     ),
     Variant(
         name="made-when-reduced",

@@ -24,8 +24,10 @@ from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.schedules import Attempt
 from entrenar_py.trace import End, Event, Halt, Injected, Membership, Shard, Trace, Update
+from tests.systems.between import Between
 
 NUM_SCHEDULES = 150
+NUM_BETWEEN = 80
 NUM_UNTIL_FOUND = 50  # of a test run; every mutant is found long before
 NUM_UNTIL_FOUND_MAX = 2_000  # of a soak
 CHUNK = 50
@@ -47,6 +49,30 @@ def test_the_parameter_server_ends_right() -> None:
     assert {place for _, place in found.struck} >= set(faults.PLACES)
 
 
+def test_it_ends_right_whoever_is_lost_between_blocks() -> None:
+    """Each fault strikes at one of two blocks; some are averaged by then, and sent again."""
+    num_again = 0
+    for seed in range(NUM_BETWEEN):
+        scenario = _between_blocks(schedules.draw(seed))
+        star = Between(scenario, block=seed % 2)
+        run, calm = star.train(), systems.run(schedules.undisturbed(scenario))
+        assert schedules.judge(run, calm) == "", seed
+        num_again += star.num_again
+    assert num_again > 0
+
+
+def _between_blocks(scenario: Scenario) -> Scenario:
+    """The same training in two blocks, and what strikes on the way does so at a block."""
+    struck = [
+        replace(fault, at=("TreeNode", "Average")[(fault.step or 0) % 2])
+        if fault.kind in faults.ON_THE_WAY
+        else fault
+        for fault in scenario.faults
+    ]
+    options = {"block_bytes": 4}
+    return scenario.with_(workload="linear", options=options, faults=tuple(struck))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_seed_is_a_run(seed: int) -> None:
     """Same seed, same scenario, same trace."""
@@ -66,6 +92,7 @@ def test_schedules_are_possible_and_differ() -> None:
     assert {fault.kind for scenario in drawn for fault in scenario.faults} >= set(
         systems.SYSTEMS[schedules.SYSTEM].faults
     ) - {"huge_gradient"}
+    assert {scenario.options["block_bytes"] for scenario in drawn} == {4, 16, 2**20}
     assert any(scenario.stops and scenario.faults for scenario in drawn)
     assert max(max(_places(scenario).values(), default=0) for scenario in drawn) >= 3
 

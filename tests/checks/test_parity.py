@@ -52,6 +52,17 @@ def test_a_wrong_factor_on_the_gradient(factor: float) -> None:
     assert "averaged gradient" in found.message
 
 
+def test_a_system_s_options_are_not_the_oracle_s() -> None:
+    """A training in blocks is compared with the plain one, which knows of none."""
+    subject = scenario(
+        system="parameter_server_simulated", detail="values", options={"block_bytes": 40}
+    )
+    assert oracles.oracle(subject).options == {}
+    finding = traces.judge("parity", traces.family("parity", subject))
+    assert finding.verdict is Verdict.HELD
+    assert finding.notes == ()
+
+
 def test_rounding_is_no_alarm() -> None:
     """A gradient some float32 roundings away is the same gradient."""
     trace = with_gradient(1, 1 + 2.0**-20)

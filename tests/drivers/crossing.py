@@ -33,9 +33,11 @@ class LargeMember(FakeMember):
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """The average takes its place."""
+        self._num_blocks = welcome.blocks
 
     def hold(self, average: Average, payload: Buffer) -> None:
-        self.held = payload
+        super().hold(average, payload)
+        self.kept = payload
 
 
 async def coordinate(num_bytes: int) -> int:

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
+from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
@@ -29,11 +30,14 @@ def run_of(**changes: Any) -> Run:
 
 
 class FakeServer:
-    """The coordinator's hands. State and vectors are `content`; `made` are the steps made."""
+    """The coordinator's hands. The state and each block are `content`; `made` are the steps made,
+    `reduced` the blocks averaged of each.
+    """
 
     def __init__(self, content: bytes = b"content") -> None:
         self.content = content
         self.made: list[int] = []
+        self.reduced: list[list[int]] = [[]]
         self.told: list[str] = []  # who joined and left
         self.stopped: do.Stop | None = None
 
@@ -47,6 +51,9 @@ class FakeServer:
         if isinstance(message, TreeNode):
             assert payload == self.content
 
+    def deliver(self, rank: int) -> None:
+        """Nothing was kept."""
+
     def payload(self, message: Message) -> Buffer:
         return self.content if isinstance(message, Welcome | Average) else b""
 
@@ -57,9 +64,10 @@ class FakeServer:
         self.told.append(f"{effect.rank} left: {effect.reason}")
 
     def gather(self, step: int) -> None:
-        """Nothing was delivered."""
+        self.reduced.append([])
 
-    def reduce(self) -> tuple[float, float] | str:
+    def reduce(self, block: int) -> tuple[float, float] | str:
+        self.reduced[-1].append(block)
         return 1.0, 1.0
 
     def apply_average(self, step: int) -> None:
@@ -73,26 +81,45 @@ class FakeServer:
 
 
 class FakeMember:
-    """A worker's hands; `made` are the steps that its state has gone through."""
+    """A worker's hands; `made` are the steps that its state has gone through, `held` the blocks of
+    the next one.
+    """
 
     def __init__(self, content: bytes = b"content") -> None:
         self.content = content
         self.made: list[int] = []
+        self.held: list[int] = []
+        self._num_blocks = 0
 
     def sizes(self) -> Mapping[type[Message], int]:
         return {Welcome: len(self.content), Average: len(self.content)}
 
+    def require(self, message: Message, payload: Buffer) -> None:
+        due = self.sizes().get(type(message), 0)
+        if len(payload) != due:
+            raise ProtocolError(
+                f"{type(message).__name__} with {len(payload)} bytes: {due} are due"
+            )
+
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         assert payload == self.content
-        self.made = list(range(welcome.step))
+        self.made, self._num_blocks = list(range(welcome.step)), welcome.blocks
+        self.held.clear()
 
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
-        return [TreeNode(step=step, level=0, index=shard, loss=1.0, weight=1.0) for shard in shards]
+        return [
+            TreeNode(step=step, round=0, block=block, level=0, index=shard, loss=1.0, weight=1.0)
+            for block in reversed(range(self._num_blocks))
+            for shard in shards
+        ]
 
     def hold(self, average: Average, payload: Buffer) -> None:
         assert payload == self.content
+        self.held.append(average.block)
 
     def make_held(self, step: int) -> None:
+        assert sorted(self.held) == list(range(self._num_blocks))
+        self.held.clear()
         self.made.append(step)
 
     def payload(self, message: Message) -> Buffer:

@@ -72,13 +72,15 @@ def _alone(**changes: Any) -> Run:
     return run_of(world_size=1, awaited={}, **changes)
 
 
-def test_a_run_byte_by_byte() -> None:
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_run_byte_by_byte(num_blocks: int) -> None:
     """Every step is made by both, the checkpoint is asked for, and both are finished."""
     server, member = FakeServer(), FakeMember()
-    pair = Pair(_alone(saves=[2]), server, member)
+    pair = Pair(_alone(num_blocks=num_blocks, saves=[2]), server, member)
     pair.pass_on()
     assert server.made == member.made == [0, 1, 2]
     assert server.told == ["0 joined", "saved 2"]
+    assert server.reduced == [[*reversed(range(num_blocks))]] * 3 + [[]]
     assert pair.coordinator.finished == pair.worker.finished == do.Finish("completed")
     assert pair.worker.num_stays == 1
     assert pair.down.said[:3] == ["Challenge", "Welcome", "Assign"]
@@ -90,7 +92,7 @@ def test_a_run_byte_by_byte() -> None:
 class Overflowing(FakeServer):
     """The average is not finite."""
 
-    def reduce(self) -> tuple[float, float] | str:
+    def reduce(self, block: int) -> tuple[float, float] | str:
         return "the average is not finite"
 
 
@@ -141,7 +143,7 @@ def test_a_payload_of_another_size_ends_the_connection() -> None:
     member = FakeMember(b"a longer content")
     pair = Pair(_alone(), FakeServer(), member)
     pair.pass_on()
-    assert pair.up.closed == "Welcome with a payload of 7 bytes: 16 are due"
+    assert pair.up.closed == "Welcome with 7 bytes: 16 are due"
     assert pair.worker.num_stays == 0
 
 

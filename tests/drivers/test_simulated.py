@@ -48,16 +48,16 @@ def simulate(
     return simulation, hands, members
 
 
-def once(fate: Fate, kind: str, seconds: float = 0.0, rank: int = 1) -> Meddle:
-    """`fate` befalls the first message of `kind` from or to `rank`."""
-    done = False
+def once(fate: Fate, kind: str, seconds: float = 0.0, rank: int = 1, nth: int = 0) -> Meddle:
+    """`fate` befalls the first message of `kind` from or to `rank`, or that after `nth` others."""
+    passed = 0
 
     def meddle(whose: int | None, up: bool, message: Message) -> Meddling | None:
-        nonlocal done
-        if done or whose != rank or type(message).__name__ != kind:
+        nonlocal passed
+        if whose != rank or type(message).__name__ != kind:
             return None
-        done = True
-        return Meddling(fate, seconds)
+        passed += 1
+        return Meddling(fate, seconds) if passed == nth + 1 else None
 
     return meddle
 
@@ -117,20 +117,40 @@ def test_later_is_later() -> None:
     assert hands.told == ["0 joined", "1 joined"]
 
 
-@pytest.mark.parametrize("kind", ["TreeNode", "Computed", "Staged", "Average", "Commit"])
+@pytest.mark.parametrize(
+    ("kind", "nth"),
+    [
+        *((kind, 0) for kind in ("TreeNode", "Computed", "Staged", "Average", "Commit")),
+        *(("TreeNode", 1), ("TreeNode", 3), ("TreeNode", 5), ("Average", 1), ("Average", 2)),
+    ],
+)
 @pytest.mark.parametrize("fate", [one for one in Fate if one is not Fate.KILL])
-def test_a_fate_is_survived(fate: Fate, kind: str) -> None:
-    """Whatever befalls one message, every step is made once, and both are there at the end."""
-    run = run_of(awaited={0: [0, 1], 1: [0, 1], 2: [0, 1]})
-    simulation, hands, members = simulate(run, meddle=once(fate, kind, 40.0))
+def test_a_fate_is_survived(fate: Fate, kind: str, nth: int) -> None:
+    """Whatever befalls one message, every step is made once, and both are there at the end.
+
+    A worker sends two nodes in each of three blocks: it is lost between blocks, too.
+    """
+    run = run_of(num_blocks=3, awaited={0: [0, 1], 1: [0, 1], 2: [0, 1]})
+    simulation, hands, members = simulate(run, meddle=once(fate, kind, 40.0, nth=nth))
     assert simulation.run(until_s=1000.0) == COMPLETED
     assert hands.made == members[0].made == members[1].made == [0, 1, 2]
 
 
-@pytest.mark.parametrize("kind", ["Loaded", "TreeNode", "Average", "Applied"])
-def test_who_is_killed_stays_dead(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "nth"),
+    [
+        ("Loaded", 0),
+        ("TreeNode", 0),
+        ("TreeNode", 3),
+        ("Average", 0),
+        ("Average", 1),
+        ("Applied", 0),
+    ],
+)
+def test_who_is_killed_stays_dead(kind: str, nth: int) -> None:
     """The other one does it all."""
-    simulation, hands, members = simulate(run_of(), meddle=once(Fate.KILL, kind))
+    run, fate = run_of(num_blocks=2), once(Fate.KILL, kind, nth=nth)
+    simulation, hands, members = simulate(run, meddle=fate)
     finish = simulation.run(until_s=1000.0)
     assert not simulation.nodes[1].alive
     assert hands.made == members[0].made
@@ -153,18 +173,24 @@ KINDS = sorted(kind.__name__ for kind in MESSAGES.values())
             st.sampled_from(KINDS),
             st.sampled_from([0.5, 40.0]),
             st.integers(0, 1),
+            st.integers(0, 5),
         ),
         max_size=4,
     ),
+    st.integers(1, 3),
 )
-def test_any_fates_are_survived(seed: int, fates: list[tuple[Fate, str, float, int]]) -> None:
+def test_any_fates_are_survived(
+    seed: int, fates: list[tuple[Fate, str, float, int, int]], num_blocks: int
+) -> None:
     """Whatever befalls whichever messages, the run ends, and every step was made once."""
     meddles: list[Callable[..., Meddling | None]] = [once(*fate) for fate in fates]
 
     def meddle(rank: int | None, up: bool, message: Message) -> Meddling | None:
         return next(filter(None, (one(rank, up, message) for one in meddles)), None)
 
-    simulation, hands, members = simulate(run_of(awaited={}), seed=seed, meddle=meddle)
+    simulation, hands, members = simulate(
+        run_of(awaited={}, num_blocks=num_blocks), seed=seed, meddle=meddle
+    )
     assert simulation.run(until_s=10_000.0) == COMPLETED
     assert hands.made == [0, 1, 2]
     assert any(member.made == [0, 1, 2] for member in members)

@@ -23,7 +23,7 @@ from tests.drivers.fakes import (
 class Clumsy(FakeServer):
     """Fails in the middle of a step."""
 
-    def reduce(self) -> tuple[float, float] | str:
+    def reduce(self, block: int) -> tuple[float, float] | str:
         raise ZeroDivisionError("no weight")
 
 

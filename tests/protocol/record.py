@@ -1,11 +1,12 @@
 """What a coordinator had done, with nothing in it, and what must hold of it whatever happens.
 
-The payload of a tree node is the shards under it, the average's the step and all that was added;
-the state is the tuple of averages.
+The payload of a block of a tree node is the shards under it, that of an average its step, all
+that was added, and its block; the state is a tuple of what was added in each step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,18 +32,34 @@ _NOTHING = np.zeros(0, np.float32)
 
 
 def nodes(run: Run, asked: do.Compute) -> list[TreeNode]:
-    """The tree nodes of what was asked."""
+    """The tree nodes of what was asked, in all blocks, in the order in which they go."""
     leaves = [reduction.Node(0, shard, _NOTHING, 1.0, 1.0) for shard in asked.shards]
     return [
-        TreeNode(step=asked.step, level=one.level, index=one.index, loss=one.loss, weight=1.0)
+        TreeNode(
+            step=asked.step,
+            round=0,
+            block=block,
+            level=one.level,
+            index=one.index,
+            loss=1.0,
+            weight=1.0,
+        )
+        for block in reversed(range(run.num_blocks))
         for one in reduction.fold(leaves, run.num_shards)
     ]
 
 
 def under(run: Run, node: TreeNode) -> list[int]:
     """The shards under a node."""
-    found = reduction.Node(node.level, node.index, _NOTHING, 0.0, 0.0)
-    return list(reduction.span(found, run.num_shards))
+    return list(reduction.shards_under(node.level, node.index, run.num_shards))
+
+
+@dataclass
+class Delivery:
+    """What a worker has begun to deliver: the shards of each block that came and count."""
+
+    shards: tuple[int, ...]
+    came: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Record:
@@ -54,9 +71,9 @@ class Record:
         self.stage = Stage.GATHERING
         self.moves: set[tuple[Stage, Stage]] = set()
         self.staged: set[do.Peer] = set()
-        self._pending: dict[int, list[int]] = {}
-        self._delivered: list[int] = []
-        self._average: Payload = ()
+        self.averaged: list[int] = []  # the blocks of the step, in the order it happened
+        self._open: dict[int, Delivery] = {}
+        self._whole: dict[int, list[int]] = {}  # block -> shards of deliveries that are whole
 
     def enter(self, stage: Stage) -> None:
         """The run is in `stage`."""
@@ -65,38 +82,51 @@ class Record:
         self.stage = stage
 
     def keep(self, rank: int, message: Message) -> None:
-        """A delivery is whole, and of just the shards that it names; a step is made once."""
-        if isinstance(message, TreeNode):
-            self._pending.setdefault(rank, []).extend(under(self.run, message))
-        elif isinstance(message, Computed):
-            came = self._pending.pop(rank)
-            assert sorted(came) == sorted(message.shards), "no more and no less"
-            self._delivered += came
+        """One delivery of a worker at a time, of blocks not yet averaged; a step is made once."""
+        if isinstance(message, Computed):
+            assert rank not in self._open, "the one before is whole"
+            self._open[rank] = Delivery(message.shards)
+        elif isinstance(message, TreeNode):
+            assert message.block not in self.averaged, "nothing is added to what is averaged"
+            came = self._open[rank].came.setdefault(message.block, [])
+            came += under(self.run, message)
         elif isinstance(message, Applied):
             assert message.step == len(self.state) - 1, "it is made here before that is kept"
 
+    def deliver(self, rank: int) -> None:
+        """A delivery is whole: in each block that is not averaged it is of the shards it names."""
+        delivery = self._open.pop(rank)
+        assert delivery.came.keys() == set(range(self.run.num_blocks)) - set(self.averaged)
+        for block, came in delivery.came.items():
+            assert sorted(came) == sorted(delivery.shards), "no more and no less"
+            self._whole.setdefault(block, []).extend(came)
+
     def left(self, rank: int) -> None:
         """What had not wholly come is void."""
-        self._pending.pop(rank, None)
+        self._open.pop(rank, None)
 
     def gather(self, step: int) -> None:
         """No step is skipped, and none that was made is made again."""
         self.enter(Stage.GATHERING)
         assert step == len(self.state)
-        self._pending.clear()
-        self._delivered.clear()
+        self._open.clear()
+        self._whole.clear()
+        self.averaged.clear()
 
-    def reduce(self, step: int) -> None:
-        """Every shard is there, delivered once."""
-        self.enter(Stage.REDUCING)
-        every = list(range(self.run.num_shards))
-        assert sorted(self._delivered) == every
-        self._average = (step, *every)
+    def reduce(self, step: int, block: int) -> None:
+        """Every shard of a block is there, once, and no block is averaged twice."""
+        assert (self.stage, step) == (Stage.COMPUTING, len(self.state))
+        assert block not in self.averaged
+        came = self._whole.pop(block, [])
+        for delivery in self._open.values():
+            came += delivery.came.pop(block, [])
+        assert sorted(came) == list(range(self.run.num_shards))
+        self.averaged.append(block)
 
     def apply(self, step: int) -> None:
         """A step is made at most once, and only when it was committed."""
         assert (self.stage, step) == (Stage.APPLYING, len(self.state))
-        self.state += (self._average,)
+        self.state += (self._added(step),)
 
     def payload(self, peer: do.Peer, message: Message, machine: Coordinator) -> Payload:
         """What `message` to `peer` carries; nobody is told to make what not all have."""
@@ -105,12 +135,17 @@ class Record:
                 return self.state
             case Assign():
                 self.enter(Stage.COMPUTING)
-            case Average():
-                self.enter(Stage.STAGING)
+            case Average(step=step, block=block):
+                assert block == self.averaged[-1], "it goes out at once"
+                if len(self.averaged) == self.run.num_blocks:
+                    self.enter(Stage.STAGING)
                 self.staged.discard(peer)
-                return self._average
+                return (*self._added(step), block)
             case Commit():
                 self.enter(Stage.APPLYING)
                 members = {one for one, m in machine.peers.items() if m.phase in MEMBERS}
                 assert members <= self.staged, "everyone holds it before anyone makes it"
         return ()
+
+    def _added(self, step: int) -> Payload:
+        return (step, *range(self.run.num_shards))

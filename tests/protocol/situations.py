@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.protocol.messages import TreeNode
+from entrenar_py.protocol.messages import Computed, TreeNode
 from entrenar_py.protocol.phases import PeerPhase, Stage
 from tests.protocol.star import Link, Star, Station, run_of
 
 
-def node(step: int = 0, level: int = 2, index: int = 0) -> TreeNode:
+def node(step: int = 0, level: int = 2, index: int = 0, block: int = 0) -> TreeNode:
     """A node of a tree over four shards; the root, unless said otherwise."""
-    return TreeNode(step=step, level=level, index=index, loss=1.0, weight=4.0)
+    return TreeNode(step=step, round=0, block=block, level=level, index=index, loss=1.0, weight=4.0)
+
+
+def computed(*shards: int, step: int = 0) -> Computed:
+    """What comes before the nodes of `shards`."""
+    return Computed(step=step, shards=shards)
 
 
 def link_of(station: Station) -> Link:

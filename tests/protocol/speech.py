@@ -30,6 +30,7 @@ _FIELDS: dict[str, st.SearchStrategy[object]] = {
     "str | None": st.none() | _texts,
     "float": st.floats(),
     "tuple[int, ...]": st.lists(_ints, max_size=5).map(tuple),
+    "tuple[str, ...]": st.lists(_texts, max_size=5).map(tuple),
 }
 # What fits an unkeyed header, too.
 _SHORT = _FIELDS | {"str": _texts}

@@ -25,7 +25,7 @@ SECRET = b"open sesame"
 
 
 def run_of(**changes: Any) -> Run:
-    """A run of two steps over four shards, by at most three workers."""
+    """A run of two steps over four shards in one block, by at most three workers."""
     usual: dict[str, Any] = {"world_size": 3, "num_shards": 4, "num_steps": 2}
     return Run(terms=TERMS, **{**usual, **changes})
 
@@ -57,7 +57,7 @@ class Station:
     follower: Follower[WorkerPhase]
     link: Link | None = None
     state: Payload = ()
-    held: Payload = ()
+    held: dict[int, Payload] = field(default_factory=dict)  # block -> what was added
     jobs: deque[do.Compute] = field(default_factory=deque)
     finished: do.Finish | None = None
 
@@ -226,9 +226,11 @@ class Star:
                 record.left(rank)
             case do.Gather(step):
                 record.gather(step)
-            case do.Reduce(step):
-                record.reduce(step)
-                return self.coordinator.reduced(step, 1.0, 1.0, self.now)
+            case do.Deliver(rank):
+                record.deliver(rank)
+            case do.Reduce(step, block):
+                record.reduce(step, block)
+                return self.coordinator.reduced(step, block, 1.0, 1.0, self.now)
             case do.Apply(step):
                 record.apply(step)
             case do.Finish():
@@ -253,6 +255,8 @@ class Star:
         match effect:
             case do.Send(_, message):
                 station.follower.passed(message)
+                if isinstance(message, Staged):
+                    assert station.held.keys() == set(range(self.run.num_blocks))
                 if not link.dead:
                     link.up.append(message)
             case do.Close():
@@ -261,14 +265,19 @@ class Star:
             case do.Load(_, step):
                 assert step == len(payload), "the state is that before its step"
                 station.state = payload
+                station.held.clear()
             case do.Compute():
                 station.jobs.append(effect)
-            case do.Hold(step):
-                assert step == payload[0], "the average is that of its step"
-                station.held = payload
+            case do.Hold(step, block):
+                *added, of_block = payload
+                assert (step, block) == (added[0], of_block), "what is held is of its step"
+                assert block not in station.held
+                station.held[block] = tuple(added)
             case do.Make(step):
                 assert step == len(station.state), "no step is skipped or made twice"
-                station.state += (station.held,)
+                (added_in_all,) = set(station.held.values())
+                station.state += (added_in_all,)
+                station.held.clear()
 
     def _lose_above(self, link: Link, reason: str) -> None:
         self._above(self.coordinator.lost(link.peer, reason, self.now))

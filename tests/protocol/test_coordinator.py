@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +16,6 @@ from entrenar_py.protocol.messages import (
     Assign,
     Average,
     Commit,
-    Computed,
     Halt,
     Heartbeat,
     Loaded,
@@ -24,8 +24,8 @@ from entrenar_py.protocol.messages import (
     TreeNode,
     Welcome,
 )
-from entrenar_py.protocol.phases import PeerPhase, Stage
-from tests.protocol.situations import alone, link_of, node, reach
+from entrenar_py.protocol.phases import PEER_MAY_SAY, PeerPhase, Stage
+from tests.protocol.situations import alone, computed, link_of, node, reach
 from tests.protocol.star import SECRET, TIMING, Star, run_of
 
 BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
@@ -36,7 +36,7 @@ BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
 
 def test_what_a_run_of_one_step_asks_for() -> None:
     """Every effect, from the first connection to the end, in this order."""
-    star, link = alone(num_steps=1, saves=(1,))
+    star, link = alone(num_steps=1, num_blocks=2, saves=(1,))
     star.deliver()
     (welcome,) = [one for one in star.effects if isinstance(one, do.Send)][1:2]
     assert isinstance(welcome.message, Welcome)
@@ -46,10 +46,14 @@ def test_what_a_run_of_one_step_asks_for() -> None:
         do.Joined(0, 0, late=False),
         do.Keep(0, Loaded(step=0)),
         to(Assign(step=0, shards=(0, 1, 2, 3))),
-        do.Keep(0, node()),
-        do.Keep(0, Computed(step=0, shards=(0, 1, 2, 3))),
-        do.Reduce(0),
-        to(Average(step=0, loss=1.0, weight=1.0)),
+        do.Keep(0, computed(0, 1, 2, 3)),
+        do.Keep(0, node(block=1)),
+        do.Reduce(0, 1),
+        to(Average(step=0, round=0, block=1, loss=1.0, weight=1.0)),
+        do.Keep(0, node(block=0)),
+        do.Deliver(0),
+        do.Reduce(0, 0),
+        to(Average(step=0, round=0, block=0, loss=1.0, weight=1.0)),
         to(Commit(step=0)),
         do.Apply(0),
         do.Keep(0, Applied(step=0)),
@@ -145,9 +149,8 @@ def test_an_average_that_is_not_finite_halts_everyone() -> None:
     """What every worker called finite may not be when it is added; that is nobody's fault."""
     star, link = alone()
     machine = star.coordinator
-    machine.receive(link.peer, node(), 0.0)
-    computed = Computed(step=0, shards=(0, 1, 2, 3))
-    assert machine.receive(link.peer, computed, 0.0)[-1] == do.Reduce(0)
+    machine.receive(link.peer, computed(0, 1, 2, 3), 0.0)
+    assert machine.receive(link.peer, node(), 0.0)[-1] == do.Reduce(0, 0)
     assert machine.refused(0, "overflow") == [
         do.Stop(0, None, "overflow"),
         do.Send(link.peer, Halt(step=0, reason="overflow")),
@@ -178,7 +181,7 @@ def test_nobody_joins_what_is_over() -> None:
 # --- how long it waits ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", [one for one in PeerPhase if one is not PeerPhase.CHALLENGED])
+@pytest.mark.parametrize("phase", [one for one in PEER_MAY_SAY if one is not PeerPhase.CHALLENGED])
 def test_the_silent_are_dropped(phase: PeerPhase) -> None:
     """After `dead_after_s` without a byte, and no sooner; whoever is heard of stays."""
     star, link = reach(phase)
@@ -274,5 +277,5 @@ def _unweighted(effect: Effect) -> Effect:
     """A kept node without its weight, which says how many shards `star` put under it."""
     if isinstance(effect, do.Keep) and isinstance(effect.message, TreeNode):
         message = effect.message
-        return do.Keep(effect.rank, node(message.step, message.level, message.index))
+        return do.Keep(effect.rank, replace(message, weight=4.0))
     return effect

@@ -8,7 +8,6 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.messages import (
     MESSAGES,
     Applied,
-    Computed,
     Leave,
     Loaded,
     Message,
@@ -18,11 +17,11 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.protocol.phases import ALWAYS, PEER_MAY_SAY, PeerPhase, Stage
 from tests.protocol.samples import SAMPLES
-from tests.protocol.situations import alone, link_of, node, reach
+from tests.protocol.situations import alone, computed, link_of, node, reach
 from tests.protocol.star import SECRET, Link, Star, closes, run_of
 
 BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
-
+ALL = computed(0, 1, 2, 3)
 
 ILLEGAL = [
     (phase, kind)
@@ -48,9 +47,9 @@ def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: typ
     [
         (PeerPhase.LOADING, Loaded(step=0)),
         (PeerPhase.COMPUTING, node(step=0)),
-        (PeerPhase.COMPUTING, Computed(step=0, shards=(0,))),
+        (PeerPhase.COMPUTING, computed(0)),
         (PeerPhase.COMPUTING, BAD),
-        (PeerPhase.STAGING, Staged(step=2)),
+        (PeerPhase.STAGING, Staged(step=2, round=0)),
         (PeerPhase.APPLYING, Applied(step=0)),
     ],
     ids=lambda value: type(value).__name__,
@@ -68,26 +67,34 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ([node(level=0, index=4)], "its shards are not all owed"),
-        ([node(level=2, index=1)], "its shards are not all owed"),
-        ([node(level=0, index=2**63 - 1)], "its shards are not all owed"),
-        ([node(level=0), node(level=0)], "its shards are not all owed"),
-        ([node(level=1), node(level=0, index=1)], "its shards are not all owed"),
-        ([node(level=0, index=3), node()], "its shards are not all owed"),
-        ([Computed(step=0, shards=(0, 1, 2, 3))], "not assigned, or not delivered"),
-        ([node(level=1), Computed(step=0, shards=(0, 1, 2, 3))], "not assigned, or not delivered"),
-        ([node(), Computed(step=0, shards=(0, 1))], "not assigned, or not delivered"),
-        ([node(), Computed(step=0, shards=())], "not assigned, or not delivered"),
+        ([node(block=1)], "its shards are not all owed"),
+        ([ALL, node(block=2)], "TreeNode block=2: it comes when block 3 is whole"),
+        ([ALL, node(block=2**63 - 1)], "it comes when block 9223372036854775808 is whole"),
+        ([ALL, node()], "TreeNode block=0: it comes when block 1 is whole"),
+        ([ALL, node(level=1, block=1), node()], "TreeNode block=0: it comes when block 1 is whole"),
+        ([ALL, node(block=1), node(block=1)], "its shards are not all owed"),
+        ([ALL, node(0, 0, 4, 1)], "TreeNode block=1 level=0 index=4: its shards are not all owed"),
+        ([ALL, node(0, 2, 1, 1)], "its shards are not all owed"),
+        ([ALL, node(0, 0, 2**63 - 1, 1)], "its shards are not all owed"),
+        ([ALL, node(0, 0, 0, 1), node(0, 0, 0, 1)], "its shards are not all owed"),
+        ([ALL, node(0, 1, 0, 1), node(0, 0, 1, 1)], "its shards are not all owed"),
+        ([ALL, node(0, 0, 3, 1), node(block=1)], "its shards are not all owed"),
+        ([computed(0, 1)], "not assigned, or said before"),
+        ([computed(0, 1, 2, 3, 3)], "not assigned, or said before"),
+        ([computed()], "not assigned, or said before"),
+        ([ALL, ALL], "not assigned, or said before"),
+        ([ALL, node(block=1), ALL], "not assigned, or said before"),
     ],
 )
 def test_a_delivery_is_what_was_asked_for(said: list[Message], complaint: str) -> None:
-    """Nodes of shards that are owed, each once, and all of them before `Computed`."""
-    star, link = alone()
+    """`Computed` with the shards assigned, then their nodes in the blocks there are, each once."""
+    star, link = alone(num_blocks=2)
     for one in said[:-1]:
         assert not closes(star.say_above(link, one), link)
     (close, *_) = star.say_above(link, said[-1])
     assert isinstance(close, do.Close)
     assert complaint in close.reason
+    link.down.clear()  # an average, for what the worker itself never said
     assert star.finish().status == "completed"
 
 
@@ -95,6 +102,7 @@ def test_a_delivery_is_what_was_asked_for(said: list[Message], complaint: str) -
 def test_a_node_above_the_root_is_refused(level: int) -> None:
     """A tree over four shards ends at level 2."""
     star, link = alone()
+    star.say_above(link, ALL)
     assert closes(star.say_above(link, node(level=level)), link)
 
 
@@ -111,13 +119,16 @@ def _owes_two_deliveries() -> tuple[Star, Link]:
 def test_a_node_is_of_one_delivery() -> None:
     """What a delivery brings counts when it is whole, so no node may reach into the next."""
     star, link = _owes_two_deliveries()
+    star.say_above(link, computed(0, 1))
     assert closes(star.say_above(link, node()), link)
 
 
 def test_deliveries_come_one_after_the_other() -> None:
-    """The nodes of a delivery come after the one before is whole."""
-    star, link = _owes_two_deliveries()
-    assert closes(star.say_above(link, node(level=1, index=1)), link)
+    """What belongs to a delivery comes after the one before is whole."""
+    for early in (node(level=1, index=1), computed(2, 3)):
+        star, link = _owes_two_deliveries()
+        star.say_above(link, computed(0, 1))
+        assert closes(star.say_above(link, early), link)
 
 
 def test_a_worker_halts_the_run_for_its_own_shards_only() -> None:

@@ -29,12 +29,12 @@ from entrenar_py.protocol.messages import (
     Assign,
     Average,
     Challenge,
+    Commit,
     Computed,
     Heartbeat,
     Hello,
     Message,
     Refuse,
-    Staged,
     TreeNode,
     Welcome,
 )
@@ -42,7 +42,7 @@ from tests.protocol.speech import KEY, anything, feed, refused, said, written
 
 CARRYING = [kind for kind in MESSAGES.values() if kind.carries]
 LIMIT = 2**20
-NODE = TreeNode(step=3, level=1, index=2, loss=0.5, weight=8.0)
+NODE = TreeNode(step=3, round=0, block=0, level=1, index=2, loss=0.5, weight=8.0)
 MIB = 2**20
 
 
@@ -160,7 +160,7 @@ def test_every_frame_has_its_place(data: st.DataObject) -> None:
     """Repeated, swapped or dropped, it is refused, and what was delivered before is right."""
     sent: tuple[tuple[Message, bytes], ...] = (
         (NODE, bytes(range(50))),
-        (Staged(step=1), b""),
+        (Commit(step=1), b""),
         (NODE, b"x" * 20),
         (Heartbeat(), b""),
     )
@@ -264,7 +264,7 @@ def test_the_limit_is_of_the_kind_and_of_the_moment() -> None:
     allowed[TreeNode] = 7
     with pytest.raises(ProtocolError, match="TreeNode with a payload of 8 bytes: 7 are allowed"):
         feed(reader, written(encoder, NODE, b"12345678")[0])
-    average = written(Encoder(KEY), Average(step=0, loss=0.0, weight=1.0), b"1")
+    average = written(Encoder(KEY), Average(step=0, round=0, block=0, loss=0.0, weight=1.0), b"1")
     with pytest.raises(ProtocolError, match="Average with a payload of 1 bytes: 0 are allowed"):
         feed(Decoder(lambda kind: allowed.get(kind, 0), KEY), average[0])
 
@@ -311,9 +311,9 @@ def test_a_message_is_finished_before_the_next() -> None:
 
 def test_a_header_is_checked_like_any() -> None:
     """A frame that is sound, with a header that is not."""
-    (frame,) = written(Encoder(KEY), Staged(step=1))
+    (frame,) = written(Encoder(KEY), Commit(step=1))
     wrong = signed(frame.replace(b'{"step":1}', b'{"step":x}'))
-    with pytest.raises(ProtocolError, match="Staged: its header can't be read"):
+    with pytest.raises(ProtocolError, match="Commit: its header can't be read"):
         feed(decoder(), wrong)
 
 
@@ -326,6 +326,7 @@ def test_an_end_refuses_to_send_what_no_end_would_take() -> None:
         data="d",
         backend="cpu",
         rank=None,
+        port=None,
         nonce="0" * 32,
         proof="0" * 64,
     )
@@ -361,6 +362,7 @@ def test_a_stranger_is_brief(kind: type[Message]) -> None:
             data="d",
             backend="b",
             rank=0,
+            port=7000,
             nonce="0" * 32,
             proof="0" * 64,
         ),
@@ -456,7 +458,7 @@ def test_no_room_is_asked_for_what_is_refused(place: int, value: int, complaint:
 def test_a_large_payload_is_held_once() -> None:
     """64 MiB pass in 64 MiB and less than 3 more, for both ends together."""
     payload = bytes(64 * MIB)
-    welcome = Welcome(rank=0, step=0, resumed=False, proof="0" * 64)
+    welcome = Welcome(rank=0, step=0, blocks=1, resumed=False, proof="0" * 64)
     reader = decoder(64 * MIB)
 
     def cross() -> None:

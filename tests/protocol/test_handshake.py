@@ -33,6 +33,7 @@ HELLO = Hello(
     data="d",
     backend="cpu",
     rank=None,
+    port=None,
     nonce="1" * 32,
     proof="",
 )

@@ -21,11 +21,27 @@ HELLO: dict[str, object] = {
     "manifest": "m",
     "nonce": "0" * 32,
     "proof": "a" * 64,
+    "port": None,
     "rank": None,
     "run": "r",
     "version": 1,
 }
-NODE: dict[str, object] = {"index": 0, "level": 0, "loss": 1.0, "step": 0, "weight": 1.0}
+NODE: dict[str, object] = {
+    "block": 0,
+    "index": 0,
+    "level": 0,
+    "loss": 1.0,
+    "round": 0,
+    "step": 0,
+    "weight": 1.0,
+}
+WELCOME: dict[str, object] = {
+    "blocks": 1,
+    "proof": "0" * 64,
+    "rank": 0,
+    "resumed": False,
+    "step": 0,
+}
 
 
 def header(record: object) -> bytes:
@@ -114,14 +130,16 @@ def test_any_value_in_any_field(kind: type[Message], data: st.DataObject, value:
         (10, {"step": 0, "shards": [True]}, r"Assign shards=\[True\]: use a whole number"),
         (10, {"step": 0, "shards": [-1]}, r"Assign shards=\[-1\]: use a whole number"),
         (10, {"step": 0, "shards": [0] * (LIST_MAX + 1)}, "Assign shards=.*: use a list of at"),
-        (3, {"rank": 0, "step": 0, "proof": "0" * 64, "resumed": 0}, "Welcome resumed=0: use true"),
+        (3, {"resumed": 0}, "Welcome resumed=0: use true"),
+        (3, {"blocks": -1}, "Welcome blocks=-1: use a whole number"),
+        (12, {"block": 0.0}, "TreeNode block=0.0: use a whole number"),
         (23, {"problem": 5}, "Shutdown problem=5: use text"),
-        (15, {}, "Staged 'step': missing"),
+        (16, {}, "Commit 'step': missing"),
     ],
 )
 def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint: str) -> None:
     """The message, the field, what was given (never all of a long one) and what is allowed."""
-    usual: dict[str, object] = {2: HELLO, 12: NODE}.get(tag, {})
+    usual: dict[str, object] = {2: HELLO, 3: WELCOME, 12: NODE}.get(tag, {})
     with pytest.raises(ProtocolError, match=f"^{complaint}") as caught:
         messages.parse(tag, header({**usual, **changes}))
     assert len(str(caught.value)) < 200
@@ -155,8 +173,8 @@ def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint:
 def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
     """What is no JSON, too deep, too long, doubled, or written in another way than `dump` does."""
     with pytest.raises(ProtocolError) as caught:
-        messages.parse(15, sent)
-    assert str(caught.value).startswith("Staged")
+        messages.parse(16, sent)
+    assert str(caught.value).startswith("Commit")
     assert complaint in str(caught.value)
     assert len(str(caught.value)) < 200
 
@@ -164,6 +182,7 @@ def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
 @pytest.mark.parametrize("spelled", [b"NaN", b"-Infinity", b"1e999", b"1.50", b"1.5e0", b"-0"])
 def test_numbers_have_one_spelling(spelled: bytes) -> None:
     """The literals that Python's reader takes beyond JSON, and longer spellings, are refused."""
+    assert refusal(12, header(NODE)) is None
     sent = header(NODE).replace(b'"loss":1.0', b'"loss":' + spelled)
     with pytest.raises(ProtocolError, match="TreeNode"):
         messages.parse(12, sent)

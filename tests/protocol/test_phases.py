@@ -5,10 +5,19 @@
 
 from __future__ import annotations
 
-from entrenar_py.protocol.messages import MESSAGES, Heartbeat, Message, NonFinite
+from entrenar_py.protocol.messages import (
+    MESSAGES,
+    Accept,
+    Average,
+    Heartbeat,
+    Message,
+    NonFinite,
+)
 from entrenar_py.protocol.phases import (
     ALWAYS,
     MEMBERS,
+    MESH_PEER_MAY_SAY,
+    MESH_WORKER_MAY_HEAR,
     PEER_MAY_SAY,
     PEER_MOVES,
     WORKER_MAY_HEAR,
@@ -20,23 +29,30 @@ from entrenar_py.protocol.phases import (
 SAID_BY_WORKERS: set[type[Message]] = {
     *ALWAYS,
     *(kind for kinds in PEER_MAY_SAY.values() for kind in kinds),
+    *(kind for kinds in MESH_PEER_MAY_SAY.values() for kind in kinds),
 }
-HEARD_BY_WORKERS = {kind for kinds in WORKER_MAY_HEAR.values() for kind in kinds}
+HEARD_BY_WORKERS: set[type[Message]] = {
+    *(kind for kinds in WORKER_MAY_HEAR.values() for kind in kinds),
+    *(kind for kinds in MESH_WORKER_MAY_HEAR.values() for kind in kinds),
+}
+# In a mesh they say these to each other, too.
+SAID_BY_EITHER: set[type[Message]] = {Accept, Average}
 
 
 def test_every_phase_has_its_row() -> None:
     """No place is left out of a table, and every member is one that was let in."""
-    assert set(PEER_MAY_SAY) == set(PeerPhase)
-    assert set(WORKER_MAY_HEAR) == set(WorkerPhase)
+    assert set(PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.GIVING}
+    assert set(MESH_PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.STAGING}
+    assert set(WORKER_MAY_HEAR) == set(MESH_WORKER_MAY_HEAR) == set(WorkerPhase)
     outside = {PeerPhase.CHALLENGED, PeerPhase.WAITING, PeerPhase.LOADING}
     assert set(MEMBERS) == set(PeerPhase) - outside
 
 
 def test_every_message_is_heard_by_one_side() -> None:
     """Each is legal somewhere, for the side that its docstring does not name as who says it."""
-    assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS
+    assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS | SAID_BY_EITHER
     assert {Heartbeat} == SAID_BY_WORKERS & HEARD_BY_WORKERS
-    for kind in MESSAGES.values():
+    for kind in set(MESSAGES.values()) - SAID_BY_EITHER:
         assert kind.__doc__ is not None
         who = {(True, False): "Worker", (False, True): "Coordinator", (True, True): "Either"}
         by = who[kind in SAID_BY_WORKERS, kind in HEARD_BY_WORKERS]

@@ -30,6 +30,7 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
         "data": "d",
         "backend": "cpu",
         "rank": None,
+        "port": None,
         "nonce": "1" * 32,
         "proof": "",
     }

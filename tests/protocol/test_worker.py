@@ -38,10 +38,11 @@ from tests.protocol.star import SECRET, TERMS, TIMING
 PEER = "coordinator"
 CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
 NODES = [
-    TreeNode(step=5, level=1, index=0, loss=1.0, weight=2.0),
-    TreeNode(step=5, level=0, index=2, loss=1.0, weight=1.0),
+    TreeNode(step=5, round=0, block=block, level=level, index=index, loss=1.0, weight=weight)
+    for block in (1, 0)
+    for level, index, weight in ((1, 0, 2.0), (0, 2, 1.0))
 ]
-AVERAGE = Average(step=5, loss=1.0, weight=3.0)
+AVERAGES = [Average(step=5, round=0, block=block, loss=1.0, weight=3.0) for block in (1, 0)]
 PLACES = [one for one in WorkerPhase if one is not WorkerPhase.AWAY]
 
 
@@ -59,6 +60,7 @@ def hello(rank: int | None = None) -> Hello:
         data=TERMS.data,
         backend="cpu",
         rank=rank,
+        port=None,
         nonce="1" * 32,
         proof="",
     )
@@ -66,9 +68,9 @@ def hello(rank: int | None = None) -> Hello:
 
 
 def welcome(rank: int | None = None) -> Welcome:
-    """What it waits for then: rank 2 and the state before step 5."""
+    """What it waits for then: rank 2, the state before step 5, and a vector in two blocks."""
     proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello(rank))
-    return Welcome(rank=2, step=5, resumed=False, proof=proof)
+    return Welcome(rank=2, step=5, blocks=2, resumed=False, proof=proof)
 
 
 def connect(machine: Worker) -> Worker:
@@ -90,7 +92,7 @@ def reach(phase: WorkerPhase) -> Worker:
         WorkerPhase.GREETED: [CHALLENGE],
         WorkerPhase.READY: [CHALLENGE, welcome()],
         WorkerPhase.COMPUTING: [CHALLENGE, welcome(), Assign(step=5, shards=(0, 1, 2))],
-        WorkerPhase.STAGED: [CHALLENGE, welcome(), AVERAGE],
+        WorkerPhase.STAGED: [CHALLENGE, welcome(), *AVERAGES],
         WorkerPhase.OVER: [CHALLENGE, Shutdown(problem=None)],
     }
     for message in way[phase]:
@@ -112,10 +114,11 @@ def test_what_one_step_asks_for() -> None:
     assert isinstance(asked, do.Compute)
     assert (asked.step, asked.shards) == (5, (0, 1, 2))
     assert machine.computed(asked, NODES) == [
-        *(do.Send(PEER, node) for node in NODES),
         do.Send(PEER, Computed(step=5, shards=(0, 1, 2))),
+        *(do.Send(PEER, node) for node in NODES),
     ]
-    assert told(machine, AVERAGE) == [do.Hold(5), do.Send(PEER, Staged(step=5))]
+    assert told(machine, AVERAGES[0]) == [do.Hold(5, 1)]
+    assert told(machine, AVERAGES[1]) == [do.Hold(5, 0), do.Send(PEER, Staged(step=5, round=0))]
     assert told(machine, Commit(step=5)) == [do.Make(5), do.Send(PEER, Applied(step=5))]
     assert (machine.rank, machine.step, machine.phase) == (2, 6, WorkerPhase.READY)
     assert told(machine, Shutdown(problem=None)) == [
@@ -160,7 +163,7 @@ def test_work_of_an_earlier_stay_is_thrown_away() -> None:
     assert isinstance(now, do.Compute)
     assert (machine.wants(before), machine.wants(now)) == (False, True)
     assert machine.computed(before, NODES) == []
-    assert len(machine.computed(now, NODES)) == 3
+    assert len(machine.computed(now, NODES)) == 1 + len(NODES)
 
 
 def test_what_is_not_finite_is_said_at_once() -> None:
@@ -200,7 +203,8 @@ def test_what_is_not_legal_ends_the_connection(phase: WorkerPhase, kind: type[Me
     [
         (WorkerPhase.READY, Assign(step=4, shards=(0,))),
         (WorkerPhase.COMPUTING, Assign(step=6, shards=(0,))),
-        (WorkerPhase.READY, replace(AVERAGE, step=4)),
+        (WorkerPhase.READY, replace(AVERAGES[0], step=4)),
+        (WorkerPhase.READY, replace(AVERAGES[0], step=6)),
         (WorkerPhase.STAGED, Commit(step=6)),
     ],
 )
@@ -209,6 +213,45 @@ def test_another_step_is_refused(phase: WorkerPhase, said: Message) -> None:
     (close,) = told(reach(phase), said)
     assert isinstance(close, do.Close)
     assert "this worker is at step 5" in close.reason
+
+
+@pytest.mark.parametrize("said", [[2], [2**63 - 1], [1, 1], [0, 0]])
+def test_a_block_is_held_once(said: list[int]) -> None:
+    """One that there is not, or that was there, is no part of an average."""
+    machine = reach(WorkerPhase.READY)
+    messages = [replace(AVERAGES[0], block=block) for block in said]
+    reason = f"Average block={said[-1]}: it was there, or there is no such block"
+    assert told(machine, *messages) == [do.Close(PEER, reason)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_it_is_staged_with_the_last_block(order: tuple[int, int]) -> None:
+    """Whichever that is; before, the worker stays ready and says nothing."""
+    machine = reach(WorkerPhase.READY)
+    first, last = (replace(AVERAGES[0], block=block) for block in order)
+    assert told(machine, first) == [do.Hold(5, order[0])]
+    phases = [machine.phase]
+    assert do.Send(PEER, Staged(step=5, round=0)) in told(machine, last)
+    phases.append(machine.phase)
+    assert phases == [WorkerPhase.READY, WorkerPhase.STAGED]
+
+
+def test_blocks_are_of_one_stay() -> None:
+    """What it held of a step is forgotten with the connection, and with the step."""
+    machine = reach(WorkerPhase.READY)
+    told(machine, AVERAGES[0])
+    machine.lost("cut")
+    connect(machine)
+    assert told(machine, CHALLENGE, welcome(rank=2), AVERAGES[0]) == [do.Hold(5, 1)]
+    told(machine, AVERAGES[1], Commit(step=5))
+    assert told(machine, replace(AVERAGES[0], step=6)) == [do.Hold(6, 1)]
+
+
+def test_a_vector_has_at_least_one_block() -> None:
+    """A coordinator that says there are none is left."""
+    machine = reach(WorkerPhase.GREETED)
+    reason = "Welcome blocks=0: there is at least one"
+    assert told(machine, replace(welcome(), blocks=0)) == [do.Close(PEER, reason)]
 
 
 @pytest.mark.parametrize("proof", ["0" * 64, "", welcome().proof[:-1], hello().proof])

@@ -42,10 +42,21 @@ def met(scenario: Scenario) -> Hands:
 def join(hands: Hands, rank: int, step: int) -> None:
     """Worker `rank` takes the server's state before `step`."""
     member = hands.members[rank] = Member(hands.server.scenario)
-    welcome = Welcome(rank=rank, step=step, resumed=False, proof=PROOF)
+    welcome = welcome_of(hands.server, rank, step)
     member.load(welcome, bytearray(hands.server.payload(welcome)))
     hands.server.joined(Joined(rank, step, late=step > 0))
     tell(hands, rank, Loaded(step=step))
+
+
+def welcome_of(server: Server, rank: int, step: int, *, resumed: bool = False) -> Welcome:
+    """What the server's coordinator would say to worker `rank` before `step`."""
+    blocks = server.blocks.count
+    return Welcome(rank=rank, step=step, blocks=blocks, resumed=resumed, proof=PROOF)
+
+
+def average_of(step: int, block: int, loss: float = 1.0, weight: float = 1.0) -> Average:
+    """What it would say of a block that is averaged."""
+    return Average(step=step, round=0, block=block, loss=loss, weight=weight)
 
 
 def tell(hands: Hands, rank: int, message: Message) -> None:
@@ -55,13 +66,19 @@ def tell(hands: Hands, rank: int, message: Message) -> None:
     hands.server.keep(rank, message, payload)
 
 
-def deliver(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> None:
-    """Worker `rank` computes `shards`, and the server has them."""
+def begin(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> list[TreeNode]:
+    """Worker `rank` computes `shards` and says so; the blocks that it has to send then."""
     outcome = hands.members[rank].work(step, shards)
     assert not isinstance(outcome, NonFinite)
-    for node in outcome:
-        tell(hands, rank, node)
     tell(hands, rank, Computed(step=step, shards=shards))
+    return outcome
+
+
+def deliver(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> None:
+    """Worker `rank` computes `shards`, and the server has them."""
+    for node in begin(hands, rank, step, shards):
+        tell(hands, rank, node)
+    hands.server.deliver(rank)
 
 
 def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
@@ -72,20 +89,27 @@ def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
 
 def make(hands: Hands, step: int) -> None:
     """Everyone makes `step`, whose shards are all delivered."""
-    reduced = hands.server.reduce()
+    for block in hands.server.blocks.order():
+        average(hands, step, block)
+    commit(hands, step)
+
+
+def average(hands: Hands, step: int, block: int) -> None:
+    """The server averages `block`, and everyone holds it."""
+    reduced = hands.server.reduce(block)
     assert not isinstance(reduced, str)
-    average = Average(step=step, loss=reduced[0], weight=reduced[1])
+    said = average_of(step, block, *reduced)
+    for member in hands.members.values():
+        payload = bytearray(hands.server.payload(said))
+        member.require(said, payload)
+        member.hold(said, payload)
+
+
+def commit(hands: Hands, step: int) -> None:
+    """Everyone makes `step`, of which all hold everything."""
     for rank, member in hands.members.items():
-        member.hold(average, bytearray(hands.server.payload(average)))
         member.make_held(step)
         if rank == min(hands.members):
             hands.server.apply_average(step)
         tell(hands, rank, Applied(step=step))
     hands.server.gather(step + 1)
-
-
-def nodes(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> list[TreeNode]:
-    """What worker `rank` would send for `shards`."""
-    outcome = hands.members[rank].work(step, shards)
-    assert not isinstance(outcome, NonFinite)
-    return outcome

@@ -31,6 +31,12 @@ def subject(system: str, **changes: Any) -> Scenario:
     return Scenario(system=system, **{**usual, **changes})
 
 
+def in_blocks(system: str, block_bytes: int, **changes: Any) -> Scenario:
+    """The same with 151 parameters, that is 604 bytes, which travel in blocks."""
+    options = {**(SOON if system == REAL else {}), "block_bytes": block_bytes}
+    return subject(system, workload="mlp", width=1, options=options, **changes)
+
+
 def struck(system: str, kind: str, at: str, seconds: float | None = None) -> Scenario:
     """The same, and `kind` befalls worker 1 at message `at`."""
     fault = Fault(kind=kind, step=STEP, rank=1, at=at, seconds=seconds)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.messages import (
     Applied,
     Average,
+    Commit,
     Computed,
     Heartbeat,
     Loaded,
+    Message,
     NonFinite,
     TreeNode,
     Welcome,
@@ -26,6 +30,10 @@ from tests.systems import by_hand, stars
 def _alone(**changes: object) -> Member:
     hands = by_hand.met(stars.subject("parameter_server", world_size=1, **changes))
     return hands.members[0]
+
+
+def _in_blocks(block_bytes: int) -> Member:
+    return by_hand.met(stars.in_blocks("parameter_server", block_bytes, world_size=1)).members[0]
 
 
 def _nodes(member: Member, *shards: int) -> list[tuple[TreeNode, np.ndarray[Any, Any]]]:
@@ -47,12 +55,29 @@ def test_its_nodes_are_the_tree_s() -> None:
     assert together[0][0].loss == loss
 
 
-def test_a_vector_is_given_away_once() -> None:
-    """The worker keeps none that it has sent."""
-    member = _alone()
-    ((node, _),) = _nodes(member, 0)
+@pytest.mark.parametrize("block_bytes", [4, 12, 160, 2**20])
+def test_its_blocks_are_the_vector(block_bytes: int) -> None:
+    """From the end of it to its beginning: together they are what goes in one block."""
+    shards = (2, 3, 4)
+    whole = {(one.level, one.index): vector for one, vector in _nodes(_in_blocks(604), *shards)}
+    sent = _nodes(_in_blocks(block_bytes), *shards)
+    num_blocks = -(-604 // block_bytes)
+    assert [node.block for node, _ in sent[::2]] == list(reversed(range(num_blocks)))
+    for place, vector in whole.items():
+        mine = [part for node, part in reversed(sent) if (node.level, node.index) == place]
+        assert max(part.nbytes for part in mine) <= block_bytes
+        assert np.concatenate(mine).tobytes() == vector.tobytes()
+
+
+def test_a_vector_is_kept_until_its_step_is_made() -> None:
+    """Not longer: a step needs memory for its own nodes alone."""
+    hands = by_hand.met(stars.subject("parameter_server", world_size=1, num_shards=1))
+    (node,) = by_hand.begin(hands, 0, 0, (0,))
+    by_hand.tell(hands, 0, node)
+    hands.server.deliver(0)
+    by_hand.make(hands, 0)
     with pytest.raises(KeyError):
-        member.payload(node)
+        hands.members[0].payload(node)
 
 
 def test_it_tells_what_happened_once() -> None:
@@ -91,14 +116,45 @@ def test_a_new_stay_begins_anew() -> None:
     """What it had computed, held and not yet told of an earlier one is forgotten."""
     hands = by_hand.met(stars.subject("parameter_server", world_size=1))
     member = hands.members[0]
-    (node, *_) = by_hand.nodes(hands, 0, 0, (0, 1, 2))
-    welcome = Welcome(rank=0, step=0, resumed=True, proof=by_hand.PROOF)
+    (node, *_) = by_hand.begin(hands, 0, 0, (0, 1, 2))
+    welcome = by_hand.welcome_of(hands.server, 0, 0, resumed=True)
     member.load(welcome, bytearray(hands.server.payload(welcome)))
     with pytest.raises(KeyError):
         member.payload(node)
     (start,) = trace.load_events(bytes(member.payload(Loaded(step=0))))
     assert isinstance(start, trace.Start)
     assert (start.rank, start.step, start.resumed) == (0, 0, True)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize(("block", "due"), [(0, 4 * 37), (1, 4 * 38), (2, 4 * 38), (3, 4 * 38)])
+def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> None:
+    """One byte less or more than the manifest makes of that block; blocks differ in size."""
+    member = _in_blocks(160)
+    average = by_hand.average_of(0, block)
+    member.require(average, bytes(due))
+    reason = f"Average with a payload of {due + more} bytes: {due} are due"
+    with pytest.raises(ProtocolError, match=reason):
+        member.require(average, bytes(due + more))
+
+
+def test_a_vector_has_no_more_blocks_than_elements() -> None:
+    """A coordinator that says so is not believed, before anything is made of it."""
+    hands = by_hand.met(stars.in_blocks("parameter_server", 160, world_size=1))
+    welcome = by_hand.welcome_of(hands.server, 0, 0)
+    payload = hands.server.payload(welcome)
+    hands.members[0].require(replace(welcome, blocks=151), payload)
+    with pytest.raises(ProtocolError, match="Welcome blocks=152: there are 151 elements"):
+        hands.members[0].require(replace(welcome, blocks=152), payload)
+
+
+@pytest.mark.parametrize("message", [Commit(step=0), Heartbeat()])
+def test_most_messages_carry_nothing(message: Message) -> None:
+    """What comes with one of them is not looked at."""
+    member = _alone()
+    member.require(message, b"")
+    with pytest.raises(ProtocolError, match="with a payload of 1 bytes: 0 are due"):
+        member.require(message, b"x")
 
 
 def test_sizes_are_exact() -> None:

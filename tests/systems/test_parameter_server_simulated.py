@@ -8,6 +8,7 @@ from entrenar_py import faults
 from entrenar_py.faults import PLACES, Fault
 from entrenar_py.trace import Halt, Injected, Shard, Update
 from tests.systems import stars
+from tests.systems.between import Between
 from tests.systems.stars import SIMULATED, subject
 
 # Virtual seconds: within the patience of both ends, and beyond it.
@@ -35,6 +36,28 @@ def test_what_takes_time(kind: str, at: str) -> None:
     """A short while is waited for, after a long one the worker is given up and comes back."""
     assert stars.changes(stars.require_right(stars.struck(SIMULATED, kind, at, SHORT_S))) == []
     stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at, LONG_S)))
+
+
+@pytest.mark.parametrize("block_bytes", [4, 100, 604])
+def test_blocks_of_any_size_give_the_reference(block_bytes: int) -> None:
+    """Also when a worker is lost with some of them sent."""
+    fault = Fault(kind="duplicate", step=stars.STEP, rank=1, at="TreeNode")
+    for faults_planned in ((), (fault,)):
+        stars.require_right(stars.in_blocks(SIMULATED, block_bytes, faults=faults_planned))
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("at", ["TreeNode", "Average"])
+@pytest.mark.parametrize("kind", BREAKS)
+def test_what_breaks_a_connection_between_blocks(kind: str, at: str, block: int) -> None:
+    """Of four blocks 3 goes first: what was averaged by then stays, and no bit is another."""
+    fault = Fault(kind=kind, step=stars.STEP, rank=1, at=at)
+    scenario = stars.in_blocks(SIMULATED, 160, faults=(fault,))
+    trace = Between(scenario, block).train()
+    assert stars.held(trace) == stars.expected(scenario)
+    assert [event.fault for event in trace.of(Injected)] == [fault.to_dict()]
+    assert (stars.STEP, 1, "left") in stars.changes(trace)
+    assert (stars.STEP + 1, 1, "joined") in stars.changes(trace)
 
 
 def test_every_fault_on_the_way_is_tried_here() -> None:

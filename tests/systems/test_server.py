@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from entrenar_py import trace
-from entrenar_py.errors import ProtocolError
+from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Left, Stop
 from entrenar_py.protocol.messages import (
@@ -51,10 +51,11 @@ def _held(hands: by_hand.Hands) -> list[trace.Tensors]:
     return [one.weights for one in events if isinstance(one, Update) and one.rank == 0]
 
 
+@pytest.mark.parametrize("block_bytes", [64, 2**20])
 @pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
-def test_steps_by_hand_are_the_reference(workload: str) -> None:
-    """Whoever delivers first; and the server's own replica is the workers'."""
-    scenario = _subject(workload=workload, num_steps=3)
+def test_steps_by_hand_are_the_reference(workload: str, block_bytes: int) -> None:
+    """Whoever delivers first, in blocks of any size; the server's own replica is the workers'."""
+    scenario = _subject(workload=workload, num_steps=3, options={"block_bytes": block_bytes})
     hands = by_hand.met(scenario)
     for step in range(3):
         for rank, shards in reversed(by_hand.shards_of(hands).items()):
@@ -79,7 +80,7 @@ def test_half_a_delivery_does_not_count() -> None:
     """What a worker sent of a run of shards is forgotten when it is gone before the rest."""
     scenario = _subject(num_steps=1)
     hands = by_hand.met(scenario)
-    (node, *_) = by_hand.nodes(hands, 1, 0, (3, 4, 5))
+    (node, *_) = by_hand.begin(hands, 1, 0, (3, 4, 5))
     by_hand.tell(hands, 1, node)
     hands.server.left(Left(1, 0, "gone"))
     del hands.members[1]
@@ -91,6 +92,46 @@ def test_half_a_delivery_does_not_count() -> None:
     assert [one for one in events if isinstance(one, Membership)] == [
         Membership(step=0, rank=1, change="left", reason="gone")
     ]
+    told = [one for one in events if isinstance(one, trace.Shard)]
+    assert sorted(one.shard for one in told) == list(range(8)), "each by who delivered it"
+    assert {one.rank for one in told} == {0, 2}
+
+
+@pytest.mark.parametrize("num_averaged", [1, 2, 3])
+def test_who_is_lost_between_blocks_leaves_the_right_bits(num_averaged: int) -> None:
+    """What is averaged of it stays; in all other blocks what others computed counts instead."""
+    scenario = stars.in_blocks("parameter_server", 160, num_steps=1)
+    hands = by_hand.met(scenario)
+    assert hands.server.blocks.count == 4
+    order = list(hands.server.blocks.order())
+    sent = {rank: by_hand.begin(hands, rank, 0, run) for rank, run in _THIRDS.items()}
+    _send(hands, sent, order[:num_averaged])
+    for block in order[:num_averaged]:
+        by_hand.average(hands, 0, block)
+    # Of the next block something of the one that is lost is there, too.
+    _send(hands, {1: sent.pop(1)}, order[num_averaged : num_averaged + 1])
+    hands.server.left(Left(1, 0, "gone"))
+    del hands.members[1]
+    _send(hands, sent, order[num_averaged:])
+    for rank in sent:
+        hands.server.deliver(rank)
+    _send(hands, {0: by_hand.begin(hands, 0, 0, _THIRDS[1])}, order[num_averaged:])
+    hands.server.deliver(0)
+    for block in order[num_averaged:]:
+        by_hand.average(hands, 0, block)
+    by_hand.commit(hands, 0)
+    assert _held(hands) == stars.expected(scenario)
+
+
+_THIRDS = {0: (0, 1, 2), 1: (3, 4, 5), 2: (6, 7)}
+
+
+def _send(hands: by_hand.Hands, sent: dict[int, list[TreeNode]], blocks: list[int]) -> None:
+    """The server takes `blocks` of what workers have to send."""
+    for rank, nodes in sent.items():
+        for node in nodes:
+            if node.block in blocks:
+                by_hand.tell(hands, rank, node)
 
 
 def test_a_step_that_did_not_happen_is_forgotten() -> None:
@@ -135,11 +176,10 @@ def test_what_overflows_is_not_averaged() -> None:
     huge = np.full(server.vector_bytes // 4, 3e38, "<f4").tobytes()
     with np.errstate(over="ignore"):
         for index in (0, 1):
-            node = TreeNode(step=0, level=0, index=index, loss=1.0, weight=8.0)
+            node = _node(step=0, index=index)
             server.require(0, node, bytearray(huge))
             server.keep(0, node, bytearray(huge))
-        server.keep(0, Computed(step=0, shards=(0, 1)), bytearray())
-        reason = server.reduce()
+        reason = server.reduce(0)
     assert reason == "the average gradient or loss is not finite, though every worker said its was"
     server.stop(Stop(0, None, "because"))
     assert server.recorder.drain() == [Halt(step=0, reason="because")]
@@ -158,14 +198,32 @@ def test_what_messages_carry() -> None:
     """A state as long as was foretold, a vector, and nothing."""
     hands = by_hand.met(_subject())
     server, member = hands.server, hands.members[0]
-    welcome = Welcome(rank=0, step=0, resumed=False, proof=by_hand.PROOF)
+    welcome = by_hand.welcome_of(server, 0, 0)
     assert len(server.payload(welcome)) == member.sizes()[Welcome]
     assert server.payload(Commit(step=0)) == b""
     for rank, shards in by_hand.shards_of(hands).items():
         by_hand.deliver(hands, rank, 0, shards)
-    assert server.reduce()
-    average = server.payload(Average(step=0, loss=1.0, weight=1.0))
+    assert server.reduce(0)
+    average = server.payload(by_hand.average_of(0, 0))
     assert len(average) == member.sizes()[Average] == server.sizes()[TreeNode]
+
+
+@pytest.mark.parametrize("block_bytes", [4, 7, 8, 160, 603, 604, 605, 2**20])
+def test_no_block_is_longer_than_asked(block_bytes: int) -> None:
+    """Whole elements, as many as fit; and the bound is that of the longest."""
+    server = Server(stars.in_blocks("parameter_server", block_bytes))
+    sizes = [server.blocks.num_bytes(block) for block in range(server.blocks.count)]
+    assert sum(sizes) == server.vector_bytes == 604
+    assert max(sizes) == server.sizes()[TreeNode] <= block_bytes
+    assert min(sizes) >= 4
+    assert server.blocks.count == -(-604 // (block_bytes // 4 * 4))
+
+
+@pytest.mark.parametrize("block_bytes", [0, 3, -4, 4.0, "8", True, None])
+def test_a_block_holds_an_element_at_least(block_bytes: Any) -> None:
+    """What was given is named, and what is allowed."""
+    with pytest.raises(UsageError, match=r"block_bytes=.*: use a whole number of bytes >= 4"):
+        Server(_subject(options={"block_bytes": block_bytes}))
 
 
 # --- lies ---------------------------------------------------------------------------------------
@@ -173,6 +231,10 @@ def test_what_messages_carry() -> None:
 
 def _events(*events: trace.Event) -> bytearray:
     return bytearray(trace.dump_events(events))
+
+
+def _node(step: int, index: int = 0, block: int = 0) -> TreeNode:
+    return TreeNode(step=step, round=0, block=block, level=0, index=index, loss=1.0, weight=8.0)
 
 
 SHARD = trace.Shard(
@@ -183,7 +245,7 @@ UPDATE = trace.Update(
 )
 START = trace.Start(step=2, rank=1, weights={})
 FAULT = Fault(kind="non_finite_loss", step=2, value="nan").to_dict()
-NODE = TreeNode(step=2, level=0, index=0, loss=1.0, weight=1.0)
+NODE = _node(step=2)
 COMPUTED = Computed(step=2, shards=(0,))
 PROBLEM = NonFinite(step=2, shard=0, tensor=None, element=None, loss=1.0, ids=())
 
@@ -207,9 +269,10 @@ def test_the_truth_is_taken(message: Message, payload: bytearray) -> None:
 @pytest.mark.parametrize(
     ("message", "payload", "reason"),
     [
-        (NODE, bytearray(), "TreeNode with 0 bytes: the manifest makes "),
-        (NODE, bytearray(3), "TreeNode with 3 bytes: the manifest makes "),
-        (NODE, bytearray(10**5), "TreeNode with 100000 bytes: the manifest makes "),
+        (NODE, bytearray(), "TreeNode block=0 with 0 bytes: the manifest makes 8"),
+        (NODE, bytearray(7), "TreeNode block=0 with 7 bytes: the manifest makes 8"),
+        (NODE, bytearray(9), "TreeNode block=0 with 9 bytes: the manifest makes 8"),
+        (NODE, bytearray(10**5), "TreeNode block=0 with 100000 bytes: the manifest makes 8"),
         (COMPUTED, bytearray(b"\xff"), "Computed: event 1 can't be read"),
         (COMPUTED, _events(UPDATE), "Computed with an event update"),
         (COMPUTED, _events(SHARD, START), "Computed with an event start"),
@@ -231,6 +294,18 @@ def test_what_is_no_part_of_a_message_is_refused(
     with pytest.raises(ProtocolError) as caught:
         Server(_subject()).require(1, message, payload)
     assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(("block", "due"), [(0, 4 * 37), (1, 4 * 38), (3, 4 * 38)])
+def test_a_block_of_another_size_is_refused(block: int, due: int) -> None:
+    """One byte less or more, and what would be right for another block: blocks differ in size."""
+    server = Server(stars.in_blocks("parameter_server", 160))
+    node = _node(step=2, block=block)
+    server.require(1, node, bytes(due))
+    for num_bytes in {due - 1, due + 1, 4 * 37, 4 * 38} - {due}:
+        reason = f"TreeNode block={block} with {num_bytes} bytes: the manifest makes {due}"
+        with pytest.raises(ProtocolError, match=reason):
+            server.require(1, node, bytes(num_bytes))
 
 
 @pytest.mark.parametrize("name", ["rank", "step"])

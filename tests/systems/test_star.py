@@ -30,6 +30,9 @@ class Planned(Star):
         self.begin(run)
         self.present.update(self.started)
         status = self._statuses.pop(0) if self._statuses else "completed"
+        if status == "completed":
+            for step in run.saves:
+                self.save(step)
         return Finish(status, "" if status == "completed" else "because")
 
     def start(self, rank: int) -> None:
@@ -88,7 +91,18 @@ def test_a_run_with_stops_is_several() -> None:
     finished = star.train()
     spans = [(run.first_step, run.num_steps, run.resumed) for run in star.runs]
     assert spans == [(0, 1, False), (1, 3, True), (3, 5, True)]
+    assert [set(run.saves) for run in star.runs] == [{1}, {3}, set()]
     assert [one.step for one in finished.of(trace.Saved)] == [1, 3]
+
+
+def test_who_may_restart_saves_every_step() -> None:
+    """Until it has: what was made before the coordinator died is never made again."""
+    restart = Fault(kind="restart", step=2, at="Commit")
+    star = Planned(restart, stops=(3,))
+    assert set(star.run_of(0, 3).saves) == {1, 2, 3}
+    star.strike(restart)
+    assert set(star.run_of(2, 3).saves) == {3}
+    assert set(star.run_of(3, 5).saves) == set()
 
 
 def test_a_run_that_failed_is_not_resumed() -> None:

@@ -44,6 +44,7 @@ def _job(**changes: Any) -> dict[str, Any]:
         "backend": "cpu",
         "host": "127.0.0.1",
         "port": free_port(),
+        "mesh": False,
         "secret": "00",
         "timing": asdict(Timing(gather_s=0.1)),
         "faults": [],
@@ -91,19 +92,19 @@ def test_what_befalls_a_message_is_noted_before() -> None:
     """Once, at its place and no other."""
     fault = Fault(kind="delay", step=2, rank=0, at="Staged", seconds=0.5)
     doomed, notes = _doomed(fault)
-    others = (Staged(step=1), Commit(step=2), Heartbeat())
+    others = (Staged(step=1, round=0), Commit(step=2), Heartbeat())
     assert [doomed.meddle(0, True, one) for one in others] == [None] * 3
     assert not notes.poll()
-    assert doomed.meddle(0, True, Staged(step=2)) == Meddling(Fate.DELAY, 0.5)
+    assert doomed.meddle(0, True, Staged(step=2, round=0)) == Meddling(Fate.DELAY, 0.5)
     assert notes.recv_bytes() == b"+" + json.dumps(fault.to_dict()).encode()
-    assert doomed.meddle(0, True, Staged(step=2)) is None
+    assert doomed.meddle(0, True, Staged(step=2, round=0)) is None
 
 
 def test_each_of_two_faults_strikes() -> None:
     """In their own steps."""
     faults = [Fault(kind="cut", step=step, rank=0, at="Staged") for step in (1, 3)]
     doomed, notes = _doomed(*faults)
-    struck = [doomed.meddle(0, True, Staged(step=step)) for step in range(5)]
+    struck = [doomed.meddle(0, True, Staged(step=step, round=0)) for step in range(5)]
     cut = Meddling(Fate.CUT)
     assert struck == [None, cut, None, cut, None]
     assert [json.loads(notes.recv_bytes()[1:])["step"] for _ in faults] == [1, 3]

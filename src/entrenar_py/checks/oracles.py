@@ -25,12 +25,14 @@ SPLIT = (
     "stops",
     "repeat",
     "mutant",
+    "options",
 )
 
 
 def oracle(scenario: Scenario) -> Scenario:
     """The plain single-device run of the same training, by the independent trainer."""
-    return evidence.plain(scenario, system=ORACLE, world_size=1, accumulation=1, backends=("cpu",))
+    single = {"system": ORACLE, "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
+    return evidence.plain(scenario, **single, options={})
 
 
 def family(scenario: Scenario) -> list[Scenario]:

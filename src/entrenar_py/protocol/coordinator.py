@@ -68,8 +68,9 @@ from entrenar_py.training import reduction, sharding
 class Member:
     """One connection. `rank` is known once it was let in.
 
-    It delivers what it was assigned, first Computed, then every block of the shards' nodes. In a
-    mesh the others do; they reach it at `address`, and it stays with it what was `delivered`.
+    It delivers what it was assigned, first Computed, then the blocks of the shards' nodes from the
+    last to the first. In a mesh the others do; they reach it at `address`, and it stays with it
+    what was `delivered`.
     """
 
     challenge: Challenge
@@ -223,14 +224,15 @@ class Coordinator:
         came = member.covered.setdefault(node.block, set())
         # Of the first delivery that is open: what is lost with a worker is whole deliveries.
         owed = set(member.assigned[0]) - came if member.delivering else set[int]()
-        if node.block >= self.run.num_blocks or not under or not owed.issuperset(under):
+        self._require_turn(member, node.block)
+        if not under or not owed.issuperset(under):
             raise ProtocolError(
                 f"TreeNode block={node.block} level={node.level} index={node.index}: "
                 "its shards are not all owed"
             )
         came.update(under)
         effects = self._count(member, node, under)
-        if self._is_whole(member):
+        if self._is_whole(member, 0):
             effects.append(Deliver(member.in_rank()))
             del member.assigned[0]
             member.covered.clear()
@@ -248,11 +250,9 @@ class Coordinator:
         self._missing[node.block].difference_update(under)
         return [Keep(member.in_rank(), node)]
 
-    def _is_whole(self, member: Member) -> bool:
-        """Whether its first delivery is."""
-        came = member.covered.values()
-        whole = len(came) == self.run.num_blocks
-        return whole and all(len(shards) == len(member.assigned[0]) for shards in came)
+    def _is_whole(self, member: Member, block: int) -> bool:
+        """Whether all of `block` of its first delivery came."""
+        return len(member.covered.get(block, ())) == len(member.assigned[0])
 
     def _non_finite(self, peer: Peer, member: Member, said: NonFinite, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -443,6 +443,11 @@ class Coordinator:
         return Welcome(
             rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
         )
+
+    def _require_turn(self, member: Member, block: int) -> None:
+        """The last block goes first: so nobody owes any more when all are averaged."""
+        if block != self.run.num_blocks - 1 and not self._is_whole(member, block + 1):
+            raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
 
     def _require_assigned(self, member: Member, said: Computed) -> None:
         if said.shards != member.assigned[0] or member.delivering:

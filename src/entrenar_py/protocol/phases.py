@@ -111,7 +111,7 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.CONNECTED: (Challenge,),
     WorkerPhase.GREETED: (Welcome, Refuse, Heartbeat, Halt, Shutdown),
     WorkerPhase.READY: (Assign, Average, Heartbeat, Halt, Shutdown),
-    WorkerPhase.COMPUTING: (Assign, Average, Heartbeat, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Assign, Heartbeat, Halt, Shutdown),
     WorkerPhase.STAGED: (Commit, Heartbeat, Halt, Shutdown),
     WorkerPhase.OVER: (),
 }
@@ -164,7 +164,6 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
     (WorkerPhase.GREETED, Refuse, WorkerPhase.OVER),
     (WorkerPhase.READY, Assign, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, Assign, WorkerPhase.COMPUTING),
-    (WorkerPhase.COMPUTING, Average, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, Computed, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, TreeNode, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, TreeNode, WorkerPhase.READY),

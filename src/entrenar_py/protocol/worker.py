@@ -228,8 +228,6 @@ class Worker:
         self._held.add(block)
         if len(self._held) < self._num_blocks:
             return [Hold(self.step, block)]
-        if self._work:
-            raise ProtocolError("the average is whole, though shards of it are still computed here")
         self.phase = Phase.STAGED
         return [Hold(self.step, block), Send(self._peer, Staged(step=self.step, round=0))]
 

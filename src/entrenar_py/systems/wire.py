@@ -58,6 +58,7 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
         "Proof": "f" * 64,
         "float": float("nan"),
         "tuple[int, ...]": (0, 2**62),
+        "tuple[str, ...]": ("é\n", ""),
     }
     for kind in messages.MESSAGES.values():
         message = kind(**{field.name: values[str(field.type)] for field in fields(kind)})

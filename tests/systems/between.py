@@ -1,0 +1,47 @@
+"""A simulated star in which faults strike between two blocks of a vector, not before the first."""
+
+from __future__ import annotations
+
+import torch
+
+from entrenar_py.drivers.meddling import Meddling
+from entrenar_py.protocol.messages import Average, Message, TreeNode
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.parameter_server_simulated import SimulatedStar
+from entrenar_py.trace import Trace
+
+
+class Between(SimulatedStar):
+    """What befalls a message with a block befalls that of `block`; those that go before arrive.
+
+    `num_again` counts the blocks that a worker sent though they were averaged: for somebody who
+    was lost after that.
+    """
+
+    def __init__(self, scenario: Scenario, block: int) -> None:
+        super().__init__(scenario)
+        self.block = block
+        self.num_again = 0
+        self._averaged: set[tuple[int, int]] = set()
+
+    def train(self) -> Trace:
+        """On one thread, as `systems.run` has it: how a sum is split is part of its order."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return super().train()
+        finally:
+            torch.set_num_threads(before)
+
+    def gather(self, step: int) -> None:
+        super().gather(step)
+        self._averaged.clear()
+
+    def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
+        if isinstance(message, Average):
+            self._averaged.add((message.step, message.block))
+        elif isinstance(message, TreeNode):
+            self.num_again += (message.step, message.block) in self._averaged
+        if getattr(message, "block", self.block) != self.block:
+            return None
+        return super().meddle(rank, up, message)

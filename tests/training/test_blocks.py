@@ -1,0 +1,169 @@
+"""The reduced vector in blocks: they cover it once, and their sums are the whole vector's bits."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.training import blocks, reduction
+from entrenar_py.training.blocks import Blocks, Sums
+from entrenar_py.training.reduction import Node, Vector
+
+NUM_ELEMENTS = 11
+
+
+def leaves(num_shards: int) -> list[Node]:
+    """One leaf a shard; numbers of all sizes, so that the order of additions shows in the bits."""
+    rng = np.random.default_rng(num_shards)
+    magnitudes = 10.0 ** rng.integers(-6, 6, (num_shards, 1))
+    vectors = rng.standard_normal((num_shards, NUM_ELEMENTS)) * magnitudes
+    return [
+        Node(0, shard, vector.astype(np.float32), float(shard), shard + 1.0)
+        for shard, vector in enumerate(vectors)
+    ]
+
+
+def cut(node: Node, part: slice) -> Node:
+    """Only `part` of a node's vector, in memory of its own."""
+    return Node(node.level, node.index, node.vector[part].copy(), node.loss, node.weight)
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10**9), st.data())
+def test_parts_cover_the_vector(num_elements: int, data: st.DataObject) -> None:
+    """Each begins where the one before ends, none is empty, and sizes differ by one at most."""
+    count = data.draw(st.integers(1, min(num_elements, 300)))
+    cutting = Blocks(num_elements, count)
+    parts = [cutting.part(block) for block in range(count)]
+    ends = [0, *(part.stop for part in parts)]
+    assert [part.start for part in parts] == ends[:-1]
+    assert ends[-1] == num_elements
+    sizes = [cutting.num_bytes(block) for block in range(count)]
+    assert sizes == [4 * (part.stop - part.start) for part in parts]
+    assert min(sizes) >= max(4, max(sizes) - 4)
+    assert max(sizes) == cutting.num_bytes_max
+
+
+def test_the_end_of_the_vector_goes_first() -> None:
+    """Every block once; gradients come from the last layer to the first."""
+    assert list(Blocks(NUM_ELEMENTS, 4).order()) == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("count", [0, NUM_ELEMENTS + 1])
+def test_no_part_is_empty(count: int) -> None:
+    """Whoever asks for none, or for more than there are elements, has made a mistake."""
+    with pytest.raises(AssertionError, match="no part is empty"):
+        Blocks(NUM_ELEMENTS, count)
+
+
+# --- the sums -----------------------------------------------------------------------------------
+
+
+@given(num_shards=st.integers(1, 9), count=st.integers(1, NUM_ELEMENTS), order=st.randoms())
+def test_blocks_sum_to_the_whole_vector_s_bits(
+    num_shards: int, count: int, order: random.Random
+) -> None:
+    """Whoever delivers which shards, in whatever order they come, whole or not yet."""
+    cutting, sums = Blocks(NUM_ELEMENTS, count), Sums(num_shards)
+    deliveries = [
+        (leaf.index % 3, block, leaf) for leaf in leaves(num_shards) for block in range(count)
+    ]
+    order.shuffle(deliveries)
+    for rank, block, leaf in deliveries:
+        sums.take(rank, block, cut(leaf, cutting.part(block)))
+    sums.deliver(0)
+    roots = [sums.root(block) for block in range(count)]
+    whole = reduction.root(leaves(num_shards), num_shards)
+    assert np.concatenate([one.vector for one in roots]).tobytes() == whole.vector.tobytes()
+    assert {(one.loss, one.weight) for one in roots} == {(whole.loss, whole.weight)}
+
+
+def two_workers() -> tuple[Sums, list[Node]]:
+    """Four shards: worker 0 has sent all blocks of the first two, worker 1 of the others."""
+    sums, nodes = Sums(4), leaves(4)
+    for leaf in nodes:
+        for block in (0, 1):
+            sums.take(leaf.index // 2, block, cut(leaf, slice(None)))
+    return sums, nodes
+
+
+def expected() -> bytes:
+    """The bits of all four shards."""
+    return reduction.root(leaves(4), 4).vector.tobytes()
+
+
+def test_a_block_counts_before_its_delivery_is_whole() -> None:
+    """And stays averaged when whoever sent it is lost; no other block of it does."""
+    sums, _ = two_workers()
+    assert sums.root(1).vector.tobytes() == expected()
+    sums.forget(1)
+    with pytest.raises(ValueError, match=r"shards \[2, 3\] of 4 are missing"):
+        sums.root(0)
+
+
+def test_what_is_lost_is_sent_again_by_another() -> None:
+    """The same shards, computed again, are not added to what is forgotten."""
+    sums, nodes = two_workers()
+    sums.deliver(0)
+    sums.forget(1)
+    for leaf in nodes[2:]:
+        sums.take(0, 0, cut(leaf, slice(None)))
+    assert sums.root(0).vector.tobytes() == expected()
+
+
+def test_a_whole_delivery_outlives_its_worker() -> None:
+    """What is delivered is nobody's any more."""
+    sums, _ = two_workers()
+    for rank in (0, 1):
+        sums.deliver(rank)
+        sums.forget(rank)
+    assert sums.root(0).vector.tobytes() == sums.root(1).vector.tobytes() == expected()
+
+
+def test_what_came_twice_is_no_sum() -> None:
+    """A shard that two have delivered: an error that names it, and never twice its gradient."""
+    sums, nodes = two_workers()
+    sums.deliver(1)
+    sums.take(0, 1, cut(nodes[3], slice(None)))
+    with pytest.raises(ValueError, match=r"given twice: shards \[3\]"):
+        sums.root(1)
+
+
+def test_a_step_begins_with_nothing() -> None:
+    """Neither what was whole nor what was open is left of the one before."""
+    sums, _ = two_workers()
+    sums.deliver(0)
+    sums.clear()
+    with pytest.raises(ValueError, match=r"shards \[0, 1, 2, 3\] of 4 are missing"):
+        sums.root(0)
+
+
+# --- how it travels, and its average --------------------------------------------------------------
+
+
+def test_a_vector_travels_as_it_is() -> None:
+    """Little-endian, bit for bit, and without a copy where that is the machine's order."""
+    bits = np.array([0x80000000, 0x7FC00123, 0x00000001, 0xFF800000], "<u4")
+    vector: Vector = bits.view("<f4").astype(np.float32, copy=False)
+    payload = blocks.payload_of(vector[1:])
+    assert bytes(payload) == bits.tobytes()[4:]
+    assert blocks.vector_of(bits.tobytes()).tobytes() == vector.tobytes()
+    assert np.shares_memory(np.frombuffer(payload, "<f4"), vector)
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "finite"),
+    [(6.0, 1.0, True), (np.inf, 1.0, False), (np.nan, 1.0, False), (6.0, float("nan"), False)],
+)
+def test_an_average_says_whether_it_is_finite(value: float, loss: float, finite: bool) -> None:
+    """It is the sum over the weight and the scale; of the loss only that is looked at."""
+    out = np.empty(2, np.float32)
+    total = Node(0, 0, np.array([value, 3.0], np.float32), loss, 1.5)
+    assert blocks.average(total, 2.0, out=out) is finite
+    assert out.tobytes() == (total.vector / np.float32(3.0)).tobytes()
