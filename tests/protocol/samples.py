@@ -89,7 +89,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Commit(step=0), b""),
         (Applied(step=0), EVENTS),
         (
-            Group(step=3, round=1, shards=8, ranks=(0, 2), addresses=("[::1]:7000", "w2:7000")),
+            Group(step=3, round=1, num_shards=8, yours=(0, 1), ranks=(0, 2), addresses=("[::1]:7000", "w2:7000")),
             b"",
         ),
         (Unreachable(round=1, rank=2, reason="refused"), b""),
