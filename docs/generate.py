@@ -78,6 +78,7 @@ PAYLOADS = {
     "": "",
     "state": "weights, optimizer state, position",
     "events": "trace events, JSON lines",
+    "scenario": "one JSON object",
     "vector": "float32, one per parameter",
 }
 
@@ -105,6 +106,7 @@ def protocol(page: str) -> str:
         "messages": said(),
         "peer": _legal(phases.PEER_MAY_SAY),
         "worker": _legal(phases.WORKER_MAY_HEAR),
+        "applicant": _legal(phases.APPLICANT_MAY_HEAR),
         "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
         "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
         "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
@@ -224,7 +226,8 @@ def said() -> str:
 def _who(kind: type[Message]) -> str:
     """Who says it: where both can, either."""
     to_coordinator = {*phases.ALWAYS, *(one for row in phases.PEER_MAY_SAY.values() for one in row)}
-    to_worker = {one for row in phases.WORKER_MAY_HEAR.values() for one in row}
+    tables = (phases.WORKER_MAY_HEAR.values(), phases.APPLICANT_MAY_HEAR.values())
+    to_worker = {one for rows in tables for row in rows for one in row}
     if kind in to_coordinator & to_worker:
         return "either"
     return "worker" if kind in to_coordinator else "coordinator"

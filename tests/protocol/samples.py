@@ -27,6 +27,7 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Offer,
     Refuse,
     Shutdown,
     Staged,
@@ -61,6 +62,10 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Welcome(rank=2, step=0, resumed=False, proof="fedcba9876543210" * 4), VECTOR),
         (Refuse(reason="run='x': this run has 'é'", retry=False), b""),
         (Loaded(step=0), EVENTS),
+        (
+            Offer(heartbeat_s=5.0, dead_after_s=30.0, proof="0f1e2d3c4b5a6978" * 4),
+            b'{"seed": 0}',
+        ),
         (Assign(step=0, shards=(0, 1, 5)), b""),
         (Computed(step=0, shards=(0, 1, 5)), EVENTS),
         (TreeNode(step=0, level=1, index=0, loss=float("nan"), weight=8.0), VECTOR),

@@ -8,11 +8,14 @@ from __future__ import annotations
 from entrenar_py.protocol.messages import MESSAGES, Heartbeat, Message, NonFinite
 from entrenar_py.protocol.phases import (
     ALWAYS,
+    APPLICANT_MAY_HEAR,
+    APPLICANT_MOVES,
     MEMBERS,
     PEER_MAY_SAY,
     PEER_MOVES,
     WORKER_MAY_HEAR,
     WORKER_MOVES,
+    ApplicantPhase,
     PeerPhase,
     WorkerPhase,
 )
@@ -21,13 +24,19 @@ SAID_BY_WORKERS: set[type[Message]] = {
     *ALWAYS,
     *(kind for kinds in PEER_MAY_SAY.values() for kind in kinds),
 }
-HEARD_BY_WORKERS = {kind for kinds in WORKER_MAY_HEAR.values() for kind in kinds}
+HEARD_BY_WORKERS = {
+    kind
+    for table in (WORKER_MAY_HEAR, APPLICANT_MAY_HEAR)
+    for kinds in table.values()
+    for kind in kinds
+}
 
 
 def test_every_phase_has_its_row() -> None:
     """No place is left out of a table, and every member is one that was let in."""
     assert set(PEER_MAY_SAY) == set(PeerPhase)
     assert set(WORKER_MAY_HEAR) == set(WorkerPhase)
+    assert set(APPLICANT_MAY_HEAR) == set(ApplicantPhase)
     outside = {PeerPhase.CHALLENGED, PeerPhase.WAITING, PeerPhase.LOADING}
     assert set(MEMBERS) == set(PeerPhase) - outside
 
@@ -49,6 +58,8 @@ def test_a_move_is_legal() -> None:
         assert kind in PEER_MAY_SAY[phase] or kind in HEARD_BY_WORKERS
     for place, kind, _ in WORKER_MOVES:
         assert kind in WORKER_MAY_HEAR[place] or kind in SAID_BY_WORKERS
+    for applicant, kind, _ in APPLICANT_MOVES:
+        assert kind in APPLICANT_MAY_HEAR[applicant]
 
 
 def test_what_is_legal_leads_somewhere() -> None:
@@ -59,3 +70,5 @@ def test_what_is_legal_leads_somewhere() -> None:
     for place, heard in WORKER_MAY_HEAR.items():
         moving = {kind for before, kind, _ in WORKER_MOVES if before is place}
         assert set(heard) - {Heartbeat} <= moving
+    for applicant, kinds in APPLICANT_MAY_HEAR.items():
+        assert set(kinds) == {kind for before, kind, _ in APPLICANT_MOVES if before is applicant}

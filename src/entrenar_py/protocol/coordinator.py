@@ -90,6 +90,7 @@ class Coordinator:
         self.peers: dict[Peer, Member] = {}
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
+        self._stopping: str | None = None
         self._gathering_since = now
 
     # --- what is told to it -----------------------------------------------------------------------
@@ -158,6 +159,16 @@ class Coordinator:
             effects += self._end(Finish("failed", reason), Shutdown(problem=brief(reason)))
         return effects
 
+    def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
+        """Ends the run before its next step, with a checkpoint, and tells the workers why.
+
+        The step in work is finished first; `at_once` gives it up.
+        """
+        if self.stage is Stage.OVER:
+            return []
+        self._stopping = reason
+        return self._stopped(self.step + self._made, reason) if at_once else self._settle(now)
+
     # --- joining ----------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
@@ -172,6 +183,10 @@ class Coordinator:
         if isinstance(answer, Refuse):
             del self.peers[peer]
             return [Send(peer, answer), Close(peer, f"refused: {answer.reason}")]
+        if isinstance(answer, terms.Answer):
+            del self.peers[peer]  # it comes again when it has built what the run needs
+            offer = Send(peer, terms.offer(self.timing, answer.proof))
+            return [Secure(peer, answer.key), offer, Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
         return [Secure(peer, answer.key), *self._settle(now)]
 
@@ -292,6 +307,8 @@ class Coordinator:
         """Lets in who waits, then hands out the step; None while there is someone to wait for."""
         if self.step == self.run.num_steps:
             return self._end(Finish("completed"), Shutdown(problem=None))
+        if self._stopping is not None:
+            return self._stopped(self.step, self._stopping)
         waiting = {p: m for p, m in self.peers.items() if m.phase is Phase.WAITING}
         for member in waiting.values():
             member.phase = Phase.LOADING
@@ -301,7 +318,8 @@ class Coordinator:
         members = self._members()
         there = {member.rank for member in members.values()}
         loading = any(member.phase is Phase.LOADING for member in self.peers.values())
-        if loading or not there or not there.issuperset(self.run.awaited.get(self.step, ())):
+        too_few = len(there) < (1 if self._begun else self.run.num_awaited)
+        if loading or too_few or not there.issuperset(self.run.awaited.get(self.step, ())):
             return None
         self._begun, self.stage = True, Stage.COMPUTING
         return self._assign(range(self.run.num_shards), members)
@@ -333,6 +351,10 @@ class Coordinator:
     def _halt(self, stop: Stop) -> list[Effect]:
         halt = Halt(step=stop.step, reason=brief(stop.reason))
         return [stop, *self._end(Finish("halted", stop.reason), halt)]
+
+    def _stopped(self, step: int, reason: str) -> list[Effect]:
+        farewell = Shutdown(problem=brief(reason))
+        return [Save(step), *self._end(Finish("stopped", reason), farewell)]
 
     def _end(self, finish: Finish, farewell: Message) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""

@@ -53,7 +53,8 @@ class Hello(Message):
 
     `run` names the run, `manifest` and `data` are digests of the tensors and of the data set,
     `backend` names what it computes on. `rank` is the one it had, or None. `proof` is of the
-    secret, the challenge and everything else in here.
+    secret, the challenge and everything else in here. Where `run`, `manifest` and `data` are all
+    empty the worker does not know the run, and asks what it is.
     """
 
     tag: ClassVar[int] = 2
@@ -98,6 +99,20 @@ class Loaded(Message):
     tag: ClassVar[int] = 5
     carries: ClassVar[str] = "events"
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Message):
+    """Coordinator, to a hello without terms: what the run is, and how long either waits here.
+
+    The payload is its scenario, one JSON object. `heartbeat_s` and `dead_after_s` are in seconds.
+    """
+
+    tag: ClassVar[int] = 6
+    carries: ClassVar[str] = "scenario"
+    heartbeat_s: float
+    dead_after_s: float
+    proof: Proof
 
 
 # --- a step -----------------------------------------------------------------------------------
@@ -232,7 +247,7 @@ class Shutdown(Message):
 MESSAGES: dict[int, type[Message]] = {
     kind.tag: kind
     for kind in (
-        *(Challenge, Hello, Welcome, Refuse, Loaded),
+        *(Challenge, Hello, Welcome, Refuse, Loaded, Offer),
         *(Assign, Computed, TreeNode, NonFinite, Average, Staged, Commit, Applied),
         *(Heartbeat, Leave, Halt, Shutdown),
     )

@@ -22,6 +22,7 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Offer,
     Refuse,
     Shutdown,
     Staged,
@@ -99,6 +100,21 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 }
 
 
+class ApplicantPhase(StrEnum):
+    """Where one stands who asks what the run is, before it can be a worker."""
+
+    CONNECTED = "connected"  # waits to be challenged
+    ASKING = "asking"  # said hello, without terms
+    OVER = "over"
+
+
+APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
+    ApplicantPhase.CONNECTED: (Challenge,),
+    ApplicantPhase.ASKING: (Offer, Refuse),
+    ApplicantPhase.OVER: (),
+}
+
+
 # --- what follows -----------------------------------------------------------------------------
 # The machines make these moves and no others (tests/protocol hold them to it); a message is named
 # by what it is, whoever says it. A connection may end anywhere, and a run too.
@@ -151,4 +167,10 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
         for ending in (Halt, Shutdown)
         if ending in heard
     ),
+)
+
+APPLICANT_MOVES: tuple[tuple[ApplicantPhase, type[Message], ApplicantPhase], ...] = (
+    (ApplicantPhase.CONNECTED, Challenge, ApplicantPhase.ASKING),
+    (ApplicantPhase.ASKING, Offer, ApplicantPhase.OVER),
+    (ApplicantPhase.ASKING, Refuse, ApplicantPhase.OVER),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
-from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
+from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Offer, Refuse
 
 # Digests whole; a stranger's texts no longer than that.
 _SHOWN = reprlib.Repr()
@@ -25,12 +25,17 @@ class Terms:
     data: str
 
 
+# Of one who does not know the run, and asks what it is.
+UNKNOWN = Terms(run="", manifest="", data="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
 
-    It goes on with any one of them, but waits before a step of `awaited` until those ranks are
-    there. A checkpoint is written before each step of `saves`. `resumed`: it started from one.
+    It goes on with any one of them, but waits before its own first step until `num_awaited` are
+    there, and before a step of `awaited` until those ranks are. A checkpoint is written before each
+    step of `saves`. `resumed`: it started from one.
     """
 
     terms: Terms
@@ -39,6 +44,7 @@ class Run:
     num_steps: int
     first_step: int = 0
     resumed: bool = False
+    num_awaited: int = 1
     awaited: Mapping[int, Collection[int]] = field(default_factory=dict)
     saves: Collection[int] = ()
 
@@ -70,11 +76,25 @@ class Timing:
             )
 
 
+def offer(timing: Timing, proof: str) -> Offer:
+    """What one who asks is told; the scenario is its payload."""
+    heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
+    return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, proof=proof)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """Someone who may come in: its rank, our proof for its welcome, and the session's key."""
 
     rank: int
+    proof: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To someone entitled who asks what the run is: our proof, and the session's key."""
+
     proof: str
     key: bytes
 
@@ -87,7 +107,7 @@ def admit(
     secret: bytes,
     world_size: int,
     taken: Collection[int | None],
-) -> Admission | Refuse:
+) -> Admission | Answer | Refuse:
     """What to answer to `hello`: the secret comes first, so that a stranger learns nothing else.
 
     `taken` are the ranks of those who are there. One who does not care gets the lowest free rank.
@@ -95,15 +115,13 @@ def admit(
     right = handshake.proof_of_worker(secret, challenge, hello)
     if not hmac.compare_digest(right.encode(), hello.proof.encode()):
         return Refuse(reason="wrong secret", retry=False)
-    for name, ours, theirs in (
-        ("version", VERSION, hello.version),
-        ("run", terms.run, hello.run),
-        ("manifest", terms.manifest, hello.manifest),
-        ("data", terms.data, hello.data),
-    ):
-        if ours != theirs:
-            reason = f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
-            return Refuse(reason=reason, retry=False)
+    asks = Terms(run=hello.run, manifest=hello.manifest, data=hello.data) == UNKNOWN
+    if (reason := _difference(hello, UNKNOWN if asks else terms)) is not None:
+        return Refuse(reason=reason, retry=False)
+    proof = handshake.proof_of_coordinator(secret, challenge, hello)
+    key = handshake.session_key(secret, challenge, hello)
+    if asks:
+        return Answer(proof=proof, key=key)
     if hello.rank is not None and hello.rank >= world_size:
         reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
         return Refuse(reason=reason, retry=False)
@@ -112,8 +130,18 @@ def admit(
         return Refuse(reason=f"all {world_size} ranks are taken by live workers", retry=True)
     if hello.rank not in (None, *free):
         return Refuse(reason=f"rank={hello.rank}: a live worker has it", retry=True)
-    return Admission(
-        rank=free[0] if hello.rank is None else hello.rank,
-        proof=handshake.proof_of_coordinator(secret, challenge, hello),
-        key=handshake.session_key(secret, challenge, hello),
-    )
+    rank = free[0] if hello.rank is None else hello.rank
+    return Admission(rank=rank, proof=proof, key=key)
+
+
+def _difference(hello: Hello, terms: Terms) -> str | None:
+    """What `hello` says that is not so here; None if all of it is."""
+    for name, ours, theirs in (
+        ("version", VERSION, hello.version),
+        ("run", terms.run, hello.run),
+        ("manifest", terms.manifest, hello.manifest),
+        ("data", terms.data, hello.data),
+    ):
+        if ours != theirs:
+            return f"{name}={_SHOWN.repr(theirs)}: this run has {_SHOWN.repr(ours)}"
+    return None
