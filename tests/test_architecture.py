@@ -42,6 +42,7 @@ FLOORS = {
     "cli": 7,
     "console": 7,
     "options": 7,
+    "service": 7,
     "session": 7,
 }
 

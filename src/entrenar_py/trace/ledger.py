@@ -13,7 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import records
 from entrenar_py.trace.events import End, Event, Trace
@@ -116,7 +116,7 @@ class Reader:
         self._lines = iter(file)
         first = self._next()
         if first is None:
-            raise TraceError(f"{path}: the file is empty; a trace starts with a header line")
+            raise ForeignTrace(f"{path}: the file is empty; a trace starts with a header line")
         self.head = self._header(first)
 
     def __iter__(self) -> Iterator[Event]:
@@ -144,7 +144,8 @@ class Reader:
             problem = "not a line of a trace (no chain digest at its end)"
             if not line.endswith(b"\n"):
                 problem += "; it is incomplete: its writer may have been stopped in the middle"
-            raise TraceError(f"{self._where}: {problem}")
+            wrong = ForeignTrace if self.num_lines == 1 else TraceError
+            raise wrong(f"{self._where}: {problem}")
         record = self._parsed(body + "}")
         self.chain = _link(self.chain, body + "}")
         if digest[:-2] != self.chain:
@@ -160,7 +161,7 @@ class Reader:
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{self._where}: not JSON ({error})") from error
         if self.num_lines == 1 and record.get("version") != VERSION:
-            raise TraceError(
+            raise ForeignTrace(
                 f"{self._where}: trace version={record.get('version')!r}: this release reads "
                 f"version {VERSION}; record the run again"
             )
@@ -169,7 +170,7 @@ class Reader:
     def _header(self, record: dict[str, Any]) -> Trace:
         if record.get("kind") != "trace":
             where = self._where
-            raise TraceError(f"{where}: first line kind={record.get('kind')!r}, not trace")
+            raise ForeignTrace(f"{where}: first line kind={record.get('kind')!r}, not trace")
         try:
             return Trace(
                 scenario=Scenario.from_dict(record["scenario"]),
