@@ -13,9 +13,6 @@ import entrenar_py
 from entrenar_py.errors import UsageError
 from entrenar_py.service import address, exits
 
-if TYPE_CHECKING:
-    _Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
-
 PROG = "entrenar"
 BACKENDS = ("cpu", "cuda", "wgpu", "auto")
 PATIENCE_S = 300.0
@@ -27,6 +24,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+if TYPE_CHECKING:
+    _Commands: TypeAlias = argparse._SubParsersAction[_Parser]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +68,7 @@ _FORM: Mapping[str, Any] = {
 }
 
 
-def _add(commands: _Commands, name: str, what: str) -> argparse.ArgumentParser:
+def _add(commands: _Commands, name: str, what: str) -> _Parser:
     """A command called `name`, which does `what`."""
     sentence = f"{what[0].upper()}{what[1:]}."
     return commands.add_parser(name, help=what, description=sentence, **_FORM)

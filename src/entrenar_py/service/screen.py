@@ -47,7 +47,7 @@ class Pace:
 
 
 class Lines:
-    """A line for every note; but of steps and of checkpoints one every LINE_EVERY_S, and the last."""
+    """A line for every note; of steps and checkpoints one every LINE_EVERY_S, and the last step."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
