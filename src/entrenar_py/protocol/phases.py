@@ -131,6 +131,9 @@ RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Shutdown", Stage.OVER),
     (Stage.COMPUTING, "NonFinite, Halt", Stage.OVER),
     (Stage.REDUCING, "average not finite, Halt", Stage.OVER),
+    (Stage.COMPUTING, "stopped at once, Shutdown", Stage.OVER),
+    (Stage.STAGING, "stopped at once, Shutdown", Stage.OVER),
+    (Stage.APPLYING, "stopped at once, Shutdown", Stage.OVER),
 )
 
 PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
