@@ -43,6 +43,7 @@ class Host(Server):
         self.give_up: Callable[[str], None] = lambda reason: None
         self.traffic: Traffic = lambda: (0, 0)
         self._ledger: Writer | None = None
+        self._is_over = False  # the ledger says so already
         self._listeners = tuple(listeners)
         self._watch = Stopwatch(clock)
         self._step = 0  # in work
@@ -145,14 +146,16 @@ class Host(Server):
     def write_to(self, ledger: Writer, standing: Standing) -> None:
         """Records in `ledger` from now on; who took part where it ends (`standing`) has left."""
         self._ledger = ledger
+        self._is_over = standing.end is not None and standing.end.status == "completed"
         if standing.end is None:
             for rank in standing.present:
                 self.left(Left(rank, standing.step, "the coordinator died"))
 
     def finish(self, finish: Finish) -> None:
         """Writes down how the run ended."""
-        status = "failed" if finish.status == "stopped" else finish.status
-        self.recorder.emit(trace.End(status=status, reason=finish.reason))
+        if not self._is_over:
+            status = "failed" if finish.status == "stopped" else finish.status
+            self.recorder.emit(trace.End(status=status, reason=finish.reason))
         self._write()
         worker = self.replica.replica
         weights = digest.of(
