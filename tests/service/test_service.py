@@ -53,7 +53,10 @@ def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
     """SIGKILL in the middle of a run: started again it takes up the checkpoint and the ledger, the
     workers come back by themselves, and the weights end on the same bits.
     """
-    service = {"checkpoint": {"path": "state", "every_steps": 3}, "ledger": "ledger.jsonl"}
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 3},
+        "ledger": "ledger.jsonl",
+    }
     star.configure(LONG, wait_for=2, **service)
     first = star.coordinator()
     workers = [star.worker(), star.worker()]
@@ -101,7 +104,10 @@ def test_a_worker_says_goodbye(star: Cluster) -> None:
 )
 def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Signals) -> None:
     """It finishes its step, saves it, tells the workers why, and goes on there when resumed."""
-    service = {"checkpoint": {"path": "state", "every_steps": 1000}, "ledger": "ledger.jsonl"}
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 1000},
+        "ledger": "ledger.jsonl",
+    }
     star.configure(LONG, **service)
     first = star.coordinator()
     worker = star.worker()
@@ -159,7 +165,10 @@ def test_a_ledger_without_a_gap(star: Cluster) -> None:
     """When it can't be written the run ends, with no checkpoint that is newer than the ledger; with
     room again it goes on, and the ledger is whole.
     """
-    service = {"checkpoint": {"path": "state", "every_steps": 2}, "ledger": "ledger.jsonl"}
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 2},
+        "ledger": "ledger.jsonl",
+    }
     star.configure(wait_for=1, **service)
     first = star.coordinator(limit_bytes=9000)
     worker = star.worker()

@@ -152,11 +152,13 @@ class Host(Server):
                 self.left(Left(rank, standing.step, "the coordinator died"))
 
     def finish(self, finish: Finish) -> None:
-        """Writes down how the run ended."""
+        """Writes down how the run ended; nothing more is recorded."""
         if not self._is_over:
             status = "failed" if finish.status == "stopped" else finish.status
             self.recorder.emit(trace.End(status=status, reason=finish.reason))
         self._write()
+        if self._ledger is not None:
+            self._ledger.close()
         worker = self.replica.replica
         weights = digest.of(
             self.recorder.tensors(worker.weights), self.recorder.tensors(worker.buffers)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -38,7 +39,7 @@ class Writer:
 
     def append(self, events: Iterable[Event]) -> None:
         """Writes `events` to the file: a process that dies now takes none of them along."""
-        self._append(map(records.to_record, events))
+        self.write(map(records.to_record, events))
 
     def sync(self) -> None:
         """Returns when all of it would be there after a power cut, too."""
@@ -48,7 +49,8 @@ class Writer:
         """Ends the writing."""
         self._file.close()
 
-    def _append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Writes these as lines, each linked to the one before."""
         lines = []
         for entry in entries:
             line, self._chain = ledger.dump_line(self._chain, entry)
@@ -56,10 +58,6 @@ class Writer:
         left = memoryview("".join(lines).encode())
         while left.nbytes:
             left = left[self._file.write(left) :]
-
-    def begin(self, head: Trace) -> None:
-        """Writes the first line: all of `head` but its events."""
-        self._append([ledger.header(head)])
 
 
 def create(path: Path, head: Trace) -> Writer:
@@ -72,10 +70,8 @@ def create(path: Path, head: Trace) -> Writer:
         ) from error
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be made ({error.strerror})") from error
-    _lock(file, path)
-    writer = Writer(file, "")
-    writer.begin(head)
-    return writer
+    with _kept(file, path):
+        return _begun(file, head)
 
 
 def reopen(path: Path, head: Trace) -> tuple[Writer, Standing]:
@@ -90,20 +86,24 @@ def reopen(path: Path, head: Trace) -> tuple[Writer, Standing]:
         file = FileIO(path, "r+")
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be written ({error.strerror})") from error
-    _lock(file, path)
-    with path.open("rb") as lines:
+    with _kept(file, path), path.open("rb") as lines:
         if not lines.readline().endswith(b"\n"):  # whoever began it died in its first line
             file.truncate(0)
-            writer = Writer(file, "")
-            writer.begin(head)
-            return writer, Standing()
+            return _begun(file, head), Standing()
         lines.seek(0)
         reader = ledger.Reader(lines, path, cut=True)
         _require_same(reader.head.scenario, head.scenario, path)
         standing = _stand(reader)
-    file.truncate(reader.num_bytes)
-    file.seek(reader.num_bytes)
-    return Writer(file, reader.chain), standing
+        file.truncate(reader.num_bytes)
+        file.seek(reader.num_bytes)
+        return Writer(file, reader.chain), standing
+
+
+def _begun(file: FileIO, head: Trace) -> Writer:
+    """A file of one line: all of `head` but its events."""
+    writer = Writer(file, "")
+    writer.write([ledger.header(head)])
+    return writer
 
 
 def _stand(events: Iterable[Event]) -> Standing:
@@ -130,12 +130,18 @@ def _require_same(theirs: Scenario, ours: Scenario, path: Path) -> None:
             )
 
 
-def _lock(file: FileIO, path: Path) -> None:
-    """Two writers would break the chain for both."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise UsageError(
-            f"ledger {path}: another process is writing it; stop that first"
-        ) from error
+@contextmanager
+def _kept(file: FileIO, path: Path) -> Iterator[None]:
+    """While inside, `file` is closed if anything fails; it is locked, for good.
+
+    Two writers would break the chain for both.
+    """
+    with ExitStack() as failing:
+        failing.callback(file.close)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            problem = "another process is writing it; stop that first"
+            raise UsageError(f"ledger {path}: {problem}") from error
+        yield
+        failing.pop_all()
