@@ -12,6 +12,7 @@ from entrenar_py.service.happenings import Happening
 from entrenar_py.service.host import Host
 from entrenar_py.systems import environment
 from entrenar_py.trace import writer
+from entrenar_py.trace.writer import Writer
 from tests.systems import by_hand
 from tests.systems.by_hand import Hands
 
@@ -40,9 +41,11 @@ def head_of(scenario: Scenario) -> trace.Trace:
     return trace.Trace(scenario=scenario, environment=here, promises=(), events=())
 
 
-def record(host: Host, path: Path) -> None:
-    """Has `host` write a new ledger at `path`."""
-    host.write_to(writer.create(path, head_of(host.scenario)), writer.Standing())
+def record(host: Host, path: Path) -> Writer:
+    """Has `host` write a new ledger at `path`: by this writer."""
+    ledger = writer.create(path, head_of(host.scenario))
+    host.write_to(ledger, writer.Standing())
+    return ledger
 
 
 def meet(host: Host, *, step: int = 0) -> Hands:

@@ -78,19 +78,18 @@ def test_who_leaves_is_told_and_recorded(tmp_path: Path) -> None:
     """At once: a process that dies next takes nothing of it along."""
     heard: list[Happening] = []
     host = host_of(scenario_of(), heard=heard)
-    record(host, tmp_path / "l")
+    written = record(host, tmp_path / "l")
     meet(host)
     host.left(Left(1, 0, "cable cut"))
     assert heard[-1] == Noted(what="left", step=0, text="worker 1 left in step 0: cable cut")
-    ledger, standing = _reopened(host, tmp_path / "l")
+    ledger, standing = _reopened(host, written, tmp_path / "l")
     ledger.close()
     assert standing == Standing(present=(0,), step=0, end=None)
 
 
-def _reopened(host: Host, path: Path) -> tuple[Writer, Standing]:
+def _reopened(host: Host, written: Writer, path: Path) -> tuple[Writer, Standing]:
     """The ledger as the next process finds it: this one has died, or ended."""
-    if host._ledger is not None:
-        host._ledger.close()
+    written.close()
     return writer.reopen(path, head_of(host.scenario))
 
 
@@ -211,10 +210,10 @@ def test_a_broken_ledger_ends_the_run(tmp_path: Path) -> None:
 def test_who_was_there_when_it_died_has_left(tmp_path: Path) -> None:
     """The ledger says so before anyone comes back."""
     host = host_of(scenario_of())
-    record(host, tmp_path / "l")
+    written = record(host, tmp_path / "l")
     train(meet(host), range(2))
     again = host_of(scenario_of())
-    again.write_to(*_reopened(host, tmp_path / "l"))
+    again.write_to(*_reopened(host, written, tmp_path / "l"))
     again.finish(Finish("failed", "nobody came"))
     left = [
         (one.rank, one.step, one.reason) for one in trace.load(tmp_path / "l").of(trace.Membership)
@@ -225,11 +224,11 @@ def test_who_was_there_when_it_died_has_left(tmp_path: Path) -> None:
 def test_after_an_end_nobody_was_there(tmp_path: Path) -> None:
     """A run that was stopped in order had told its workers; its end stays in the ledger."""
     host = host_of(scenario_of())
-    record(host, tmp_path / "l")
+    written = record(host, tmp_path / "l")
     train(meet(host), range(2))
     host.finish(Finish("stopped", "by SIGTERM"))
     again = host_of(scenario_of())
-    again.write_to(*_reopened(host, tmp_path / "l"))
+    again.write_to(*_reopened(host, written, tmp_path / "l"))
     again.finish(Finish("completed"))
     read = trace.load(tmp_path / "l")
     assert read.of(trace.Membership) == []
@@ -242,10 +241,10 @@ def test_after_an_end_nobody_was_there(tmp_path: Path) -> None:
 def test_a_run_is_over_once(tmp_path: Path) -> None:
     """Resumed when it is complete already, it adds nothing."""
     host = host_of(scenario_of())
-    record(host, tmp_path / "l")
+    written = record(host, tmp_path / "l")
     host.finish(Finish("completed"))
     before = (tmp_path / "l").read_bytes()
     again = host_of(scenario_of())
-    again.write_to(*_reopened(host, tmp_path / "l"))
+    again.write_to(*_reopened(host, written, tmp_path / "l"))
     again.finish(Finish("completed", "it was complete already"))
     assert (tmp_path / "l").read_bytes() == before

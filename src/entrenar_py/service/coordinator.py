@@ -43,7 +43,9 @@ def run(path: Path, *, resume: bool) -> int:
         num_steps = given.scenario.num_steps
         listeners: list[Listener] = [stack.enter_context(screen.opened(shown, num_steps=num_steps))]
         if given.metrics is not None:
-            listeners.append(Metrics(given.metrics))
+            metrics = Metrics(given.metrics)
+            stack.callback(metrics.close)
+            listeners.append(metrics)
         return _run(given, listeners, resume=resume)
 
 

@@ -48,5 +48,10 @@ class Metrics:
         except OSError as error:
             problem = f"can't be written any more ({error.strerror})"
             print(f"entrenar: metrics {self._path}: {problem}; the run goes on", file=sys.stderr)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the writing."""
+        if self._file is not None:
             self._file.close()
             self._file = None
