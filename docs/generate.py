@@ -19,11 +19,13 @@ from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
+from entrenar_py.service import config, exits
 from entrenar_py.systems import SYSTEMS
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
 PROTOCOL = DOCS / "protocol.md"
+SERVICE = DOCS / "entrenar.md"
 
 # What each field of a scenario means to who writes one; what it may hold is read from the record.
 MEANINGS = {
@@ -88,6 +90,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "cli.md": options.reference(),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
+        "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix.markdown(rows),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
     }
@@ -113,6 +116,29 @@ def protocol(page: str) -> str:
         "bounds": bounds(),
     }
     return _filled(page, tables)
+
+
+def service(page: str) -> str:
+    """`page` with today's keys of a configuration, and exit codes."""
+    head = ("key", "holds", "left out", "means")
+    waits = [
+        (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
+        for name, meaning in config.TIMING.items()
+    ]
+    tables = {
+        "training": _table(head, _fields(config.TRAINING, required=config.REQUIRED)),
+        "service": _table(head, _keys(config.SERVICE)),
+        "checkpoint": _table(head, _keys(config.CHECKPOINT)),
+        "timing": _table(head, waits),
+        "exits": _table(
+            ("code", "means"), [(str(code), text) for code, text in exits.MEANINGS.items()]
+        ),
+    }
+    return _filled(page, tables)
+
+
+def _keys(keys: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
+    return [(f"`{name}`", *row) for name, row in keys.items()]
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
@@ -150,11 +176,17 @@ def _planned(check: Check, clause: Invariant) -> str:
 
 def fields() -> str:
     """A row per field of a scenario; left out, it is what an entry of a contract means then."""
-    rows = [
-        (f"`{field.name}`", _holds(field), _default(field), MEANINGS[field.name])
-        for field in dataclasses.fields(Scenario)
-    ]
+    rows = _fields(Scenario.__dataclass_fields__)
     return _table(("field", "holds", "left out", "means"), rows)
+
+
+def _fields(names: Iterable[str], *, required: Iterable[str] = ()) -> list[tuple[str, ...]]:
+    """A row for each of these fields of a scenario; those `required` can't be left out."""
+    rows = []
+    for field in map(Scenario.__dataclass_fields__.__getitem__, names):
+        default = "required" if field.name in required else _default(field)
+        rows.append((f"`{field.name}`", _holds(field), default, MEANINGS[field.name]))
+    return rows
 
 
 def _holds(field: dataclasses.Field[Any]) -> str:

@@ -27,7 +27,7 @@ LISTEN = "127.0.0.1:7411"
 # computes on what its workers bring.
 _NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
 TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
-_REQUIRED = ("workload", "world_size", "seed")
+REQUIRED = ("workload", "world_size", "seed")
 
 # Key -> what it holds, what it is when left out, what it means; the docs show this table.
 SERVICE: Mapping[str, tuple[str, str, str]] = {
@@ -142,7 +142,7 @@ class _Reader:
     def _scenario(self) -> Scenario | None:
         """The scenario. Of several wrong fields each is named: one that was is left out then."""
         nodes = self._root.node.fields
-        missing = [name for name in _REQUIRED if self._root.present(name) is None]
+        missing = [name for name in REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
         given = {name: _value(name, nodes[name]) for name in TRAINING if name in nodes}
@@ -153,7 +153,7 @@ class _Reader:
             except UsageError as error:
                 name = str(error).partition("=")[0]
                 self._error(name, str(error))
-                if name in _REQUIRED or name not in given:
+                if name in REQUIRED or name not in given:
                     return None
                 del given[name]
                 continue
