@@ -64,6 +64,12 @@ TYPES = {
     "tuple[Fault, ...]": "list of mappings",
     "Mapping[str, Any]": "mapping",
 }
+# Where a configuration of `entrenar` means something else by it.
+SERVED = {
+    "workload": "the model and its data",
+    "world_size": "the most workers at a time",
+    "seed": "the only source of randomness",
+}
 # What a field of a message holds, as JSON.
 WIRE_TYPES = {
     "bool": "boolean",
@@ -126,7 +132,7 @@ def service(page: str) -> str:
         for name, meaning in config.TIMING.items()
     ]
     tables = {
-        "training": _table(head, _fields(config.TRAINING, required=config.REQUIRED)),
+        "training": _table(head, _training()),
         "service": _table(head, _keys(config.SERVICE)),
         "checkpoint": _table(head, _keys(config.CHECKPOINT)),
         "timing": _table(head, waits),
@@ -135,6 +141,17 @@ def service(page: str) -> str:
         ),
     }
     return _filled(page, tables)
+
+
+def _training() -> list[tuple[str, ...]]:
+    """A row for each field of a scenario that a configuration may hold."""
+    rows = []
+    for name in config.TRAINING:
+        field = Scenario.__dataclass_fields__[name]
+        default = "required" if name in config.REQUIRED else _default(field)
+        holds = _holds(field).removesuffix(", `own`")
+        rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
+    return rows
 
 
 def _keys(keys: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
@@ -176,17 +193,11 @@ def _planned(check: Check, clause: Invariant) -> str:
 
 def fields() -> str:
     """A row per field of a scenario; left out, it is what an entry of a contract means then."""
-    rows = _fields(Scenario.__dataclass_fields__)
+    rows = [
+        (f"`{field.name}`", _holds(field), _default(field), MEANINGS[field.name])
+        for field in dataclasses.fields(Scenario)
+    ]
     return _table(("field", "holds", "left out", "means"), rows)
-
-
-def _fields(names: Iterable[str], *, required: Iterable[str] = ()) -> list[tuple[str, ...]]:
-    """A row for each of these fields of a scenario; those `required` can't be left out."""
-    rows = []
-    for field in map(Scenario.__dataclass_fields__.__getitem__, names):
-        default = "required" if field.name in required else _default(field)
-        rows.append((f"`{field.name}`", _holds(field), default, MEANINGS[field.name]))
-    return rows
 
 
 def _holds(field: dataclasses.Field[Any]) -> str:

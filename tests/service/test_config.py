@@ -110,6 +110,10 @@ ledger: ledger.jsonl
             ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder, own"],
         ),
         (
+            SMALL.replace("mlp", "own"),
+            ["run.yaml:1:11: error: workload='own': it is a stored trace's; nothing to train"],
+        ),
+        (
             "workload: mlp\n",
             ["run.yaml:1:1: error: secret_file is missing; give the file of the secret",
              "run.yaml:1:1: error: seed is missing; say what it is",
@@ -188,3 +192,13 @@ def test_every_key_has_its_place() -> None:
     assert {*config.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
     assert not {*config.TRAINING} & {*config.SERVICE}
     assert {*config.TIMING} == {*Timing.__dataclass_fields__}
+
+
+def test_the_example_in_the_docs(folder: Path) -> None:
+    """It can be copied."""
+    page = (Path(__file__).parents[2] / "docs" / "entrenar.md").read_text(encoding="utf-8")
+    text = page.partition("<<'EOF'\n")[2].partition("EOF\n")[0]
+    (folder / "run.secret").write_bytes(b"open sesame, soon")
+    found = load(folder, text)
+    assert (found.scenario.workload, found.wait_for) == ("decoder", 2)
+    assert found.ledger == folder / "run.jsonl"

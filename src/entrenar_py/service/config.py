@@ -157,6 +157,9 @@ class _Reader:
                     return None
                 del given[name]
                 continue
+            if found.workload == "own":
+                self._error("workload", "workload='own': it is a stored trace's; nothing to train")
+                return None
             return None if missing else found
 
     def _secret(self) -> bytes | None:

@@ -38,13 +38,13 @@ def run(given: argparse.Namespace) -> int:
     """
     secret = config.secret(given.secret_file)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
-    backend, attempts = _open(given.backend)
-    finish = asyncio.run(_Stay(given, secret, backend, attempts).take_part())
+    backend, attempts = opened(given.backend)
+    finish = asyncio.run(Stay(given, secret, backend, attempts).take_part())
     _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
     return exits.OF_FINISH[finish.status]
 
 
-def _open(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
+def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
     """The backend called `name`, and the attempts that led to it, the last of which served."""
     tried: list[trace.Attempt] = []
     if name == AUTO:
@@ -82,7 +82,7 @@ class Recruit(Member):
         _say(f"takes part as rank {welcome.rank}, from step {welcome.step} on")
 
 
-class _Stay:
+class Stay:
     """One worker's life: it asks what the run is, builds it, joins, and leaves when told to."""
 
     def __init__(
@@ -125,10 +125,10 @@ class _Stay:
         told = self._asking.result()
         if isinstance(told, Finish):
             return told
-        self._client = self._join(told)
+        self._client = self.join(told)
         return await self._client.run(host, port, patience_s=self._given.patience_s)
 
-    def _join(self, told: Told) -> WorkerClient:
+    def join(self, told: Told) -> WorkerClient:
         """Builds what the coordinator told of, and computes for itself what that is."""
         try:
             scenario = Scenario.from_dict(json.loads(told.scenario))
