@@ -10,6 +10,7 @@ from entrenar_py.mutants import Variant
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.coordinator import Member as Seen
 from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Computed, Message
 from entrenar_py.protocol.phases import Stage
 from entrenar_py.protocol.worker import Worker
@@ -38,7 +39,7 @@ def from_the_last(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Se
     return dict(zip(sorted(ranks, reverse=True), parts, strict=True))
 
 
-def kept_unfolded(self: Server, rank: int, message: Message, payload: bytearray) -> None:
+def kept_unfolded(self: Server, rank: int, message: Message, payload: Buffer) -> None:
     """Leaves all the adding to the end of the step."""
     if not isinstance(message, Computed):
         _keep(self, rank, message, payload)

@@ -20,6 +20,7 @@ from entrenar_py.protocol import frames
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.coordinator import Member as Seen
 from entrenar_py.protocol.effects import Apply, Effect, Keep, Left, Peer, Send
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import (
     Applied,
     Computed,
@@ -58,7 +59,7 @@ def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
     return reduction.Node(one.level, one.index, total, loss, weight)
 
 
-def added_as_they_come(self: Server, rank: int, message: Message, payload: bytearray) -> None:
+def added_as_they_come(self: Server, rank: int, message: Message, payload: Buffer) -> None:
     """Adds every node to one sum when it arrives."""
     if isinstance(message, Computed):
         came = [*self._nodes, *self._pending.pop(rank)]
@@ -105,7 +106,7 @@ def received_again(self: Coordinator, peer: Peer, message: Message, now: float) 
     return _receive(self, peer, message, now)
 
 
-def added_again(self: Server, rank: int, message: Message, payload: bytearray) -> None:
+def added_again(self: Server, rank: int, message: Message, payload: Buffer) -> None:
     """Adds a node to what there is of it."""
     _keep(self, rank, message, payload)
     if isinstance(message, TreeNode):
@@ -157,7 +158,7 @@ def enter_where_it_was(self: Worker, welcome: Welcome) -> list[Effect]:
     return effects
 
 
-def keep_own_state(self: Member, welcome: Welcome, payload: bytearray) -> None:
+def keep_own_state(self: Member, welcome: Welcome, payload: Buffer) -> None:
     """Keeps the state that it had when the connection was lost."""
     if not self.workers:
         _load(self, welcome, payload)

@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Average, Message, Welcome
 from tests.drivers.fakes import TIMING, FakeMember, FakeServer, client_of, listening, run_of
 
@@ -23,17 +24,17 @@ PATIENT = replace(TIMING, gather_s=60.0)  # the state takes its time
 class Large(FakeServer):
     """Keeps no more than the last vector that came."""
 
-    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         self.kept = payload
 
 
 class LargeMember(FakeMember):
     """Keeps the state that it is given, and the average that it is to step with."""
 
-    def load(self, welcome: Welcome, payload: bytearray) -> None:
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
         """The average takes its place."""
 
-    def hold(self, average: Average, payload: bytearray) -> None:
+    def hold(self, average: Average, payload: Buffer) -> None:
         self.held = payload
 
 

@@ -40,10 +40,10 @@ class FakeServer:
     def sizes(self) -> Mapping[type[Message], int]:
         return {TreeNode: len(self.content)}
 
-    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """Everything will do."""
 
-    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         if isinstance(message, TreeNode):
             assert payload == self.content
 
@@ -82,14 +82,14 @@ class FakeMember:
     def sizes(self) -> Mapping[type[Message], int]:
         return {Welcome: len(self.content), Average: len(self.content)}
 
-    def load(self, welcome: Welcome, payload: bytearray) -> None:
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
         assert payload == self.content
         self.made = list(range(welcome.step))
 
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
         return [TreeNode(step=step, level=0, index=shard, loss=1.0, weight=1.0) for shard in shards]
 
-    def hold(self, average: Average, payload: bytearray) -> None:
+    def hold(self, average: Average, payload: Buffer) -> None:
         assert payload == self.content
 
     def make_held(self, step: int) -> None:

@@ -122,7 +122,7 @@ def test_a_halt_makes_no_step(server: FakeServer, member: FakeMember, reason: st
 class Strict(FakeServer):
     """Finds fault with the first thing that a worker carries."""
 
-    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
         raise ProtocolError(f"{type(message).__name__} of rank {rank} is wrong")
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, unmeddled
 from entrenar_py.drivers.simulated import Simulation
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Run, Timing
 from tests.drivers.fakes import COMPLETED, SECRET, FakeMember, FakeServer, run_of
@@ -25,7 +26,7 @@ class Told(FakeServer):
         super().__init__()
         self.heard: list[tuple[int, Message]] = []
 
-    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
         self.heard.append((rank, message))
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import socket
+from dataclasses import replace
 
 import pytest
 
+from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import FIELDS, MAGIC, PREFIX_BYTES
+from entrenar_py.protocol.messages import VERSION
 from entrenar_py.protocol.terms import Timing
+from tests.drivers.certificates import Authority, server_context
 from tests.drivers.fakes import (
     COMPLETED,
     LOOPBACK,
+    TIMING,
     FakeMember,
     FakeServer,
     client_of,
@@ -176,7 +183,7 @@ def test_a_rank_that_is_taken() -> None:
 
 def _claim(payload_bytes: int) -> bytes:
     """A prefix that says how much will follow."""
-    return FIELDS.pack(MAGIC, 1, 2, 1, 0, 0, 100, 2**20, payload_bytes) + bytes(16)
+    return FIELDS.pack(MAGIC, VERSION, 2, 1, 0, 0, 100, 2**20, payload_bytes) + bytes(16)
 
 
 async def _stranger(port: int, says: bytes, pace_s: float | None = None) -> None:
@@ -227,6 +234,94 @@ def test_strangers_disturb_nobody() -> None:
         assert [*await first, *await second] == [COMPLETED, COMPLETED]
         assert hands.made == members[0].made == members[1].made == ALL
         assert hands.told == ["0 joined", "1 joined"]
+
+    go(story())
+
+
+def test_a_thousand_that_say_nothing() -> None:
+    """256 of them may stay for their time, the others are turned away at once; a worker that comes
+    meanwhile is let in when theirs is over, and the run ends right.
+    """
+
+    async def story() -> None:
+        hands, members = FakeServer(), [FakeMember(), FakeMember()]
+        timing = replace(IMPATIENT, hello_s=1.0)
+        server, port = await listening(run_of(awaited={0: [0], 2: [1]}), hands, timing=timing)
+        running = asyncio.ensure_future(server.finish())
+        first = asyncio.ensure_future(take_part([client_of(0, members[0])], port))
+        await until(lambda: server.end.machine.step == 2)
+        staying: list[asyncio.StreamWriter] = []
+        heard = await asyncio.gather(*(_first_words(port, staying) for _ in range(1000)))
+        assert sum(bool(one) for one in heard) == 256
+        second = asyncio.ensure_future(take_part([client_of(1, members[1])], port))
+        assert await running == COMPLETED
+        assert [*await first, *await second] == [COMPLETED, COMPLETED]
+        assert hands.made == members[0].made == members[1].made == ALL
+        assert hands.told == ["0 joined", "1 joined"]
+        for writer in staying:
+            writer.close()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), hard))
+    try:
+        go(story())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def _first_words(port: int, staying: list[asyncio.StreamWriter]) -> bytes:
+    """What someone hears who connects and says nothing: none, if turned away; the others stay."""
+    reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    staying.append(writer)
+    try:
+        return await reader.read(2**16)
+    except ConnectionResetError:
+        return b""
+
+
+# --- where a coordinator may listen -------------------------------------------------------------
+
+
+def _server(secret: bytes) -> CoordinatorServer:
+    return CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=secret)
+
+
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes.."])
+@pytest.mark.parametrize("mutual", [None, False])
+def test_nobody_listens_unprotected(
+    authority: Authority, secret: bytes, mutual: bool | None
+) -> None:
+    """To other machines only with a secret that can't be guessed, or TLS that asks who comes."""
+
+    async def story() -> None:
+        context = None if mutual is None else server_context(authority, mutual=mutual)
+        with pytest.raises(UsageError) as caught:
+            await _server(secret).listen("0.0.0.0", 0, context=context)
+        assert str(caught.value).startswith("host=0.0.0.0: other machines can connect there")
+        assert f"the secret of {len(secret)} bytes keeps nobody out" in str(caught.value)
+
+    go(story())
+
+
+@pytest.mark.parametrize(
+    ("host", "secret", "mutual"),
+    [("0.0.0.0", b"of sixteen bytes", False), ("0.0.0.0", b"", True), ("localhost", b"", False)],
+)
+def test_a_protected_run_listens_anywhere(
+    authority: Authority, host: str, secret: bytes, mutual: bool
+) -> None:
+    """And on this machine alone a run needs no protection."""
+
+    async def story() -> None:
+        server = _server(secret)
+        context = server_context(authority) if mutual else None
+        _, port = await server.listen(host, 0, context=context)
+        running = asyncio.ensure_future(server.finish())
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.close()
+        running.cancel()
+        await asyncio.wait([running])
 
     go(story())
 

@@ -1,15 +1,11 @@
-"""What fails on our side of a connection ends what it must, and is told; so does a deaf peer."""
+"""What fails on our side of a connection ends what it must, and is told."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Iterator
 
 import pytest
 
-from entrenar_py.drivers import tcp
-from entrenar_py.drivers.tcp import Link
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.messages import NonFinite, TreeNode
 from tests.drivers.fakes import (
@@ -21,7 +17,6 @@ from tests.drivers.fakes import (
     go,
     listening,
     run_of,
-    until,
 )
 
 
@@ -74,61 +69,5 @@ def test_a_defect_of_a_worker_ends_the_worker() -> None:
         assert await well == COMPLETED
         assert hands.made == [0, 1, 2]
         assert any(one.startswith("1 left") for one in hands.told)
-
-    go(story())
-
-
-# --- one connection -----------------------------------------------------------------------------
-
-
-def test_who_reads_nothing_does_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed while much is still to be sent, it ends all the same, and what waited is let go."""
-    monkeypatch.setattr(tcp, "FAREWELL_S", 0.1)
-
-    async def story() -> None:
-        links: list[Link] = []
-
-        def link() -> Link:
-            return Link(links.append, lambda _: None, lambda *_: None, lambda *_: None)
-
-        server = await asyncio.get_running_loop().create_server(link, LOOPBACK, 0)
-        deaf = socket.create_connection(server.sockets[0].getsockname())
-        await until(lambda: bool(links))
-        links[0].write(bytes(2**20) for _ in range(64))
-        links[0].close()
-        await links[0].ended
-        deaf.close()
-        server.close()
-
-    go(story())
-
-
-def test_nothing_is_sent_before_it_can_be() -> None:
-    """A message is asked for piece by piece, as the other end takes it."""
-
-    async def story() -> None:
-        links: list[Link] = []
-        asked = 0
-
-        def pieces() -> Iterator[bytes]:
-            nonlocal asked
-            for _ in range(64):
-                asked += 1
-                yield bytes(2**20)
-
-        def link() -> Link:
-            return Link(links.append, lambda _: None, lambda *_: None, lambda *_: None)
-
-        server = await asyncio.get_running_loop().create_server(link, LOOPBACK, 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        await until(lambda: bool(links))
-        links[0].write(pieces())
-        links[0].close()
-        assert asked < 32
-        assert len(await reader.read()) == 64 * 2**20
-        assert asked == 64
-        writer.close()
-        await links[0].ended
-        server.close()
 
     go(story())

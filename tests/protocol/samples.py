@@ -14,6 +14,7 @@ from typing import Any
 from entrenar_py.protocol import messages
 from entrenar_py.protocol.frames import UNKEYED, Encoder
 from entrenar_py.protocol.messages import (
+    VERSION,
     Applied,
     Assign,
     Average,
@@ -45,10 +46,10 @@ EVENTS = b'{"kind": "end"}\n'
 SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
     type(message): (message, payload)
     for message, payload in (
-        (Challenge(version=1, nonce="00112233445566778899aabbccddeeff"), b""),
+        (Challenge(version=VERSION, nonce="00112233445566778899aabbccddeeff"), b""),
         (
             Hello(
-                version=1,
+                version=VERSION,
                 run="run-7",
                 manifest="5eed" * 16,
                 data="da7a" * 16,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from entrenar_py.protocol.frames import (
 )
 from entrenar_py.protocol.messages import (
     MESSAGES,
+    VERSION,
     Assign,
     Average,
     Challenge,
@@ -60,7 +61,7 @@ def decoder(limit: int = LIMIT, key: bytes = KEY) -> Decoder:
 
 def signed(frame: bytes, key: bytes = KEY) -> bytes:
     """`frame` with the checksum that someone who has the key would give it."""
-    checksum = blake3(key=key).update(frame[:32]).update(frame[48:]).digest(16)
+    checksum = AESGCM(key).encrypt(frame[4:16], b"", frame[:32] + frame[48:])
     return frame[:32] + checksum + frame[48:]
 
 
@@ -124,7 +125,7 @@ def test_a_payload_keeps_its_bits() -> None:
 def test_the_key_may_come_between_messages() -> None:
     """A session starts without a key and goes on with one, on a stream that is never cut."""
     reader, encoder = decoder(key=NO_KEY), Encoder()
-    challenge = Challenge(version=1, nonce="0" * 32)
+    challenge = Challenge(version=VERSION, nonce="0" * 32)
     (first,) = feed(reader, b"".join(written(encoder, challenge)))
     reader.key = encoder.key = KEY
     (second,) = feed(reader, b"".join(written(encoder, Heartbeat())))
@@ -213,7 +214,7 @@ def test_a_frame_sent_back_is_refused() -> None:
     ("at", "form", "value", "complaint"),
     [
         (0, "B", 0, "magic=b'\\\\x00NTP': not a frame"),
-        (4, "B", 2, "version=2: this end speaks 1"),
+        (4, "B", 1, "version=1: this end speaks 2"),
         (5, "B", 0, "tag=0: no message has it"),
         (6, "B", 0, "out of its turn"),
         (6, "B", 2, "out of its turn"),
@@ -319,7 +320,7 @@ def test_a_header_is_checked_like_any() -> None:
 def test_an_end_refuses_to_send_what_no_end_would_take() -> None:
     """A header that is too long is our own mistake, and is not sent."""
     hello = Hello(
-        version=1,
+        version=VERSION,
         run="\U0001f600" * 400,
         manifest="m",
         data="d",
@@ -352,9 +353,9 @@ def test_a_stranger_says_nothing_else(kind: type[Message], data: st.DataObject) 
 def test_a_stranger_is_brief(kind: type[Message]) -> None:
     """What comes before anyone proved anything is bounded by 4 KiB, with or without a key."""
     message = {
-        Challenge: Challenge(version=1, nonce="0" * 32),
+        Challenge: Challenge(version=VERSION, nonce="0" * 32),
         Hello: Hello(
-            version=1,
+            version=VERSION,
             run="r",
             manifest="m",
             data="d",
@@ -394,6 +395,62 @@ def test_a_thousand_strangers_cost_little(said_bytes: int, each_kib: int) -> Non
 
 
 # --- memory -----------------------------------------------------------------------------------
+
+
+def test_a_payload_goes_where_the_receiver_says() -> None:
+    """Into the room that was given for it, over all its frames; none is asked for an empty one."""
+    own = bytearray(60)
+    asked: list[tuple[Message, int]] = []
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        asked.append((message, num_bytes))
+        return memoryview(own)[:num_bytes]
+
+    reader = Decoder(lambda kind: 60, KEY, room=room)
+    encoder = Encoder(KEY)
+    with short_chunks():
+        for payload in (bytes(range(60)), b"", b"x" * 17):
+            (got,) = feed(reader, b"".join(written(encoder, NODE, payload)))
+            assert bytes(got.payload) == payload
+            assert own.startswith(payload)
+        assert feed(reader, b"".join(written(encoder, Heartbeat())))
+    assert asked == [(NODE, 60), (NODE, 17)]
+
+
+def test_a_message_may_have_no_room() -> None:
+    """Whoever gives the room may refuse it, by the message that it is for."""
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        raise ProtocolError(f"{num_bytes} bytes of nobody's")
+
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    with pytest.raises(ProtocolError, match="8 bytes of nobody's"):
+        feed(Decoder(lambda kind: 8, KEY, room=room), frame)
+
+
+@pytest.mark.parametrize("num_bytes", [7, 9])
+def test_room_of_another_size_is_our_mistake(num_bytes: int) -> None:
+    """A payload fills its room, and never less or more of it."""
+    reader = Decoder(lambda kind: 8, KEY, room=lambda *_: memoryview(bytearray(num_bytes)))
+    (frame,) = written(Encoder(KEY), NODE, b"12345678")
+    with pytest.raises(AssertionError, match=f"room of {num_bytes} bytes for 8"):
+        feed(reader, frame)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [(5, 0, "no message has it"), (24, 9, "9 bytes: 8 are allowed"), (48, 0, "can't be read")],
+)
+def test_no_room_is_asked_for_what_is_refused(place: int, value: int, complaint: str) -> None:
+    """Not before the prefix is sound, its sizes are allowed, and the header is a message's."""
+
+    def room(message: Message, num_bytes: int) -> memoryview:
+        raise AssertionError("asked")
+
+    frame = bytearray(written(Encoder(KEY), NODE, b"12345678")[0])
+    frame[place] = value
+    with pytest.raises(ProtocolError, match=complaint):
+        feed(Decoder(lambda kind: 8, KEY, room=room), bytes(frame))
 
 
 def test_a_large_payload_is_held_once() -> None:

@@ -19,15 +19,15 @@ from entrenar_py.protocol.handshake import (
     proof_of_worker,
     session_key,
 )
-from entrenar_py.protocol.messages import Challenge, Hello
+from entrenar_py.protocol.messages import VERSION, Challenge, Hello
 from tests.protocol.speech import said
 
 USES = (proof_of_worker, proof_of_coordinator, session_key)
 Use = Callable[[bytes, Challenge, Hello], str | bytes]
 SECRET = b"open sesame"
-CHALLENGE = Challenge(version=1, nonce="0" * 32)
+CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
 HELLO = Hello(
-    version=1,
+    version=VERSION,
     run="r",
     manifest="m",
     data="d",
@@ -52,7 +52,7 @@ def test_it_depends_on_all_that_was_said(use: Use, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"version": 2},
+        {"version": 1},
         {"run": "other"},
         {"manifest": "other"},
         {"data": "other"},
@@ -69,7 +69,7 @@ def test_every_field_of_a_hello_counts(use: Use, changes: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("changes", [{"version": 2}, {"nonce": "2" * 32}])
+@pytest.mark.parametrize("changes", [{"version": 1}, {"nonce": "2" * 32}])
 def test_every_field_of_a_challenge_counts(use: Use, changes: dict[str, object]) -> None:
     """A proof is worth nothing for another challenge: it can't be kept and used again."""
     changed = Challenge(**{**asdict(CHALLENGE), **changes})

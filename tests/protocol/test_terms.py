@@ -45,7 +45,7 @@ def answer(said: Hello, *, taken: Collection[int | None] = ()) -> Admission | An
 @pytest.mark.parametrize(
     ("changes", "taken", "reason", "retry"),
     [
-        ({"version": 2}, (), "version=2: this run has 1", False),
+        ({"version": 1}, (), "version=1: this run has 2", False),
         ({"run": "x"}, (), "run='x': this run has 'r'", False),
         ({"manifest": "x"}, (), "manifest='x': this run has 'm'", False),
         ({"data": "x"}, (), "data='x': this run has 'd'", False),

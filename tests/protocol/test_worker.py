@@ -224,8 +224,8 @@ def test_a_coordinator_proves_itself_too(proof: str) -> None:
 
 def test_another_version_is_the_end() -> None:
     """It would be no other the next time."""
-    reason = "version=2: this worker speaks 1"
-    assert told(connect(new()), replace(CHALLENGE, version=2)) == [
+    reason = "version=1: this worker speaks 2"
+    assert told(connect(new()), replace(CHALLENGE, version=1)) == [
         do.Close(PEER, reason),
         do.Finish("failed", reason),
     ]

@@ -1,4 +1,4 @@
-"""The protocol over TCP: the same machines on asyncio streams of bytes.
+"""The protocol over TCP: the same machines on connections of this and other processes.
 
 A payload is read into its own memory and written from it, a chunk at a time as the connection takes
 them, so that nothing is held twice.
@@ -7,17 +7,21 @@ them, so that nothing is held twice.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
+import socket
+import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+from entrenar_py.drivers import sockets, tls
+from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent, unmeddled
+from entrenar_py.drivers.link import FAREWELL_S, Link
+from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
@@ -29,113 +33,8 @@ from entrenar_py.protocol.worker import Worker
 
 BACKOFF_S = (0.05, 2.0)
 TICKS_A_HEARTBEAT = 4
-BACKLOG = 2**10  # connections not taken up yet: a burst of strangers must not keep a worker out
-FAREWELL_S = 2.0  # how long the last messages may take
-
-
-class Link(asyncio.BufferedProtocol):
-    """One connection: reads into `buffer()`, writes what is queued as fast as it is taken."""
-
-    def __init__(
-        self,
-        opened: Callable[[Link], None],
-        buffer: Callable[[Link], memoryview | None],
-        filled: Callable[[Link, int], None],
-        lost: Callable[[Link, str], None],
-    ) -> None:
-        self._opened, self._buffer, self._filled, self._lost = opened, buffer, filled, lost
-        self._transport: asyncio.Transport | None = None
-        self._queue: deque[Iterator[Buffer]] = deque()
-        self._paused = self._closing = self._mute = False
-        self._held = b""
-        self._waste = bytearray(2**16)  # for what comes when nobody listens any more
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def write(self, buffers: Iterable[Buffer], befalls: Meddling | None = None) -> None:
-        """Queues `buffers`, in order; they are asked for when they can be sent.
-
-        `befalls` is what happens to them on purpose: to the bytes or the connection, not to the
-        process, which is its driver's affair.
-        """
-        if befalls is None and not self._held:
-            self._queue.append(iter(buffers))
-        else:
-            self._bend(b"".join(buffers), befalls or Meddling(None))
-        self._pump()
-
-    def _bend(self, data: bytes, befalls: Meddling) -> None:
-        half = data[: len(data) // 2]
-        match befalls.fate:
-            case Fate.REORDER:
-                self._held += data
-                return
-            case Fate.HALF_OPEN:
-                self._mute = True
-                if self._transport is not None:
-                    self._transport.pause_reading()
-            case Fate.CUT | Fate.KILL:
-                self._queue.append(iter([half]))
-                self._pump()
-                self._mute = True
-                if self._transport is not None and befalls.fate is Fate.CUT:
-                    self._transport.abort()
-                return
-            case Fate.DELAY:
-                self._paused = True
-                asyncio.get_running_loop().call_later(befalls.seconds, self.resume_writing)
-        self._queue.append(iter([bent(befalls, data, random.Random(len(data))) + self._held]))
-        self._held = b""
-
-    def close(self) -> None:
-        """Ends the connection once all is sent and heard; after FAREWELL_S in any case."""
-        self._closing = True
-        self._pump()
-        if self._transport is not None:
-            asyncio.get_running_loop().call_later(FAREWELL_S, self._transport.abort)
-
-    def abort(self) -> None:
-        """Ends the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._opened(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview | bytearray:
-        return self._waste if (place := self._buffer(self)) is None else place
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._buffer(self) is not None:
-            self._filled(self, nbytes)
-
-    def pause_writing(self) -> None:
-        self._paused = True
-
-    def resume_writing(self) -> None:
-        self._paused = False
-        self._pump()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._queue.clear()
-        self._transport = None
-        self._lost(self, str(exc or "closed by the other end"))
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _pump(self) -> None:
-        while self._queue and self._transport is not None and not self._paused:
-            piece = next(self._queue[0], None)
-            if piece is None:
-                self._queue.popleft()
-            elif not self._mute:
-                self._transport.write(piece)
-        if self._closing and not self._queue and self._transport is not None:
-            self._closing = False
-            # Not closed at once: with bytes unread that would reset the connection, and what was
-            # said last could be lost. The other end closes when it has read it.
-            self._transport.write_eof()
+STRANGERS_MAX = 256
+SECRET_BYTES_MIN = 16
 
 
 class CoordinatorServer:
@@ -159,13 +58,37 @@ class CoordinatorServer:
         self._peers: dict[Link, int] = {}
         self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
-        self._server: asyncio.Server | None = None
+        self._door: Door | None = None
 
-    async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Listens at `host`, at a free port if `port` is 0; the address that it has then."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._link, host, port, backlog=BACKLOG)
-        name = self._server.sockets[0].getsockname()
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        context: ssl.SSLContext | None = None,
+        strangers_max: int = STRANGERS_MAX,
+    ) -> tuple[str, int]:
+        """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
+
+        With `context` over TLS. At most `strangers_max` connections at a time may be on their way
+        in, or out; more are turned away, and workers among them come again.
+
+        Raises UsageError where others could take part: from other machines, with no secret that
+        keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
+        there is none.
+        """
+        addresses = await sockets.resolve(host, port)
+        if not all(map(sockets.is_loopback, addresses)):
+            _require_protection(host, self.end.machine.secret, context)
+        listeners = sockets.listen(addresses)
+        self._door = Door(
+            listeners,
+            self._opened,
+            has_room=lambda securing: securing + self._num_strangers() < strangers_max,
+            context=context,
+            patience_s=self.end.machine.timing.hello_s,
+        )
+        name = listeners[0].getsockname()
         return name[0], name[1]
 
     async def finish(self) -> do.Finish:
@@ -173,19 +96,19 @@ class CoordinatorServer:
 
         Raises what the hands or the machine raise, wherever that was.
         """
-        assert self._server is not None, "listen comes first"
+        assert self._door is not None, "listen comes first"
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             finish = await self._finished
-            self._server.close()
+            self._door.close()
             leaving = [link.ended for link in self._peers]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
             return finish
         finally:
             self._ticking.cancel()
-            self._server.close()
+            self._door.close()
             for link in self._peers:
                 link.abort()
 
@@ -204,10 +127,13 @@ class CoordinatorServer:
         """Ends a connection."""
         self._links.pop(peer).close()
 
-    def _link(self) -> Link:
-        return Link(self._opened, self._buffer, self._filled, self._lost)
+    def _num_strangers(self) -> int:
+        """How many connections are not those of members: not yet, or not any more."""
+        let_in = sum(one.rank is not None for one in self.end.machine.peers.values())
+        return len(self._peers) - let_in
 
-    def _opened(self, link: Link) -> None:
+    def _opened(self, sock: socket.socket) -> None:
+        link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
         peer = next(self._numbers)
         self._links[peer], self._peers[link] = link, peer
         self.end.connected(peer, secrets.token_hex(NONCE_BYTES))
@@ -246,6 +172,16 @@ class CoordinatorServer:
             self._finished.set_exception(context["exception"])
 
 
+def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None) -> None:
+    """UsageError if anyone could take part in a run that listens at `host`."""
+    if len(secret) < SECRET_BYTES_MIN and not (context and tls.proves_identity(context)):
+        raise UsageError(
+            f"host={host}: other machines can connect there, and the secret of {len(secret)} bytes "
+            f"keeps nobody out; give one of at least {SECRET_BYTES_MIN} bytes, or TLS with a CA "
+            "that the workers' certificates must be of, or listen at 127.0.0.1"
+        )
+
+
 class WorkerClient:
     """A worker that connects to a coordinator, and again when the connection is lost."""
 
@@ -267,10 +203,17 @@ class WorkerClient:
         self._computing: asyncio.Future[list[TreeNode] | NonFinite] | None = None
         self._thread = ThreadPoolExecutor(1)
 
-    async def run(self, host: str, port: int, *, patience_s: float) -> do.Finish:
+    async def run(
+        self,
+        host: str,
+        port: int,
+        *,
+        patience_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> do.Finish:
         """Takes part until the run is over; `failed` after `patience_s` without being let in.
 
-        Raises what the hands or the machine raise, wherever that was.
+        With `context` over TLS. Raises what the hands or the machine raise, wherever that was.
         """
         since = time.monotonic()
         wait_s = BACKOFF_S[0]
@@ -280,7 +223,7 @@ class WorkerClient:
             while self.end.finished is None:
                 if self._computing is not None:  # of a stay that is over: it still uses the replica
                     await asyncio.wait([self._computing])
-                problem = await self._stay(host, port)
+                problem = await self._stay(host, port, context)
                 if self._error is not None:
                     raise self._error
                 if problem is None:
@@ -312,26 +255,30 @@ class WorkerClient:
             self._link.close()
             self._link = None
 
-    async def _stay(self, host: str, port: int) -> str | None:
+    async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """One connection, to its end; why this worker was not let in, if it was not."""
-        loop = asyncio.get_running_loop()
         stays = self.end.num_stays
         try:
-            _, link = await loop.create_connection(self._new_link, host, port)
+            sock = await self._connect(host, port, context)
+        except TimeoutError:
+            return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
+        self._link = link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
+        self.end.connected(link, secrets.token_hex(NONCE_BYTES))
         try:
             await link.ended
         finally:
             link.abort()
         return self._reason if self.end.num_stays == stays else None
 
-    def _new_link(self) -> Link:
-        return Link(self._opened, self._buffer, self._filled, self._lost)
-
-    def _opened(self, link: Link) -> None:
-        self._link = link
-        self.end.connected(link, secrets.token_hex(NONCE_BYTES))
+    async def _connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
+        patience_s = self.end.machine.timing.hello_s
+        async with asyncio.timeout(patience_s):
+            sock = await sockets.connect(host, port)
+        if context is None:
+            return sock
+        return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
 
     def _buffer(self, link: Link) -> memoryview | None:
         return self.end.buffer() if link is self._link else None

@@ -12,11 +12,17 @@ first carries the header and the first chunk, the others a chunk each. The prefi
            16-19  bytes of the header, 0 in a later frame
            20-23  bytes of the chunk
            24-31  bytes of the message's whole payload
-           32-47  checksum: BLAKE3, keyed, of bytes 0-31, the header and the chunk
+           32-47  checksum: GMAC of bytes 0-31, the header and the chunk; its nonce is bytes 4-15
 
 All integers are little-endian. The number makes a frame that was lost, repeated or put elsewhere
 look as wrong as a flipped bit does; the key is the session's (`handshake`), so that nobody else
 can write a frame of it.
+
+The checksum is GMAC (NIST SP 800-38D): AES-256-GCM that encrypts nothing. Processors have
+instructions for it: 64 MB take 5 ms where keyed BLAKE3 takes 11. XXH3 would take 2.5, but anyone
+could forge it. GMAC is lost if a key ever meets a nonce twice; here the nonce holds direction and
+number, which no two frames of a session share, and a session's key is of two fresh nonces. Frames
+without a key have the key of zeros: against damage that is a checksum like any.
 """
 
 from __future__ import annotations
@@ -27,7 +33,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from blake3 import blake3
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import messages
@@ -39,12 +46,15 @@ HEADER_BYTES_MAX = 2**21  # room for the longest list of the longest numbers
 UNKEYED_HEADER_BYTES_MAX = 2**12  # all that a stranger can make this end set aside
 
 FIELDS = struct.Struct("<4sBBBBQIIQ")
+_NONCE = slice(4, 16)  # of the fields: version, tag, first, direction, number
 _CHECKSUM_BYTES = 16
 PREFIX_BYTES = FIELDS.size + _CHECKSUM_BYTES
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 # How many payload bytes a message of this kind may bring now; 0 for none.
 Limit = Callable[[type[Message]], int]
+# Memory for a message's payload of so many bytes, just as long: see Decoder.
+Room = Callable[[Message, int], memoryview]
 
 
 # Before a session has a key these three alone may come, and they never have it.
@@ -55,10 +65,15 @@ UNKEYED = (messages.Challenge, messages.Hello, messages.Refuse)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole message; `payload` is a buffer of its own, empty if it carries nothing."""
+    """A whole message; `payload` is the room it was given, empty if it carries nothing."""
 
     message: Message
-    payload: bytearray
+    payload: memoryview
+
+
+def new_room(message: Message, num_bytes: int) -> memoryview:
+    """Memory of its own for a payload, not zeroed: that would cost more than receiving it."""
+    return np.empty(num_bytes, np.uint8).data
 
 
 class Encoder:
@@ -92,16 +107,27 @@ class Encoder:
 class Decoder:
     """One direction of one connection, at the end that reads; `key` is the session's.
 
-    Fill `buffer()` and tell `filled` how much was written there: what is complete comes back. A
-    payload is allocated once the prefix is sound and its size within `limit`, and no sooner.
+    Fill `buffer()` and tell `filled` how much was written there: what is complete comes back.
+
+    `room` is asked for memory for a payload once its size is known to be within `limit`, and no
+    sooner; never for an empty one. For a message that there is no room for it raises ProtocolError,
+    which `filled` then raises. The memory is the decoder's until the message comes back from
+    `filled`, and the receiver's from then on. What is written there may be damaged, or end in the
+    middle, and the message that `room` is shown may be damaged too: nothing of it counts before it
+    came back.
     """
 
     def __init__(
-        self, limit: Limit, key: bytes = NO_KEY, *, direction: int = TO_COORDINATOR
+        self,
+        limit: Limit,
+        key: bytes = NO_KEY,
+        *,
+        direction: int = TO_COORDINATOR,
+        room: Room = new_room,
     ) -> None:
         self.key = key
         self._direction = direction
-        self._limit = limit
+        self._limit, self._room = limit, room
         self._number = 0
         self._received: Received | None = None  # the message in work, until its last frame
         self._at = 0  # bytes of its payload that came
@@ -184,11 +210,18 @@ class Decoder:
         _, _, tag, *_, chunk_bytes, whole_bytes = FIELDS.unpack_from(self._prefix)
         if self._received is None:
             message = messages.parse(tag, bytes(self._header))
-            self._received = Received(message, bytearray(whole_bytes))
+            self._received = Received(message, self._room_for(message, whole_bytes))
             self._at = 0
-        self._chunk = memoryview(self._received.payload)[self._at : self._at + chunk_bytes]
+        self._chunk = self._received.payload[self._at : self._at + chunk_bytes]
         self._rest = self._chunk
         self._advance = self._end_frame
+
+    def _room_for(self, message: Message, num_bytes: int) -> memoryview:
+        if num_bytes == 0:
+            return memoryview(b"")
+        room = self._room(message, num_bytes).cast("B")
+        assert room.nbytes == num_bytes, f"room of {room.nbytes} bytes for {num_bytes}"
+        return room
 
     def _end_frame(self) -> Received | None:
         received = self._received
@@ -213,7 +246,11 @@ def header_bytes_max(kind: type[Message]) -> int:
 
 def checksum_of(key: bytes, fields: Buffer, header: Buffer, chunk: Buffer) -> bytes:
     """The checksum of one frame: of its fields, its header and its chunk."""
-    return blake3(key=key).update(fields).update(header).update(chunk).digest(_CHECKSUM_BYTES)
+    mac = Cipher(algorithms.AES(key), modes.GCM(bytes(fields[_NONCE]))).encryptor()
+    for part in (fields, header, chunk):
+        mac.authenticate_additional_data(part)
+    mac.finalize()
+    return mac.tag
 
 
 def _require(holds: bool, message: str) -> None:

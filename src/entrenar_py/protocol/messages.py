@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from entrenar_py.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 TEXT_CHARS_MAX = 1_000
 LIST_MAX = 2**16
 
@@ -298,10 +298,11 @@ def brief(text: str) -> str:
 
 
 def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    name, times = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 1)
-    if times > 1:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{reprlib.repr(name)} stands in it {times} times")
-    return dict(pairs)
+    return record
 
 
 def _plain(value: Any) -> Any:

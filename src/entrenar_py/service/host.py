@@ -11,6 +11,7 @@ from pathlib import Path
 
 from entrenar_py import trace
 from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Computed, Message
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest
@@ -72,7 +73,7 @@ class Host(Server):
         self._write()
         self._watch.begin()
 
-    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Also notes when it came."""
         super().keep(rank, message, payload)
         if isinstance(message, Computed):

@@ -18,6 +18,7 @@ from entrenar_py.drivers.asking import Told
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Welcome
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.protocol.worker import Worker
@@ -74,7 +75,7 @@ class Recruit(Member):
         """Of this machine's backend, whatever the scenario names."""
         return self._backend.linear
 
-    def load(self, welcome: Welcome, payload: bytearray) -> None:
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Also records the backend, and says that it takes part."""
         super().load(welcome, payload)
         for one in self._attempts:

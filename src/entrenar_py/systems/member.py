@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from entrenar_py import trace
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import (
     Average,
     Message,
@@ -35,7 +36,7 @@ class Member(Replicas):
         state_bytes = state.num_bytes(self.workload.specs, self.scenario.optimizer)
         return {Welcome: state_bytes, Average: self.vector_bytes}
 
-    def load(self, welcome: Welcome, payload: bytearray) -> None:
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`."""
         specs, kind = self.workload.specs, self.scenario.optimizer
         progress, tensors, moments = state.load(specs, kind, payload)
@@ -68,7 +69,7 @@ class Member(Replicas):
             for node in nodes
         ]
 
-    def hold(self, average: Average, payload: bytearray) -> None:
+    def hold(self, average: Average, payload: Buffer) -> None:
         """Keeps the averaged gradient until its step is made."""
         mean = np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
         self._held = self.averaged(mean, average.loss, average.weight)

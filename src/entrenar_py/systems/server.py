@@ -75,7 +75,7 @@ class Server(Replicas):
             Applied: events,
         }
 
-    def require(self, rank: int, message: Message, payload: bytearray) -> None:
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """Returns if `payload` is what `message` of `rank` must carry; ProtocolError if not."""
         if isinstance(message, TreeNode) and len(payload) != self.vector_bytes:
             raise ProtocolError(
@@ -84,7 +84,7 @@ class Server(Replicas):
         if message.carries == "events":
             self._events(rank, message, payload)
 
-    def keep(self, rank: int, message: Message, payload: bytearray) -> None:
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Takes over what `message` carries, which `require` has seen."""
         if isinstance(message, TreeNode):
             vector = np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
@@ -215,7 +215,7 @@ class Server(Replicas):
             return self.average_held().mean.astype("<f4", copy=False).data.cast("B")
         return b""
 
-    def _events(self, rank: int, message: Message, payload: bytearray) -> list[trace.Event]:
+    def _events(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
         """What `rank` tells of itself; ProtocolError if it tells of another, or another thing."""
         try:
             events = trace.load_events(bytes(payload))

@@ -53,7 +53,7 @@ def dump(
 
 
 def load(
-    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray
+    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray | memoryview
 ) -> tuple[Progress, dict[str, Array], optimizer.State]:
     """The progress, the tensors and the moments that `dump` wrote, copied.
 
@@ -69,7 +69,7 @@ def load(
 
 
 def _views(
-    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray
+    specs: Sequence[TensorSpec], kind: str, data: bytes | bytearray | memoryview
 ) -> Iterator[tuple[str, Array]]:
     """Each part of a state by its name, as a view of `data`."""
     start = _PROGRESS.size

@@ -1,0 +1,221 @@
+"""One connection, on a socket that never blocks: bytes read into memory that is given, and written
+from memory that is queued, neither of them copied on this side of the kernel.
+
+Which bytes these are is the business of `ends`; how the socket came about, of `tcp`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from entrenar_py.drivers.meddling import Fate, Meddling, bent
+from entrenar_py.protocol.frames import Buffer
+
+FAREWELL_S = 2.0  # how long the last messages may take
+# What one connection may read or write before the others have their turn.
+TURN_BYTES = 2**22
+# Small messages that wait together are sent together; a chunk goes as soon as it is asked for, so
+# that it is on its way while the next one's checksum is computed.
+GATHERED_BYTES = 2**16
+
+# TLS has words of its own: it may have to read before it can write, and the other way round.
+_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_WASTE = memoryview(bytearray(2**16))  # for what comes when nobody listens any more
+
+
+class Link:
+    """Owns `sock`, connected and not blocking, plain or TLS, from now to its end.
+
+    What comes is read into `buffer`, then told to `filled`; where `buffer` gives None it is thrown
+    away. `lost` is told once why the connection ended, never before the call that ended it has
+    returned. What they raise goes to the loop's exception handler.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        buffer: Callable[[Link], memoryview | None],
+        filled: Callable[[Link, int], None],
+        lost: Callable[[Link, str], None],
+    ) -> None:
+        self._buffer, self._filled, self._lost = buffer, filled, lost
+        self._socket: socket.socket | None = sock
+        self._queue: deque[Iterator[Buffer]] = deque()
+        self._pieces: deque[memoryview] = deque()  # asked for, and not yet sent
+        self._held = b""  # of a message that is to come after the next one
+        self._paused = self._closing = self._mute = False
+        self._awaits_writing = False
+        self._farewell: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(sock, self._read)
+
+    def write(self, buffers: Iterable[Buffer], befalls: Meddling | None = None) -> None:
+        """Queues `buffers`, in order. Each is asked for when it can be sent, and is not copied: it
+        must stay as it is until the other end has it.
+
+        `befalls` is what happens to them on purpose: to the bytes or the connection, not to the
+        process, which is its driver's affair.
+        """
+        if self._socket is None:
+            return
+        if befalls is None and not self._held:
+            self._queue.append(iter(buffers))
+        else:
+            self._bend(b"".join(buffers), befalls or Meddling(None))
+        self._pump()
+
+    def close(self) -> None:
+        """Ends the connection once all is sent and heard; after FAREWELL_S in any case."""
+        self._closing = True
+        self._pump()
+        if self._socket is not None and self._farewell is None:
+            self._farewell = self._loop.call_later(FAREWELL_S, self.abort)
+
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        self._end("aborted")
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Reads what has come, or as much of it as is fair."""
+        left = TURN_BYTES
+        while left > 0 and self._socket is not None and not self._mute:
+            place = self._buffer(self)
+            try:
+                num_bytes = self._socket.recv_into(_WASTE if place is None else place)
+            except _NOT_NOW:
+                return
+            except OSError as error:
+                self._end(str(error))
+                return
+            if num_bytes == 0:
+                self._end("closed by the other end")
+                return
+            if place is not None:
+                self._filled(self, num_bytes)
+            left -= num_bytes
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            # The rest of a record that is already decrypted: the kernel knows nothing of it.
+            self._loop.call_soon(self._read)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Sends what is queued, or as much of it as is taken now and fair."""
+        left = TURN_BYTES
+        while left > 0 and self._socket is not None and not self._paused and self._gather():
+            try:
+                num_bytes = self._send(self._socket)
+            except _NOT_NOW:
+                break
+            except OSError as error:
+                self._end(str(error))
+                return
+            self._drop(num_bytes)
+            left -= num_bytes
+        if self._socket is not None:
+            self._await_writing(not self._paused and bool(self._pieces or self._queue))
+            self._say_farewell(self._socket)
+
+    def _gather(self) -> bool:
+        """Asks for as many pieces as are sent at once; whether there are any."""
+        waiting = sum(piece.nbytes for piece in self._pieces)
+        while self._queue and waiting < GATHERED_BYTES:
+            piece = next(self._queue[0], None)
+            if piece is None:
+                self._queue.popleft()
+            elif not self._mute:
+                self._pieces.append(memoryview(piece).cast("B"))
+                waiting += self._pieces[-1].nbytes
+        return bool(self._pieces)
+
+    def _send(self, sock: socket.socket) -> int:
+        """Sends the first of the pieces; how many bytes were taken."""
+        if isinstance(sock, ssl.SSLSocket):
+            return sock.send(self._pieces[0])  # it can't gather
+        return sock.sendmsg(self._pieces)
+
+    def _drop(self, num_bytes: int) -> None:
+        """`num_bytes` of the pieces are sent."""
+        while num_bytes and num_bytes >= self._pieces[0].nbytes:
+            num_bytes -= self._pieces.popleft().nbytes
+        if num_bytes:
+            self._pieces[0] = self._pieces[0][num_bytes:]
+
+    def _await_writing(self, wanted: bool) -> None:
+        assert self._socket is not None, "only what is open is waited for"
+        if wanted and not self._awaits_writing:
+            self._loop.add_writer(self._socket, self._pump)
+        elif self._awaits_writing and not wanted:
+            self._loop.remove_writer(self._socket)
+        self._awaits_writing = wanted
+
+    def _say_farewell(self, sock: socket.socket) -> None:
+        """Says that nothing more will come, if the last is sent.
+
+        Not closed at once: with bytes unread that would reset the connection, and what was said
+        last could be lost. The other end closes when it has read it. TLS has a farewell of its own,
+        which needs an answer; the messages before it say all that it could say.
+        """
+        if self._closing and not (self._queue or self._pieces):
+            self._closing = False
+            try:
+                socket.socket.shutdown(sock, socket.SHUT_WR)
+            except OSError as error:
+                self._end(str(error))
+
+    # --- the end, and what befalls ----------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        """Closes the socket, and tells so soon."""
+        sock, self._socket = self._socket, None
+        if sock is None:
+            return
+        self._loop.remove_reader(sock)
+        self._loop.remove_writer(sock)
+        sock.close()
+        self._queue.clear()
+        self._pieces.clear()
+        if self._farewell is not None:
+            self._farewell.cancel()
+        self._loop.call_soon(self._tell, reason)
+
+    def _tell(self, reason: str) -> None:
+        if not self.ended.done():  # as it is when who waited was cancelled
+            self.ended.set_result(None)  # who waits goes on after this call, even if `lost` raises
+        self._lost(self, reason)
+
+    def _bend(self, data: bytes, befalls: Meddling) -> None:
+        half = data[: len(data) // 2]
+        match befalls.fate:
+            case Fate.REORDER:
+                self._held += data
+                return
+            case Fate.HALF_OPEN:
+                self._mute = True
+                if self._socket is not None:
+                    self._loop.remove_reader(self._socket)
+            case Fate.CUT | Fate.KILL:
+                self._queue.append(iter([half]))
+                self._pump()
+                self._mute = True
+                if befalls.fate is Fate.CUT:
+                    self.abort()
+                return
+            case Fate.DELAY:
+                self._paused = True
+                self._loop.call_later(befalls.seconds, self._resume)
+        self._queue.append(iter([bent(befalls, data, random.Random(len(data))) + self._held]))
+        self._held = b""
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._pump()

@@ -1,0 +1,96 @@
+"""Sockets that connect and that listen: by name, by IPv4 and by IPv6, with room for a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+# As much as the kernel takes at once: with its usual 128 KiB a large tensor costs hundreds of
+# wake-ups. A connection that is silent takes none of it.
+BUFFER_BYTES = 2**22
+BACKLOG = 2**10  # connections not taken up yet: a burst of strangers must not keep a worker out
+
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+# Of IPv4 and its (host, port), or IPv6 and its (host, port, flow, scope).
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+
+async def resolve(host: str, port: int) -> list[Address]:
+    """Every address that `host` stands for, each once. OSError if there is none."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+
+
+def is_loopback(address: Address) -> bool:
+    """Whether only this machine can connect there."""
+    return ipaddress.ip_address(address[1][0].partition("%")[0]).is_loopback
+
+
+async def connect(host: str, port: int) -> socket.socket:
+    """A connection to the first address of `host` that takes it; OSError, of each, if none does."""
+    loop, problems = asyncio.get_running_loop(), []
+    for family, place in await resolve(host, port):
+        with ExitStack() as failing:
+            sock = failing.enter_context(_new(family))
+            try:
+                await loop.sock_connect(sock, place)
+            except OSError as error:
+                problems.append(str(error))
+                continue
+            failing.pop_all()
+            return sock
+    raise OSError("; ".join(problems))
+
+
+def listen(addresses: Sequence[Address]) -> list[socket.socket]:
+    """A socket listening at each of `addresses`, all at one port; a free one where theirs is 0.
+
+    An address that this machine does not have (`localhost` may stand for one) is left out. OSError
+    if none is left, or one is taken.
+    """
+    listeners: list[socket.socket] = []
+    problems = []
+    with ExitStack() as failing:
+        for family, (host, port, *scope) in addresses:
+            if port == 0 and listeners:
+                port = listeners[0].getsockname()[1]
+            try:
+                listener = _listener(family, (host, port, *scope))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                problems.append(f"{host}: {error}")
+                continue
+            listeners.append(failing.enter_context(listener))
+        if not listeners:
+            raise OSError("; ".join(problems))
+        failing.pop_all()
+    return listeners
+
+
+def _listener(family: socket.AddressFamily, place: tuple[Any, ...]) -> socket.socket:
+    with ExitStack() as failing:
+        sock = failing.enter_context(_new(family))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(place)
+        sock.listen(BACKLOG)
+        failing.pop_all()
+        return sock
+
+
+def _new(family: socket.AddressFamily) -> socket.socket:
+    """A socket that never blocks. What is accepted from it inherits its buffers."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+    return sock

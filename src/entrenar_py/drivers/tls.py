@@ -1,0 +1,141 @@
+"""TLS for a connection: contexts from files, and the handshake. Version 1.3 and no other.
+
+Whoever gives `ca` wants a certificate from the other end that it has signed; a coordinator without
+one takes anyone who can say the run's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+
+
+def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
+    """What a coordinator shows itself with; with `ca`, whom it takes up (mutual TLS).
+
+    All are PEM files: `cert` a certificate and those between it and a CA's, `key` its private key
+    without a passphrase. UsageError, naming the file, for one that is missing or unfit.
+    """
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # no session is taken up again
+    _show(context, cert, key)
+    if ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        _trust(context, ca)
+    return context
+
+
+def client_context(
+    *, ca: Path, cert: Path | None = None, key: Path | None = None
+) -> ssl.SSLContext:
+    """Whom a worker believes to be its coordinator, and what it shows itself with, if anything.
+
+    PEM files as for a server. The coordinator's certificate must name the host, or the address,
+    that the worker connects to. UsageError as there, and for one of `cert` and `key` alone.
+    """
+    if (cert is None) != (key is None):
+        given, missing = ("key", "cert") if cert is None else ("cert", "key")
+        raise UsageError(f"TLS {given} without {missing}: give both, or neither")
+    context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    _trust(context, ca)
+    if cert is not None and key is not None:
+        _show(context, cert, key)
+    return context
+
+
+def proves_identity(context: ssl.SSLContext) -> bool:
+    """Whether nobody gets through the handshake who has no certificate that is trusted."""
+    return context.verify_mode == ssl.CERT_REQUIRED
+
+
+async def secured(
+    sock: socket.socket,
+    context: ssl.SSLContext,
+    *,
+    server_side: bool,
+    host: str | None = None,
+    patience_s: float,
+) -> ssl.SSLSocket:
+    """`sock` once both ends have shown what the other one wants to see; `host` is the coordinator's
+    name for a worker.
+
+    Raises OSError (ssl.SSLError, TimeoutError), and `sock` is closed then.
+    """
+    with ExitStack() as failing:
+        failing.callback(sock.close)
+        wrapped = failing.enter_context(
+            context.wrap_socket(
+                sock, server_side=server_side, server_hostname=host, do_handshake_on_connect=False
+            )
+        )
+        async with asyncio.timeout(patience_s):
+            await _shake_hands(wrapped)
+        failing.pop_all()
+    return wrapped
+
+
+async def _shake_hands(sock: ssl.SSLSocket) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            await _ready(sock, loop.add_reader, loop.remove_reader)
+        except ssl.SSLWantWriteError:
+            await _ready(sock, loop.add_writer, loop.remove_writer)
+
+
+async def _ready(
+    sock: ssl.SSLSocket, watch: Callable[..., None], unwatch: Callable[[ssl.SSLSocket], bool]
+) -> None:
+    ready = asyncio.Event()
+    watch(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        unwatch(sock)
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _show(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    _require_file("cert", cert)
+    _require_file("key", key)
+    try:
+        context.load_cert_chain(cert, key, password=_no_passphrase)
+    except (ssl.SSLError, ValueError) as error:
+        raise UsageError(
+            f"TLS cert={cert}, key={key}: {error}; use a PEM certificate and the private key that "
+            "belongs to it, without a passphrase"
+        ) from error
+
+
+def _trust(context: ssl.SSLContext, ca: Path) -> None:
+    _require_file("ca", ca)
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise UsageError(f"TLS ca={ca}: {error}; use PEM certificates") from error
+
+
+def _require_file(name: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"TLS {name}={path}: {error.strerror}; use a PEM file") from error
+
+
+def _no_passphrase() -> str:
+    """Asked for by a key that is encrypted; without this OpenSSL would ask whoever is there."""
+    raise ValueError("the key is encrypted")

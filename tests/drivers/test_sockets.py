@@ -1,0 +1,80 @@
+"""Addresses: all of a name at one port, those that are not there left out, and whom they let in."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from entrenar_py.drivers import sockets
+from entrenar_py.drivers.sockets import Address
+from tests.drivers.fakes import LOOPBACK, free_port, go
+
+HERE: Address = (socket.AF_INET, (LOOPBACK, 0))
+ALSO_HERE: Address = (socket.AF_INET, ("127.0.0.2", 0))
+ELSEWHERE: Address = (socket.AF_INET, ("192.0.2.1", 0))  # kept for documentation: nobody has it
+
+
+def test_one_port_for_all() -> None:
+    """A free one is chosen once; an address that this machine does not have is left out."""
+    listeners = sockets.listen([ELSEWHERE, HERE, ALSO_HERE])
+    names = [one.getsockname() for one in listeners]
+    for one in listeners:
+        one.close()
+    assert [host for host, _ in names] == [LOOPBACK, "127.0.0.2"]
+    assert len({port for _, port in names}) == 1
+
+
+def test_no_address_is_left() -> None:
+    """None that could be listened at: each is told, with what is wrong."""
+    with pytest.raises(OSError, match=r"192\.0\.2\.1: .*Cannot assign"):
+        sockets.listen([ELSEWHERE])
+
+
+def test_an_address_that_is_taken() -> None:
+    """Is an error, and what was listened at before it is let go."""
+    with socket.create_server((ALSO_HERE[1][0], 0)) as other:
+        port = other.getsockname()[1]
+        here, also_here = ((family, (host, port)) for family, (host, _) in (HERE, ALSO_HERE))
+        with pytest.raises(OSError, match="in use"):
+            sockets.listen([here, also_here])
+        sockets.listen([here])[0].close()
+
+
+def test_every_address_is_tried() -> None:
+    """The reason of each is told when none takes a connection."""
+
+    async def story() -> None:
+        port = free_port()
+        with pytest.raises(OSError, match=rf"Connect call failed \('{LOOPBACK}', {port}\)"):
+            await sockets.connect("localhost", port)
+
+    go(story())
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("0.0.0.0", False), ("192.0.2.1", False)],
+)
+def test_what_is_this_machine_alone(host: str, alone: bool) -> None:
+    """Nobody else can connect to a loopback address; to all addresses anyone can."""
+    assert sockets.is_loopback((socket.AF_INET, (host, 0))) == alone
+
+
+@pytest.mark.parametrize(("host", "alone"), [("::1", True), ("::", False), ("fe80::1%eth0", False)])
+def test_the_same_of_ipv6(host: str, alone: bool) -> None:
+    """An address may name the interface that it is of."""
+    assert sockets.is_loopback((socket.AF_INET6, (host, 0, 0, 0))) == alone
+
+
+def test_each_address_of_a_name_once() -> None:
+    """Whatever else the resolver tells of it."""
+
+    async def story() -> None:
+        assert await sockets.resolve(LOOPBACK, 80) == [(socket.AF_INET, (LOOPBACK, 80))]
+        found = await sockets.resolve("localhost", 80)
+        assert len(found) == len(set(found)) > 0
+        assert all(map(sockets.is_loopback, found))
+
+    asyncio.run(story())
