@@ -20,7 +20,7 @@ from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
-from entrenar_py.service import config, exits
+from entrenar_py.service import exits, keys
 from entrenar_py.systems import SYSTEMS
 
 DOCS = Path(__file__).parent
@@ -130,12 +130,13 @@ def service(page: str) -> str:
     head = ("key", "holds", "left out", "means")
     waits = [
         (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
-        for name, meaning in config.TIMING.items()
+        for name, meaning in keys.TIMING.items()
     ]
     tables = {
         "training": _table(head, _training()),
-        "service": _table(head, _keys(config.SERVICE)),
-        "checkpoint": _table(head, _keys(config.CHECKPOINT)),
+        "service": _table(head, _keys(keys.SERVICE)),
+        "checkpoint": _table(head, _keys(keys.CHECKPOINT)),
+        "tls": _table(head, _keys(keys.TLS)),
         "timing": _table(head, waits),
         "exits": _table(
             ("code", "means"), [(str(code), text) for code, text in exits.MEANINGS.items()]
@@ -147,16 +148,16 @@ def service(page: str) -> str:
 def _training() -> list[tuple[str, ...]]:
     """A row for each field of a scenario that a configuration may hold."""
     rows = []
-    for name in config.TRAINING:
+    for name in keys.TRAINING:
         field = Scenario.__dataclass_fields__[name]
-        default = "required" if name in config.REQUIRED else _default(field)
+        default = "required" if name in keys.REQUIRED else _default(field)
         holds = _holds(field).removesuffix(", `own`")
         rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
     return rows
 
 
-def _keys(keys: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
-    return [(f"`{name}`", *row) for name, row in keys.items()]
+def _keys(table: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
+    return [(f"`{name}`", *row) for name, row in table.items()]
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,8 @@ from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message, Offer
-from tests.drivers.fakes import LOOPBACK, SECRET, FakeServer, free_port, go, listening, run_of
+from tests.drivers.certificates import Authority, client_context, server_context
+from tests.drivers.fakes import LOOPBACK, SECRET, TIMING, FakeServer, free_port, go, run_of
 
 SCENARIO = {"seed": 0, "note": "é" * 100}
 
@@ -40,21 +43,29 @@ async def ask(
     *,
     host: str = LOOPBACK,
     secret: bytes = SECRET,
+    context: ssl.SSLContext | None = None,
     patience_s: float = 5.0,
     alone: Callable[[str], None] = lambda problem: None,
 ) -> Told | do.Finish:
     """What is told there."""
     return await asking.ask(
-        host, port, secret=secret, backend="cpu", patience_s=patience_s, alone=alone
+        host,
+        port,
+        secret=secret,
+        backend="cpu",
+        context=context,
+        patience_s=patience_s,
+        alone=alone,
     )
 
 
 @asynccontextmanager
 async def serving(
-    hands: FakeServer, *, port: int = 0
+    hands: FakeServer, *, port: int = 0, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[CoordinatorServer, int]]:
     """A coordinator that listens and waits for workers, and its port."""
-    server, port = await listening(run_of(), hands, port=port)
+    server = CoordinatorServer(run_of(), hands, timing=TIMING, secret=SECRET)
+    _, port = await server.listen(LOOPBACK, port, context=context)
     running = asyncio.ensure_future(server.finish())
     yield server, port
     running.cancel()
@@ -180,5 +191,26 @@ def test_silence_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         for writer in held:
             writer.close()
         other.close()
+
+    go(story())
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    """Who trusts the coordinator's certificate, and shows its own, is told; nobody else is."""
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+
+    async def story() -> None:
+        async with serving(Knowing(), context=server_context(ours)) as (_, port):
+            told = await ask(port, context=client_context(ours, ours))
+            assert isinstance(told, Told)
+            assert json.loads(told.scenario) == SCENARIO
+            for context in (
+                client_context(theirs, ours),
+                client_context(ours, None),
+                client_context(ours, theirs),
+                None,
+            ):
+                told = await ask(port, context=context, patience_s=0.01)
+                assert isinstance(told, do.Finish)
 
     go(story())

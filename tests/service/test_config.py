@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.drivers import tls
 from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import config
+from entrenar_py.service import config, keys
 from entrenar_py.service.address import Address
+from tests.drivers.certificates import Authority
 
 SMALL = """\
 workload: mlp
@@ -48,6 +50,7 @@ def test_the_least_of_one(folder: Path) -> None:
         scenario=Scenario(system="parameter_server", workload="mlp", world_size=2, seed=1),
         listen=Address("127.0.0.1", 7411),
         secret=b"open sesame, soon",
+        context=None,
         wait_for=1,
         timing=Timing(),
         checkpoint=None,
@@ -169,6 +172,23 @@ def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) ->
         assert line.startswith(start)
 
 
+def test_tls(folder: Path) -> None:
+    """With a CA workers must show a certificate; a file that is unfit is named."""
+    authority = Authority(folder, "ca")
+    own = authority.signed("coordinator")
+    names = f"cert: {own.cert.name}, key: {own.key.name}"
+    found = load(folder, f"{SMALL}tls: {{{names}}}\n")
+    assert found.context is not None
+    assert not tls.proves_identity(found.context)
+    found = load(folder, f"{SMALL}tls: {{{names}, ca: ca.pem}}\n")
+    assert found.context is not None
+    assert tls.proves_identity(found.context)
+    (line,) = problems(folder, f"{SMALL}tls: {{{names}, ca: gone.pem}}\n")
+    assert line.startswith("run.yaml:5:6: error: TLS ca=gone.pem: No such file or directory")
+    (line,) = problems(folder, f"{SMALL}tls: {{cert: {own.cert.name}}}\n")
+    assert line == "run.yaml:5:6: error: tls: key is missing; give its file"
+
+
 def test_no_file(tmp_path: Path) -> None:
     """It is said which."""
     with pytest.raises(
@@ -189,9 +209,9 @@ def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
 def test_every_key_has_its_place() -> None:
     """A field of a scenario is a key, or is left out on purpose; none is in both tables."""
     left_out = {"system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options"}
-    assert {*config.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
-    assert not {*config.TRAINING} & {*config.SERVICE}
-    assert {*config.TIMING} == {*Timing.__dataclass_fields__}
+    assert {*keys.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
+    assert not {*keys.TRAINING} & {*keys.SERVICE}
+    assert {*keys.TIMING} == {*Timing.__dataclass_fields__}
 
 
 def test_the_example_in_the_docs(folder: Path) -> None:

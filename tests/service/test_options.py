@@ -77,6 +77,8 @@ def test_every_exit_code_has_its_line() -> None:
         (f"{WORKER} --rank 1.5", "'1.5': use a whole number >= 0"),
         (f"{WORKER} --patience-s 0", "'0': use a number of seconds > 0"),
         (f"{WORKER} --patience-s soon", "'soon': use a number of seconds > 0"),
+        (f"{WORKER} --tls-cert c --tls-key k", "without --tls-ca: say whom to believe"),
+        (f"{WORKER} --tls-key k", "without --tls-ca: say whom to believe"),
         ("ledger", "the following arguments are required: ACTION"),
         ("ledger verify", "the following arguments are required: PATH"),
     ],

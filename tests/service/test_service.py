@@ -13,6 +13,7 @@ import pytest
 from entrenar_py import cli
 from entrenar_py.service import exits
 from entrenar_py.training import checkpoint
+from tests.drivers.certificates import Authority
 from tests.service.cluster import LONG, TRAINING, Cluster, cluster, metrics, weights
 
 
@@ -208,3 +209,19 @@ def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
     worker.until("tries again")
     worker.signal(signal.SIGTERM)
     assert worker.code() == exits.STOPPED
+
+
+def test_over_tls(star: Cluster) -> None:
+    """Who trusts the coordinator's certificate and shows its own takes part; nobody else does."""
+    authority = Authority(star.folder, "ca")
+    own, worker = authority.signed("coordinator"), authority.signed("worker")
+    files = {"cert": own.cert.name, "key": own.key.name, "ca": authority.ca.name}
+    star.configure(tls=files)
+    coordinator = star.coordinator()
+    coordinator.until("listens at")
+    believing = ["--tls-ca", authority.ca]
+    plain, unknown = [star.worker("--patience-s", 0.1, *given) for given in ([], believing)]
+    assert [plain.code(), unknown.code()] == 2 * [exits.WRONG]
+    shown = ["--tls-cert", worker.cert, "--tls-key", worker.key]
+    assert star.worker(*believing, *shown).code() == coordinator.code() == exits.DONE
+    assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"

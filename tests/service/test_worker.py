@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import pytest
 
 from entrenar_py import backends, trace
@@ -12,8 +9,7 @@ from entrenar_py.backends import Backend
 from entrenar_py.drivers.asking import Told
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.protocol.messages import Loaded, Welcome
-from entrenar_py.service import worker
-from entrenar_py.service.address import Address
+from entrenar_py.service import options, worker
 from entrenar_py.service.worker import Recruit
 from tests.service.members import host_of, scenario_of
 from tests.systems.by_hand import PROOF
@@ -69,10 +65,8 @@ def test_every_stay_records_the_device() -> None:
 @pytest.mark.parametrize("scenario", [b"", b"[]", b'{"seed": 0}', b'{"sead": 0}', b"\xff"])
 def test_a_scenario_of_another_release(scenario: bytes) -> None:
     """It is said that it can't be read, and what to do."""
-    given = argparse.Namespace(
-        coordinator=Address("h", 1), secret_file=Path("s"), backend="cpu", rank=None, patience_s=1.0
-    )
-    stay = worker.Stay(given, b"", *worker.opened("cpu"))
+    given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
+    stay = worker.Stay(given, b"", None, *worker.opened("cpu"))
     told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
     with pytest.raises(SystemFailure, match="use one release on both ends"):
         stay.join(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import ssl
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
@@ -43,19 +44,20 @@ async def ask(
     *,
     secret: bytes,
     backend: str,
+    context: ssl.SSLContext | None,
     patience_s: float,
     alone: Callable[[str], None],
 ) -> Told | do.Finish:
     """What the coordinator says; `failed` if it refuses, or none has answered after `patience_s`.
 
-    `alone` is told why there is no answer, each time that it tries again.
+    With `context` over TLS. `alone` is told why there is no answer, each time that it tries again.
     """
     since = time.monotonic()
     wait_s = BACKOFF_S[0]
     while True:
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await _connect(host, port, secret, backend)
+                return await _connect(host, port, context, secret, backend)
         except TimeoutError:
             problem = f"no answer within {ANSWER_S:g} s"
         except (OSError, ProtocolError) as error:
@@ -74,8 +76,10 @@ def reason(error: Exception, host: str) -> str:
     return str(error)
 
 
-async def _connect(host: str, port: int, secret: bytes, backend: str) -> Told | do.Finish:
-    reader, writer = await asyncio.open_connection(host, port)
+async def _connect(
+    host: str, port: int, context: ssl.SSLContext | None, secret: bytes, backend: str
+) -> Told | do.Finish:
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
         nonce = secrets.token_hex(NONCE_BYTES)
         return await _talk(reader, writer, Applicant(0, nonce, secret=secret, backend=backend))

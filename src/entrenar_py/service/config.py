@@ -1,10 +1,12 @@
 """The coordinator's configuration: a YAML file, every key of it known and in its place.
 
-The keys that say what is trained are a scenario's own (`TRAINING`); the rest is how it is served.
+The keys stand in `keys`: those that say what is trained are a scenario's own, the rest is how it is
+served.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,41 +16,14 @@ from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode, Node, plain
+from entrenar_py.drivers import tls
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import DEFAULTS, Scenario
-from entrenar_py.service import address
+from entrenar_py.service import address, keys
 from entrenar_py.service.address import Address
 
 SYSTEM = "parameter_server"
-LISTEN = "127.0.0.1:7411"
-
-# Of a scenario, what a service has no use for: it injects nothing, stops where it is told to, and
-# computes on what its workers bring.
-_NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
-TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
-REQUIRED = ("workload", "world_size", "seed")
-
-# Key -> what it holds, what it is when left out, what it means; the docs show this table.
-SERVICE: Mapping[str, tuple[str, str, str]] = {
-    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
-    "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
-    "wait_for": ("whole number >= 1", "`1`", "workers that must be there before the first step"),
-    "timing": ("mapping", "below", "how long is waited"),
-    "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
-    "metrics": ("path", "none are written", "one JSON object a step"),
-    "ledger": ("path", "none is written", "the trace of the run, a chained line an event"),
-}
-CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
-    "path": ("path", "required", "the file; it is replaced as a whole or not at all"),
-    "every_steps": ("whole number >= 1", "required", "steps from one save to the next"),
-}
-TIMING: Mapping[str, str] = {
-    "heartbeat_s": "either end says that it lives",
-    "dead_after_s": "of silence, and a worker is given up",
-    "hello_s": "from a connection to its proof",
-    "gather_s": "without enough workers, and the run is given up",
-}
 SECRET_BYTES_MIN = 16
 
 
@@ -62,11 +37,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What one coordinator does. Paths are as they stand, seen from the file's own folder."""
+    """What one coordinator does; `context` is None without TLS. Paths are seen from the file's own
+    folder.
+    """
 
     scenario: Scenario
     listen: Address
     secret: bytes
+    context: ssl.SSLContext | None
     wait_for: int
     timing: Timing
     checkpoint: Checkpoint | None
@@ -110,7 +88,7 @@ class _Reader:
     """One file, read key by key; every problem goes to `problems`, at its place."""
 
     def __init__(self, root: MapNode, folder: Path, problems: Problems) -> None:
-        known = (*TRAINING, *SERVICE)
+        known = (*keys.TRAINING, *keys.SERVICE)
         self._root = Record(root, what="configuration", known=known, problems=problems)
         self._folder, self._problems = folder, problems
         self._root.warn_unread()
@@ -119,7 +97,7 @@ class _Reader:
         """The configuration; None if something is missing without which there is none."""
         scenario = self._scenario()
         shared = self._secret()
-        listen = self._listen()
+        listen, context = self._listen(), self._context()
         timing = self._timing()
         checkpoint = self._checkpoint()
         wait_for = self._whole(self._root, "wait_for", default=1)
@@ -132,6 +110,7 @@ class _Reader:
             scenario=scenario,
             listen=listen,
             secret=shared,
+            context=context,
             wait_for=wait_for,
             timing=timing,
             checkpoint=checkpoint,
@@ -142,10 +121,10 @@ class _Reader:
     def _scenario(self) -> Scenario | None:
         """The scenario. Of several wrong fields each is named: one that was is left out then."""
         nodes = self._root.node.fields
-        missing = [name for name in REQUIRED if self._root.present(name) is None]
+        missing = [name for name in keys.REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
-        given = {name: _value(name, nodes[name]) for name in TRAINING if name in nodes}
+        given = {name: _value(name, nodes[name]) for name in keys.TRAINING if name in nodes}
         given = {name: value for name, value in given.items() if name not in missing}
         while True:
             try:
@@ -153,7 +132,7 @@ class _Reader:
             except UsageError as error:
                 name = str(error).partition("=")[0]
                 self._error(name, str(error))
-                if name in REQUIRED or name not in given:
+                if name in keys.REQUIRED or name not in given:
                     return None
                 del given[name]
                 continue
@@ -174,18 +153,32 @@ class _Reader:
             return None
 
     def _listen(self) -> Address:
-        text = self._root.text("listen") or LISTEN
+        text = self._root.text("listen") or keys.LISTEN
         try:
             return address.parse(text, port_min=0)
         except UsageError as error:
             self._error("listen", str(error))
-            return address.parse(LISTEN, port_min=0)
+            return address.parse(keys.LISTEN, port_min=0)
+
+    def _context(self) -> ssl.SSLContext | None:
+        record = self._block("tls", keys.TLS)
+        if record is None:
+            return None
+        cert, key, ca = (self._path(record, name) for name in keys.TLS)
+        if cert is None or key is None:
+            self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
+            return None
+        try:
+            return tls.server_context(cert=cert, key=key, ca=ca)
+        except UsageError as error:
+            self._error("tls", str(error))
+            return None
 
     def _timing(self) -> Timing:
-        record = self._block("timing", TIMING)
+        record = self._block("timing", keys.TIMING)
         if record is None:
             return Timing()
-        given = {name: record.number(name) for name in TIMING}
+        given = {name: record.number(name) for name in keys.TIMING}
         try:
             return Timing(**{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
@@ -194,7 +187,7 @@ class _Reader:
             return Timing()
 
     def _checkpoint(self) -> Checkpoint | None:
-        record = self._block("checkpoint", CHECKPOINT)
+        record = self._block("checkpoint", keys.CHECKPOINT)
         if record is None:
             return None
         path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)

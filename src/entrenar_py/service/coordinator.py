@@ -77,9 +77,10 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
         _run_of(given, host, first, resume=resume), host, timing=given.timing, secret=given.secret
     )
     try:
-        at = await server.listen(*given.listen)
+        at = await server.listen(*given.listen, context=given.context)
     except OSError as error:
-        raise UsageError(f"listen={given.listen}: can't listen there ({error.strerror})") from error
+        problem = f"can't listen there ({error.strerror or error})"
+        raise UsageError(f"listen={given.listen}: {problem}") from error
     _open_ledger(given, host, resume=resume)  # not before: a port that is taken leaves no file
     if first == given.scenario.num_steps:
         return Finish("completed", "it was complete already")

@@ -46,7 +46,10 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, `command` among them; UsageError for what makes no sense."""
-    return parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
+    if given.command == "worker" and given.tls_ca is None and (given.tls_cert or given.tls_key):
+        raise UsageError("--tls-cert and --tls-key without --tls-ca: say whom to believe; give all")
+    return given
 
 
 def _epilog() -> str:
@@ -96,6 +99,16 @@ def _add_worker(commands: _Commands) -> None:
     one.add_argument(
         "--secret-file", metavar="FILE", required=True, type=Path, help="the run's shared secret"
     )
+    one.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        type=Path,
+        help="connect over TLS, to a coordinator whose certificate (PEM) these have signed",
+    )
+    one.add_argument(
+        "--tls-cert", metavar="FILE", type=Path, help="the certificate to show it, if it asks"
+    )
+    one.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
     one.add_argument(
         "--backend",
         choices=BACKENDS,

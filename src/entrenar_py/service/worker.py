@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import signal
+import ssl
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -13,7 +14,7 @@ import torch
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend, chain
-from entrenar_py.drivers import asking
+from entrenar_py.drivers import asking, tls
 from entrenar_py.drivers.asking import Told
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.errors import SystemFailure, UsageError
@@ -34,13 +35,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run(given: argparse.Namespace) -> int:
     """Takes part in the run of `given.coordinator`; the exit code.
 
-    Raises UsageError for a secret that can't be read, BackendUnavailable for a device that is not
-    there.
+    Raises UsageError for a secret or certificate that can't be read, BackendUnavailable for a
+    device that is not there.
     """
-    secret = config.secret(given.secret_file)
+    secret, context = config.secret(given.secret_file), None
+    if given.tls_ca is not None:
+        context = tls.client_context(ca=given.tls_ca, cert=given.tls_cert, key=given.tls_key)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     backend, attempts = opened(given.backend)
-    finish = asyncio.run(Stay(given, secret, backend, attempts).take_part())
+    finish = asyncio.run(Stay(given, secret, context, backend, attempts).take_part())
     _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
     return exits.OF_FINISH[finish.status]
 
@@ -90,10 +93,12 @@ class Stay:
         self,
         given: argparse.Namespace,
         secret: bytes,
+        context: ssl.SSLContext | None,
         backend: Backend,
         attempts: Sequence[trace.Attempt],
     ) -> None:
         self._given, self._secret = given, secret
+        self._context = context
         self._backend, self._attempts = backend, attempts
         self._stopped: str | None = None  # the signal that said so
         self._asking: asyncio.Task[Told | Finish] | None = None
@@ -116,6 +121,7 @@ class Stay:
                 port,
                 secret=self._secret,
                 backend=self._backend.name,
+                context=self._context,
                 patience_s=self._given.patience_s,
                 alone=self._alone,
             )
@@ -127,7 +133,9 @@ class Stay:
         if isinstance(told, Finish):
             return told
         self._client = self.join(told)
-        return await self._client.run(host, port, patience_s=self._given.patience_s)
+        return await self._client.run(
+            host, port, context=self._context, patience_s=self._given.patience_s
+        )
 
     def join(self, told: Told) -> WorkerClient:
         """Builds what the coordinator told of, and computes for itself what that is."""
