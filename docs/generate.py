@@ -20,11 +20,13 @@ from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
+from entrenar_py.service import exits, keys
 from entrenar_py.systems import SYSTEMS
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
 PROTOCOL = DOCS / "protocol.md"
+SERVICE = DOCS / "entrenar.md"
 
 # What each field of a scenario means to who writes one; what it may hold is read from the record.
 MEANINGS = {
@@ -63,6 +65,12 @@ TYPES = {
     "tuple[Fault, ...]": "list of mappings",
     "Mapping[str, Any]": "mapping",
 }
+# Where a configuration of `entrenar` means something else by it.
+SERVED = {
+    "workload": "the model and its data",
+    "world_size": "the most workers at a time",
+    "seed": "the only source of randomness",
+}
 # What a field of a message holds, as JSON.
 WIRE_TYPES = {
     "bool": "boolean",
@@ -79,6 +87,7 @@ PAYLOADS = {
     "": "",
     "state": "weights, optimizer state, position",
     "events": "trace events, JSON lines",
+    "scenario": "one JSON object",
     "vector": "float32, one per parameter",
 }
 
@@ -88,6 +97,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "cli.md": options.reference(),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
+        "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix.markdown(rows),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
     }
@@ -106,12 +116,48 @@ def protocol(page: str) -> str:
         "messages": said(),
         "peer": _legal(phases.PEER_MAY_SAY),
         "worker": _legal(phases.WORKER_MAY_HEAR),
+        "applicant": _legal(phases.APPLICANT_MAY_HEAR),
         "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
         "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
         "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
         "bounds": bounds(),
     }
     return _filled(page, tables)
+
+
+def service(page: str) -> str:
+    """`page` with today's keys of a configuration, and exit codes."""
+    head = ("key", "holds", "left out", "means")
+    waits = [
+        (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
+        for name, meaning in keys.TIMING.items()
+    ]
+    tables = {
+        "training": _table(head, _training()),
+        "service": _table(head, _keys(keys.SERVICE)),
+        "checkpoint": _table(head, _keys(keys.CHECKPOINT)),
+        "tls": _table(head, _keys(keys.TLS)),
+        "timing": _table(head, waits),
+        "exits": _table(
+            ("code", "means"), [(str(code), text) for code, text in exits.MEANINGS.items()]
+        ),
+    }
+    return _filled(page, tables)
+
+
+def _training() -> list[tuple[str, ...]]:
+    """A row for each field of a scenario that a configuration may hold."""
+    rows = []
+    for name in keys.TRAINING:
+        field = Scenario.__dataclass_fields__[name]
+        default = "required" if name in keys.REQUIRED else _default(field)
+        holds = _holds(field).removesuffix(", `own`")
+        rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
+    return rows
+
+
+def _keys(table: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
+    return [(f"`{name}`", *row) for name, row in table.items()]
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
@@ -225,7 +271,8 @@ def said() -> str:
 def _who(kind: type[Message]) -> str:
     """Who says it: where both can, either."""
     to_coordinator = {*phases.ALWAYS, *(one for row in phases.PEER_MAY_SAY.values() for one in row)}
-    to_worker = {one for row in phases.WORKER_MAY_HEAR.values() for one in row}
+    tables = (phases.WORKER_MAY_HEAR.values(), phases.APPLICANT_MAY_HEAR.values())
+    to_worker = {one for rows in tables for row in rows for one in row}
     if kind in to_coordinator & to_worker:
         return "either"
     return "worker" if kind in to_coordinator else "coordinator"

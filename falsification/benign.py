@@ -188,20 +188,20 @@ def rolled_back(self: coordinator.Trainer) -> str:
     for worker in self.workers.values():
         self.record_start(worker, step=0)
     for step in (0, 1):
-        self._step(step)
+        self.step(step)
     first, progress = self.workers[0], self.progress(2)
     self.recorder.emit(trace.Saved(step=2, rank=0, progress=progress, **self.state(first)))
     tensors, state = deepcopy((first.replica.arrays, first.state))
     position, schedule_step = self.position, self.schedule_step
     for step in (2, 3):
-        self._step(step)
+        self.step(step)
     self.position, self.schedule_step = position, schedule_step
     for rank in self.workers:
         self.workers[rank] = self.new_worker(rank, tensors)
         self.workers[rank].state = deepcopy(state)
         self.record_start(self.workers[rank], 2, resumed=True)
     for step in range(2, self.scenario.num_steps):
-        self._step(step)
+        self.step(step)
     return "completed"
 
 

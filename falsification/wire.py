@@ -13,7 +13,7 @@ from entrenar_py.mutants import Variant
 from entrenar_py.protocol import frames, handshake, terms
 from entrenar_py.protocol.effects import Left
 from entrenar_py.protocol.messages import Challenge, Hello, Message, Refuse
-from entrenar_py.protocol.terms import Admission, Terms
+from entrenar_py.protocol.terms import Admission, Answer, Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.server import Server
 
@@ -60,7 +60,7 @@ def half_is_enough(
     secret: bytes,
     world_size: int,
     taken: Collection[int | None],
-) -> Admission | Refuse:
+) -> Admission | Answer | Refuse:
     """Compares as much of the proof as was given."""
     right = handshake.proof_of_worker(secret, challenge, hello)
     if hello.proof and right.startswith(hello.proof):

@@ -4,6 +4,7 @@
     ├── ContractError        a contract file is wrong (carries every problem found)    exit 2
     ├── UsageError           the command line or a scenario asks for the impossible    exit 2
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
+    │       └── ForeignTrace a file that is no trace, or of another version            exit 2
     ├── CheckpointError      a checkpoint is missing, damaged or of another run
     ├── ProtocolError        a peer sent what it must not: its connection ends, nothing else
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
@@ -33,6 +34,10 @@ class UsageError(EntrenarError):
 
 class TraceError(UsageError):
     """A stored trace or replay file is of another version, truncated, reordered or edited."""
+
+
+class ForeignTrace(TraceError):
+    """A file that this release knows nothing of: it can't say that anything was changed in it."""
 
 
 class ContractError(EntrenarError):

@@ -13,6 +13,7 @@ from entrenar_py.checks import CHECKS
 from entrenar_py.kill_matrix import Row
 from entrenar_py.protocol import messages, phases
 from entrenar_py.scenario import Scenario
+from entrenar_py.service import keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,7 +37,13 @@ def test_make_docs_changes_nothing(
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     generate.main()
     written = sorted(path.name for path in tmp_path.iterdir())
-    assert written == ["cli.md", "contract-format.md", "kill-matrix.md", "protocol.md"]
+    assert written == [
+        "cli.md",
+        "contract-format.md",
+        "entrenar.md",
+        "kill-matrix.md",
+        "protocol.md",
+    ]
     for name in written:
         assert (tmp_path / name).read_text("utf-8") == (DOCS / name).read_text("utf-8"), name
 
@@ -94,3 +101,12 @@ def test_every_check_and_field_has_a_row(generate: ModuleType) -> None:
         assert [row[0] for row in rows] == [f"`{name}`" for name in names]
         assert all(cell.strip() for row in rows for cell in row)
     assert set(generate.MEANINGS) == set(Scenario.__dataclass_fields__)
+
+
+def test_every_key_of_a_configuration_has_a_row(generate: ModuleType) -> None:
+    """In the table of the mapping that it stands in."""
+    page = generate.SERVICE.read_text("utf-8")
+    assert generate.service(page) == page, "say `make docs`"
+    tables = (keys.TRAINING, keys.SERVICE, keys.CHECKPOINT, keys.TLS, keys.TIMING)
+    names = [name for table in tables for name in table]
+    assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

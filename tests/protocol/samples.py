@@ -31,6 +31,7 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Offer,
     Overflow,
     Refuse,
     Shutdown,
@@ -69,9 +70,13 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Welcome(rank=2, step=0, blocks=3, resumed=False, proof="fedcba9876543210" * 4), VECTOR),
         (Refuse(reason="run='x': this run has 'é'", retry=False), b""),
         (Loaded(step=0), EVENTS),
-        (Accept(proof="00ff" * 16), b""),
+        (
+            Offer(heartbeat_s=5.0, dead_after_s=30.0, proof="0f1e2d3c4b5a6978" * 4),
+            b'{"seed": 0}',
+        ),
         (Fetch(step=3), b""),
         (State(step=3), VECTOR),
+        (Accept(proof="00ff" * 16), b""),
         (Assign(step=0, shards=(0, 1, 5)), b""),
         (Computed(step=0, shards=(0, 1, 5)), EVENTS),
         (
@@ -89,7 +94,14 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Commit(step=0), b""),
         (Applied(step=0), EVENTS),
         (
-            Group(step=3, round=1, num_shards=8, yours=(0, 1), ranks=(0, 2), addresses=("[::1]:7000", "w2:7000")),
+            Group(
+                step=3,
+                round=1,
+                num_shards=8,
+                yours=(0, 1),
+                ranks=(0, 2),
+                addresses=("[::1]:7000", "w2:7000"),
+            ),
             b"",
         ),
         (Unreachable(round=1, rank=2, reason="refused"), b""),

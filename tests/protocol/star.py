@@ -149,6 +149,10 @@ class Star:
         for station in self.stations:
             self._below(station, station.machine.tick(self.now))
 
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        """Whoever started the coordinator has it end."""
+        self._above(self.coordinator.stop(reason, self.now, at_once=at_once))
+
     # --- a fair world -----------------------------------------------------------------------------
 
     def ready(self) -> list[Callable[[], None]]:

@@ -15,6 +15,8 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.protocol.phases import (
     ALWAYS,
+    APPLICANT_MAY_HEAR,
+    APPLICANT_MOVES,
     MEMBERS,
     MESH_PEER_MAY_SAY,
     MESH_WORKER_MAY_HEAR,
@@ -22,6 +24,7 @@ from entrenar_py.protocol.phases import (
     PEER_MOVES,
     WORKER_MAY_HEAR,
     WORKER_MOVES,
+    ApplicantPhase,
     PeerPhase,
     WorkerPhase,
 )
@@ -32,8 +35,10 @@ SAID_BY_WORKERS: set[type[Message]] = {
     *(kind for kinds in MESH_PEER_MAY_SAY.values() for kind in kinds),
 }
 HEARD_BY_WORKERS: set[type[Message]] = {
-    *(kind for kinds in WORKER_MAY_HEAR.values() for kind in kinds),
-    *(kind for kinds in MESH_WORKER_MAY_HEAR.values() for kind in kinds),
+    kind
+    for table in (WORKER_MAY_HEAR, MESH_WORKER_MAY_HEAR, APPLICANT_MAY_HEAR)
+    for kinds in table.values()
+    for kind in kinds
 }
 # In a mesh they say these to each other, too.
 SAID_BY_EITHER: set[type[Message]] = {Accept, Average}
@@ -44,6 +49,7 @@ def test_every_phase_has_its_row() -> None:
     assert set(PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.GIVING}
     assert set(MESH_PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.STAGING}
     assert set(WORKER_MAY_HEAR) == set(MESH_WORKER_MAY_HEAR) == set(WorkerPhase)
+    assert set(APPLICANT_MAY_HEAR) == set(ApplicantPhase)
     outside = {PeerPhase.CHALLENGED, PeerPhase.WAITING, PeerPhase.LOADING}
     assert set(MEMBERS) == set(PeerPhase) - outside
 
@@ -65,6 +71,8 @@ def test_a_move_is_legal() -> None:
         assert kind in PEER_MAY_SAY[phase] or kind in HEARD_BY_WORKERS
     for place, kind, _ in WORKER_MOVES:
         assert kind in WORKER_MAY_HEAR[place] or kind in SAID_BY_WORKERS
+    for applicant, kind, _ in APPLICANT_MOVES:
+        assert kind in APPLICANT_MAY_HEAR[applicant]
 
 
 def test_what_is_legal_leads_somewhere() -> None:
@@ -75,3 +83,5 @@ def test_what_is_legal_leads_somewhere() -> None:
     for place, heard in WORKER_MAY_HEAR.items():
         moving = {kind for before, kind, _ in WORKER_MOVES if before is place}
         assert set(heard) - {Heartbeat} <= moving
+    for applicant, kinds in APPLICANT_MAY_HEAR.items():
+        assert set(kinds) == {kind for before, kind, _ in APPLICANT_MOVES if before is applicant}

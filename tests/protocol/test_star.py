@@ -275,6 +275,12 @@ def _everything() -> list[Star]:
     halting.until(lambda: bool(station.jobs))
     halting.work(station, NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,)))
     refusing.arrive(secret=SECRET + b"!")
+    for stage in (Stage.COMPUTING, Stage.STAGING, Stage.APPLYING):
+        stopped = Star(run_of())
+        stopped.arrive()
+        stopped.until(partial(_stands, stopped, stage))
+        stopped.stop("asked to", at_once=True)
+        stars.append(stopped)
     for star in stars:
         star.deliver()
     return stars

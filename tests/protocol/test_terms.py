@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import frames, handshake, messages
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
-from entrenar_py.protocol.terms import Admission, Terms, Timing, admit
+from entrenar_py.protocol.terms import Admission, Answer, Terms, Timing, admit
 from tests.protocol.speech import said
 
 TERMS = Terms(run="r", manifest="m", data="d")
@@ -38,7 +38,7 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
     return replace(said, proof=handshake.proof_of_worker(secret, CHALLENGE, said))
 
 
-def answer(said: Hello, *, taken: Collection[int | None] = ()) -> Admission | Refuse:
+def answer(said: Hello, *, taken: Collection[int | None] = ()) -> Admission | Answer | Refuse:
     """What `admit` says in a run of three."""
     return admit(said, CHALLENGE, TERMS, secret=SECRET, world_size=3, taken=taken)
 
@@ -120,3 +120,14 @@ def test_what_is_no_time(changes: dict[str, Any], message: str) -> None:
     """Refused by name: a wait of nothing, or for ever, would be found much later."""
     with pytest.raises(UsageError, match=message):
         Timing(**changes)
+
+
+def test_one_who_asks_is_answered() -> None:
+    """Without terms it may know the run, whoever is there already; the secret comes first."""
+    said = hello(run="", manifest="", data="", rank=9)
+    assert answer(said, taken=(0, 1, 2)) == Answer(
+        proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
+        key=handshake.session_key(SECRET, CHALLENGE, said),
+    )
+    stranger = hello(secret=b"other", run="", manifest="", data="")
+    assert answer(stranger) == Refuse(reason="wrong secret", retry=False)

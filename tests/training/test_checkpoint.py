@@ -152,6 +152,7 @@ def test_a_crash_while_writing_keeps_the_old_file(
             checkpoint.save(path, {"w": np.ones(3, np.float32)}, {"step": 2})
     arrays, progress = checkpoint.load(path)
     assert (_bits(arrays), progress) == (_bits(ARRAYS), {"step": 1})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
     checkpoint.save(path, {"w": np.ones(3, np.float32)}, {"step": 3})
     assert checkpoint.load(path)[1] == {"step": 3}
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]

@@ -42,14 +42,20 @@ def read(path: Path) -> bytes:
             [f"{start}: error: can't be read: {reason}; give a YAML file"]
         ) from error
     if size > BYTES_MAX:
-        message = f"the file has {size} bytes or more; a contract has at most {BYTES_MAX}"
+        message = f"the file has {size} bytes or more; at most {BYTES_MAX} are read"
         raise ContractError([f"{start}: error: {message}"])
     return data
 
 
-def compose(data: bytes, file: str, problems: Problems) -> MapNode | None:
+CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"
+
+
+def compose(
+    data: bytes, file: str, problems: Problems, *, form: str = CONTRACT_FORM
+) -> MapNode | None:
     """The tree of the one document in `data`; None if there is no tree, the reason in `problems`.
 
+    `form` says what the document should be, to whoever gave something else than a mapping.
     Duplicate keys, foreign tags and keys that are no text are problems too, but leave a tree.
     """
     text = _decode(data, file, problems)
@@ -70,7 +76,7 @@ def compose(data: bytes, file: str, problems: Problems) -> MapNode | None:
     if root is None or (isinstance(root, ScalarNode) and root.value is None):
         found = "nothing: the file is empty"
     at = Position(file, 1, 1) if root is None else root.at
-    problems.error(at, f"a contract is a mapping (metadata, clauses, ...); found {found}")
+    problems.error(at, f"{form}; found {found}")
     return None
 
 
@@ -149,7 +155,7 @@ class _Composer:
             self._name(top.anchor, closed)
             self._place(closed, event)
         elif isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
-            raise _stop("a second document; a contract is one document, split the file", event)
+            raise _stop("a second document; only one is read, split the file", event)
 
     def _count(self, num_nodes: int, event: yaml.Event) -> None:
         self._num_nodes += num_nodes

@@ -48,7 +48,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
 def tag_message(tag: str) -> str:
     """What to tell about a tag that is not allowed."""
     return (
-        f"tag {tag!r}: a contract builds no objects; allowed are !!str !!int !!float !!bool !!null"
+        f"tag {tag!r}: no tag builds an object here; allowed are !!str !!int !!float !!bool !!null"
     )
 
 

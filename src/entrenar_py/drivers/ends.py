@@ -136,6 +136,10 @@ class CoordinatorEnd:
         """Time has passed."""
         self._do(self.machine.tick(self._clock()))
 
+    def stop(self, reason: str, *, at_once: bool) -> None:
+        """The run is to end: after the step in work, or `at_once`."""
+        self._do(self.machine.stop(reason, self._clock(), at_once=at_once))
+
     def _do(self, wanted: Iterable[Effect], payload: Buffer | None = None) -> None:
         """Does everything that is wanted, and what follows from that, in order."""
         waiting = deque(wanted)
@@ -240,6 +244,10 @@ class WorkerEnd:
     def tick(self) -> None:
         """Time has passed."""
         self._do(self.machine.tick(self._clock()))
+
+    def leave(self, reason: str) -> None:
+        """This worker is to go, and to say why."""
+        self._do(self.machine.leave(reason))
 
     def _new_stream(self) -> Stream:
         limit = self._sizes.get

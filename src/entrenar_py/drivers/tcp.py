@@ -11,7 +11,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -57,6 +57,7 @@ class CoordinatorServer:
         self._numbers = count()
         self._links: dict[Peer, Link] = {}
         self._peers: dict[Link, int] = {}
+        self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door | None = None
 
@@ -112,11 +113,16 @@ class CoordinatorServer:
             for link in self._peers:
                 link.abort()
 
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        """Has the run end: when the step in work is made, or `at_once`."""
+        self.end.stop(reason, at_once=at_once)
+        self._look()
+
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""
         member = self.end.machine.peers.get(peer)
         rank = None if member is None else member.rank
-        self._links[peer].write(buffers, self._meddle(rank, False, message))
+        self._links[peer].write(self._counted(buffers), self._meddle(rank, False, message))
 
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
@@ -138,8 +144,14 @@ class CoordinatorServer:
         return self.end.buffer(self._peers[link])
 
     def _filled(self, link: Link, num_bytes: int) -> None:
+        self.bytes_in += num_bytes
         self.end.filled(self._peers[link], num_bytes)
         self._look()
+
+    def _counted(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+        for buffer in buffers:
+            self.bytes_out += memoryview(buffer).nbytes
+            yield buffer
 
     def _lost(self, link: Link, reason: str) -> None:
         self.end.lost(self._peers.pop(link), reason)
@@ -180,7 +192,10 @@ class WorkerClient:
         hands: MemberHands,
         *,
         meddle: Meddle = unmeddled,
+        alone: Callable[[str], None] = lambda problem: None,
     ) -> None:
+        """`alone` is told why there is no coordinator, each time that it tries again."""
+        self._alone = alone
         self.end = self.new_end(machine, hands)
         self._meddle = meddle
         self._link: Link | None = None
@@ -217,6 +232,7 @@ class WorkerClient:
                 elif time.monotonic() - since > patience_s:
                     return do.Finish("failed", f"no coordinator at {host}:{port}: {problem}")
                 if self.end.finished is None:
+                    self._alone(problem or self._reason)
                     await asyncio.sleep(wait_s)
                     wait_s = min(2 * wait_s, BACKOFF_S[1])
         finally:
@@ -230,6 +246,10 @@ class WorkerClient:
 
     def prepare(self, sock: socket.socket) -> None:
         """Gets ready for a stay over `sock`, which is connected to the coordinator."""
+
+    def leave(self, reason: str) -> None:
+        """Goes for good, and says why to the coordinator if there is one."""
+        self.end.leave(reason)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""

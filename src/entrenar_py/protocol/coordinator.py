@@ -110,6 +110,7 @@ class Coordinator:
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
         self._saved: int | None = None  # the step before which there is a checkpoint
+        self._stopping: str | None = None
         self._gathering_since = now
 
     # --- what is told to it -----------------------------------------------------------------------
@@ -186,6 +187,16 @@ class Coordinator:
             effects += self._end(Finish("failed", reason), Shutdown(problem=brief(reason)))
         return effects
 
+    def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
+        """Ends the run before its next step, with a checkpoint, and tells the workers why.
+
+        The step in work is finished first; `at_once` gives it up.
+        """
+        if self.stage is Stage.OVER:
+            return []
+        self._stopping = reason
+        return self._stopped(self.step + self._made, reason) if at_once else self._settle(now)
+
     # --- joining ----------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
@@ -200,6 +211,10 @@ class Coordinator:
         if isinstance(answer, Refuse):
             del self.peers[peer]
             return [Send(peer, answer), Close(peer, f"refused: {answer.reason}")]
+        if isinstance(answer, terms.Answer):
+            del self.peers[peer]  # it comes again when it has built what the run needs
+            offer = Send(peer, terms.offer(self.timing, answer.proof))
+            return [Secure(peer, answer.key), offer, Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
         return [Secure(peer, answer.key), *self._settle(now)]
 
@@ -349,6 +364,8 @@ class Coordinator:
             return [Save(self.step)]
         if over:
             return self._end(Finish("completed"), Shutdown(problem=None))
+        if self._stopping is not None:
+            return self._stopped(self.step, self._stopping)
         for member in waiting.values():
             member.phase = Phase.LOADING
         if waiting:
@@ -357,7 +374,8 @@ class Coordinator:
         members = self._members()
         there = {member.rank for member in members.values()}
         loading = any(member.phase is Phase.LOADING for member in self.peers.values())
-        if loading or not there or not there.issuperset(self.run.awaited.get(self.step, ())):
+        too_few = len(there) < (1 if self._begun else self.run.num_awaited)
+        if loading or too_few or not there.issuperset(self.run.awaited.get(self.step, ())):
             return None
         return self._hand_out(members)
 
@@ -410,6 +428,11 @@ class Coordinator:
     def _halt(self, stop: Stop) -> list[Effect]:
         halt = Halt(step=stop.step, reason=brief(stop.reason))
         return [stop, *self._end(Finish("halted", stop.reason), halt)]
+
+    def _stopped(self, step: int, reason: str) -> list[Effect]:
+        farewell = Shutdown(problem=brief(reason))
+        saved = [Save(step)] if self._has_state() else []
+        return [*saved, *self._end(Finish("stopped", reason), farewell)]
 
     def _end(self, finish: Finish, farewell: Message) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""

@@ -48,7 +48,7 @@ class Close(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Effect):
-    """It is over: `completed`, `halted` or `failed`."""
+    """It is over: `completed`, `halted`, `failed`, or `stopped` by who started it."""
 
     status: str
     reason: str = ""

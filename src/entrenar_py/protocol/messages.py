@@ -54,7 +54,8 @@ class Hello(Message):
     `run` names the run, `manifest` and `data` are digests of the tensors and of the data set,
     `backend` names what it computes on. `rank` is the one it had, or None; `port` is where it
     hears other workers, or None. `proof` is of the secret, the challenge and everything else in
-    here. A worker says it to another one, too.
+    here. Where `run`, `manifest` and `data` are all empty the worker does not know the run, and
+    asks what it is. A worker says hello to another one, too.
     """
 
     tag: ClassVar[int] = 2
@@ -105,10 +106,24 @@ class Loaded(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Message):
+    """Coordinator, to a hello without terms: what the run is, and how long either waits here.
+
+    The payload is its scenario, one JSON object. `heartbeat_s` and `dead_after_s` are in seconds.
+    """
+
+    tag: ClassVar[int] = 6
+    carries: ClassVar[str] = "scenario"
+    heartbeat_s: float
+    dead_after_s: float
+    proof: Proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(Message):
     """Worker, to another that said hello: so do I know the secret."""
 
-    tag: ClassVar[int] = 6
+    tag: ClassVar[int] = 9
     proof: Proof
 
 
@@ -305,7 +320,7 @@ class Shutdown(Message):
 MESSAGES: dict[int, type[Message]] = {
     kind.tag: kind
     for kind in (
-        *(Challenge, Hello, Welcome, Refuse, Loaded, Accept, Fetch, State),
+        *(Challenge, Hello, Welcome, Refuse, Loaded, Offer, Fetch, State, Accept),
         *(Assign, Computed, TreeNode, NonFinite, Average, Staged, Commit, Applied),
         *(Group, Unreachable, Overflow),
         *(Heartbeat, Leave, Halt, Shutdown),

@@ -24,6 +24,7 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Offer,
     Overflow,
     Refuse,
     Shutdown,
@@ -123,6 +124,21 @@ MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 }
 
 
+class ApplicantPhase(StrEnum):
+    """Where one stands who asks what the run is, before it can be a worker."""
+
+    CONNECTED = "connected"  # waits to be challenged
+    ASKING = "asking"  # said hello, without terms
+    OVER = "over"
+
+
+APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
+    ApplicantPhase.CONNECTED: (Challenge,),
+    ApplicantPhase.ASKING: (Offer, Refuse),
+    ApplicantPhase.OVER: (),
+}
+
+
 # --- what follows -----------------------------------------------------------------------------
 # The machines make these moves and no others (tests/protocol hold them to it); a message is named
 # by what it is, whoever says it. A connection may end anywhere, and a run too.
@@ -138,6 +154,9 @@ RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Shutdown", Stage.OVER),
     (Stage.COMPUTING, "NonFinite, Halt", Stage.OVER),
     (Stage.COMPUTING, "average not finite, Halt", Stage.OVER),
+    (Stage.COMPUTING, "stopped at once, Shutdown", Stage.OVER),
+    (Stage.STAGING, "stopped at once, Shutdown", Stage.OVER),
+    (Stage.APPLYING, "stopped at once, Shutdown", Stage.OVER),
 )
 
 PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
@@ -177,4 +196,10 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
         for ending in (Halt, Shutdown)
         if ending in heard
     ),
+)
+
+APPLICANT_MOVES: tuple[tuple[ApplicantPhase, type[Message], ApplicantPhase], ...] = (
+    (ApplicantPhase.CONNECTED, Challenge, ApplicantPhase.ASKING),
+    (ApplicantPhase.ASKING, Offer, ApplicantPhase.OVER),
+    (ApplicantPhase.ASKING, Refuse, ApplicantPhase.OVER),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
-from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
+from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Offer, Refuse
 
 # Digests whole; a stranger's texts no longer than that.
 _SHOWN = reprlib.Repr()
@@ -25,12 +25,17 @@ class Terms:
     data: str
 
 
+# Of one who does not know the run, and asks what it is.
+UNKNOWN = Terms(run="", manifest="", data="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
 
-    It goes on with any one of them, but waits before a step of `awaited` until those ranks are
-    there. The reduced vector travels in `num_blocks` parts. A checkpoint is written before each
+    It goes on with any one of them, but waits before its own first step until `num_awaited` are
+    there, and before a step of `awaited` until those ranks are. The reduced vector travels in
+    `num_blocks` parts. A checkpoint is written before each
     step of `saves`. `resumed`: it started from one.
     """
 
@@ -41,6 +46,7 @@ class Run:
     num_blocks: int = 1
     first_step: int = 0
     resumed: bool = False
+    num_awaited: int = 1
     awaited: Mapping[int, Collection[int]] = field(default_factory=dict)
     saves: Collection[int] = ()
 
@@ -72,11 +78,25 @@ class Timing:
             )
 
 
+def offer(timing: Timing, proof: str) -> Offer:
+    """What one who asks is told; the scenario is its payload."""
+    heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
+    return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, proof=proof)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """Someone who may come in: its rank, our proof for its welcome, and the session's key."""
 
     rank: int
+    proof: str
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To someone entitled who asks what the run is: our proof, and the session's key."""
+
     proof: str
     key: bytes
 
@@ -89,14 +109,19 @@ def admit(
     secret: bytes,
     world_size: int,
     taken: Collection[int | None],
-) -> Admission | Refuse:
+) -> Admission | Answer | Refuse:
     """What to answer to `hello`: the secret comes first, so that a stranger learns nothing else.
 
     `taken` are the ranks of those who are there. One who does not care gets the lowest free rank.
     """
-    refused = refusal(hello, challenge, terms, secret=secret)
+    asks = Terms(run=hello.run, manifest=hello.manifest, data=hello.data) == UNKNOWN
+    refused = refusal(hello, challenge, UNKNOWN if asks else terms, secret=secret)
     if refused is not None:
         return refused
+    proof = handshake.proof_of_coordinator(secret, challenge, hello)
+    key = handshake.session_key(secret, challenge, hello)
+    if asks:
+        return Answer(proof=proof, key=key)
     if hello.rank is not None and hello.rank >= world_size:
         reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
         return Refuse(reason=reason, retry=False)
@@ -105,11 +130,8 @@ def admit(
         return Refuse(reason=f"all {world_size} ranks are taken by live workers", retry=True)
     if hello.rank not in (None, *free):
         return Refuse(reason=f"rank={hello.rank}: a live worker has it", retry=True)
-    return Admission(
-        rank=free[0] if hello.rank is None else hello.rank,
-        proof=handshake.proof_of_coordinator(secret, challenge, hello),
-        key=handshake.session_key(secret, challenge, hello),
-    )
+    rank = free[0] if hello.rank is None else hello.rank
+    return Admission(rank=rank, proof=proof, key=key)
 
 
 def refusal(hello: Hello, challenge: Challenge, terms: Terms, *, secret: bytes) -> Refuse | None:

@@ -45,13 +45,14 @@ class Trainer(Replicas):
                 self._stop_and_resume(step)
             for fault in self._faults("join", step):
                 self._join(fault, step)
-            if not self._step(step):
+            if not self.step(step):
                 return "halted"
         return "completed"
 
     # --- one step -----------------------------------------------------------------------------
 
-    def _step(self, step: int) -> bool:
+    def step(self, step: int) -> bool:
+        """Makes `step`, the next one; False, with the reason recorded, if it can't be made."""
         ids = self.batch()
         shards = sharding.cut(ids, self.scenario.num_shards)
         nodes: list[reduction.Node] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
+from entrenar_py.protocol.terms import Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
 from entrenar_py.systems.devices import Devices
@@ -73,6 +74,15 @@ class Replicas:
         self.schedule_step = 0
         self.workers: dict[int, Worker] = {}
         self._visit: tuple[int, sharding.Ids] | None = None
+
+    @property
+    def terms(self) -> Terms:
+        """What everyone who takes part must have, too."""
+        return Terms(
+            run=self.scenario.digest,
+            manifest=self.layout.digest,
+            data=self.workload.data_digest,
+        )
 
     @property
     def vector_bytes(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from entrenar_py import backends, trace
-from entrenar_py.errors import ProtocolError, TraceError, UsageError
+from entrenar_py.errors import CheckpointError, ProtocolError, TraceError, UsageError
 from entrenar_py.protocol.effects import Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
@@ -18,11 +20,11 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Offer,
     State,
     TreeNode,
     Welcome,
 )
-from entrenar_py.protocol.terms import Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas
 from entrenar_py.systems.replicas import Replicas
@@ -62,15 +64,6 @@ class Server(Replicas):
     def linear_of(self, rank: int) -> LinearFunction:
         """The server computes no gradient: it needs no worker's device."""
         return backends.open_backend("cpu").linear
-
-    @property
-    def terms(self) -> Terms:
-        """What everyone who takes part must have, too."""
-        return Terms(
-            run=self.scenario.digest,
-            manifest=self.layout.digest,
-            data=self.workload.data_digest,
-        )
 
     def _num_blocks(self) -> int:
         """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
@@ -207,14 +200,17 @@ class Server(Replicas):
         checkpoint.save(
             self.checkpoint_path,
             checkpoint.as_arrays(tensors=self.replica.replica.arrays, optimizer=self.replica.state),
-            progress,
+            {**progress, "scenario": self.scenario.to_dict()},
         )
         rank = min(self.present, default=0)
         saved = trace.Saved(step=step, rank=rank, progress=progress, **self.state(self.replica))
         self.recorder.emit(saved)
 
     def restore(self) -> int:
-        """Takes the state from the checkpoint, the initial one if there is none; the next step."""
+        """Takes the state from the checkpoint, the initial one if there is none; the next step.
+
+        CheckpointError, naming what differs, if it is one of another scenario.
+        """
         assert self.checkpoint_path is not None
         self.present.clear()
         if not self.checkpoint_path.exists():
@@ -223,6 +219,7 @@ class Server(Replicas):
             self._ids = self.batch()
             return 0
         arrays, progress = checkpoint.load(self.checkpoint_path)
+        self._require_own(progress)
         self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
         saved = checkpoint.group_of(arrays, "optimizer")
         self.replica.state = {name: saved[name].copy() for name in self.replica.state}
@@ -231,10 +228,23 @@ class Server(Replicas):
         self._ids = self.batch()
         return int(progress["step"])
 
+    def _require_own(self, progress: Mapping[str, Any]) -> None:
+        theirs, ours = dict(progress.get("scenario", {})), self.scenario.to_dict()
+        names = [name for name in (*ours, *theirs) if theirs.get(name) != ours.get(name)]
+        if names:
+            name = names[0]
+            raise CheckpointError(
+                f"checkpoint {self.checkpoint_path}: it is of a run with {name}="
+                f"{theirs.get(name)!r}, this one has {name}={ours.get(name)!r}; go on with the "
+                "scenario that it was made by, or give another path"
+            )
+
     def payload(self, message: Message) -> Buffer:
-        """What `message` carries: the whole state, or the averaged gradient."""
+        """What `message` carries: the whole state, the averaged gradient, or the scenario."""
         if isinstance(message, Welcome):
             return self.dump(self.replica)
+        if isinstance(message, Offer):
+            return json.dumps(self.scenario.to_dict(), sort_keys=True).encode()
         if isinstance(message, Average):
             return blocks.payload_of(self._mean[self.blocks.part(message.block)])
         return b""

@@ -7,12 +7,13 @@ without it. The last event is `End`, so a truncated file is found too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
-from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import records
 from entrenar_py.trace.events import End, Event, Trace
@@ -22,18 +23,28 @@ VERSION = 1
 
 def dump_lines(trace: Trace) -> Iterator[str]:
     """The lines of the trace's file, without line ends."""
-    header = {
+    chain = ""
+    for record in (header(trace), *map(records.to_record, trace.events)):
+        line, chain = dump_line(chain, record)
+        yield line
+
+
+def header(trace: Trace) -> dict[str, Any]:
+    """The record of the first line: all of `trace` but its events."""
+    return {
         "kind": "trace",
         "version": VERSION,
         "scenario": trace.scenario.to_dict(),
         "environment": dict(trace.environment),
         "promises": list(trace.promises),
     }
-    chain = ""
-    for record in (header, *map(records.to_record, trace.events)):
-        body = json.dumps(record, separators=(",", ":"), allow_nan=False)
-        chain = _link(chain, body)
-        yield f'{body[:-1]},"chain":"{chain}"}}'
+
+
+def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
+    """The line of `record` after a line whose chain is `chain` ("" before the first); its chain."""
+    body = json.dumps(record, separators=(",", ":"), allow_nan=False)
+    chain = _link(chain, body)
+    return f'{body[:-1]},"chain":"{chain}"}}', chain
 
 
 def save(trace: Trace, path: Path) -> None:
@@ -53,11 +64,21 @@ def load(path: Path) -> Trace:
     reordered or truncated, or that is no trace at all.
     """
     try:
-        # A byte that is no UTF-8 must not hide which line it stands in: its chain will not match.
-        with path.open(encoding="utf-8", errors="backslashreplace") as file:
-            return _parse(file, path)
+        with path.open("rb") as file:
+            reader = Reader(file, path)
+            events = tuple(reader)
     except OSError as error:
         raise TraceError(f"trace file {path}: can't be read ({error.strerror})") from error
+    if not events or not isinstance(events[-1], End):
+        where = f"{path}:{reader.num_lines}"
+        raise TraceError(f"{where}: the trace is truncated: its last line is no end event")
+    head = reader.head
+    return Trace(
+        scenario=head.scenario,
+        environment=head.environment,
+        promises=head.promises,
+        events=events,
+    )
 
 
 def dump_events(events: Iterable[Event]) -> bytes:
@@ -79,52 +100,86 @@ def load_events(data: bytes) -> list[Event]:
     return events
 
 
-def _parse(lines: Iterable[str], path: Path) -> Trace:
-    chain, header, events = "", None, []
-    number = 0
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        body, mark, digest = line.rstrip("\n").rpartition(',"chain":"')
+class Reader:
+    """A trace's file, line by line: the first at once (`head`, a trace without events), then each
+    event as it is asked for.
+
+    `num_lines` were read, `num_bytes` long, and `chain` is the last one's. Raises TraceError, with
+    the line, for what no writer wrote. A last line without its end was cut off when its writer
+    died: with `cut` the events end before it, else it is as good as its chain.
+    """
+
+    def __init__(self, file: Iterable[bytes], path: Path, *, cut: bool = False) -> None:
+        self.num_lines = self.num_bytes = 0
+        self.chain = ""
+        self._path, self._cut = path, cut
+        self._lines = iter(file)
+        first = self._next()
+        if first is None:
+            raise ForeignTrace(f"{path}: the file is empty; a trace starts with a header line")
+        self.head = self._header(first)
+
+    def __iter__(self) -> Iterator[Event]:
+        while (record := self._next()) is not None:
+            try:
+                yield records.from_record(record)
+            except records.NOT_AN_EVENT as error:
+                raise TraceError(f"{self._where}: event can't be read ({error!r})") from error
+
+    @property
+    def _where(self) -> str:
+        return f"{self._path}:{self.num_lines}"
+
+    def _next(self) -> dict[str, Any] | None:
+        """The record of the next line, its chain checked; None after the last."""
+        line = next(self._lines, b"")
+        if not line or (self._cut and not line.endswith(b"\n")):
+            return None
+        self.num_lines += 1
+        self.num_bytes += len(line)
+        # A byte that is no UTF-8 must not hide which line it stands in: its chain will not match.
+        text = line.decode(errors="backslashreplace").rstrip("\n")
+        body, mark, digest = text.rpartition(',"chain":"')
         if not mark or not digest.endswith('"}'):
-            raise TraceError(f"{where}: not a line of a trace (no chain digest at its end)")
-        body += "}"
+            problem = "not a line of a trace (no chain digest at its end)"
+            if not line.endswith(b"\n"):
+                problem += "; it is incomplete: its writer may have been stopped in the middle"
+            wrong = ForeignTrace if self.num_lines == 1 else TraceError
+            raise wrong(f"{self._where}: {problem}")
+        record = self._parsed(body + "}")
+        self.chain = _link(self.chain, body + "}")
+        if digest[:-2] != self.chain:
+            raise TraceError(
+                f"{self._where}: chain digest {digest[:-2]} expected {self.chain}: this line or "
+                "its place was changed after the run; record the run again"
+            )
+        return record
+
+    def _parsed(self, body: str) -> dict[str, Any]:
         try:
-            record = json.loads(body)
+            record: dict[str, Any] = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise TraceError(f"{where}: not JSON ({error})") from error
-        if number == 1 and record.get("version") != VERSION:
-            raise TraceError(
-                f"{where}: trace version={record.get('version')!r}: this release reads version "
-                f"{VERSION}; record the run again"
+            raise TraceError(f"{self._where}: not JSON ({error})") from error
+        if self.num_lines == 1 and record.get("version") != VERSION:
+            raise ForeignTrace(
+                f"{self._where}: trace version={record.get('version')!r}: this release reads "
+                f"version {VERSION}; record the run again"
             )
-        chain = _link(chain, body)
-        if digest[:-2] != chain:
-            raise TraceError(
-                f"{where}: chain digest {digest[:-2]} expected {chain}: this line or its place "
-                "was changed after the run; record the run again"
-            )
+        return record
+
+    def _header(self, record: dict[str, Any]) -> Trace:
+        if record.get("kind") != "trace":
+            where = self._where
+            raise ForeignTrace(f"{where}: first line kind={record.get('kind')!r}, not trace")
         try:
-            if header is None:
-                header = record
-                if record.get("kind") != "trace":
-                    raise TraceError(f"{where}: first line kind={record.get('kind')!r}, not trace")
-            else:
-                events.append(records.from_record(record))
-        except records.NOT_AN_EVENT as error:
-            raise TraceError(f"{where}: event can't be read ({error!r})") from error
-    if header is None:
-        raise TraceError(f"{path}: the file is empty; a trace starts with a header line")
-    if not events or not isinstance(events[-1], End):
-        raise TraceError(f"{path}:{number}: the trace is truncated: its last line is no end event")
-    try:
-        return Trace(
-            scenario=Scenario.from_dict(header["scenario"]),
-            environment=dict(header["environment"]),
-            promises=tuple(header["promises"]),
-            events=tuple(events),
-        )
-    except (*records.NOT_AN_EVENT, UsageError) as error:
-        raise TraceError(f"{path}:1: header can't be read ({error!r})") from error
+            return Trace(
+                scenario=Scenario.from_dict(record["scenario"]),
+                environment=dict(record["environment"]),
+                promises=tuple(record["promises"]),
+                events=(),
+            )
+        except (*records.NOT_AN_EVENT, UsageError) as error:
+            raise TraceError(f"{self._path}:1: header can't be read ({error!r})") from error
 
 
 def _link(chain: str, body: str) -> str:

@@ -25,17 +25,26 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
-    """Writes `arrays` and `progress` to `path`; a crash at any point leaves the old file whole."""
+    """Writes `arrays` and `progress` to `path`; a crash at any point leaves the old file whole.
+
+    OSError where it can't be written (a full disk, say): the old file is whole then, too, and
+    nothing of the new one is left to fill the disk.
+    """
     # safetensors takes memory as it lies: a transposed array would come back with wrong values.
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     payload = safetensors.save(in_order, {"progress": json.dumps(progress)})
     header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(header + payload)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(header)
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

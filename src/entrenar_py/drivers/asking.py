@@ -1,0 +1,127 @@
+"""Asks a coordinator over TCP what its run is, and again until one answers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.applicant import Applicant
+from entrenar_py.protocol.frames import (
+    FROM_COORDINATOR,
+    TO_COORDINATOR,
+    Decoder,
+    Encoder,
+    Received,
+)
+from entrenar_py.protocol.handshake import NONCE_BYTES
+from entrenar_py.protocol.messages import Message, Offer
+
+BACKOFF_S = (0.05, 2.0)
+ANSWER_S = 10.0  # from connecting to the answer
+SCENARIO_BYTES_MAX = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a coordinator that knows the secret says of its run: a JSON object, and seconds."""
+
+    scenario: bytes
+    heartbeat_s: float
+    dead_after_s: float
+
+
+async def ask(
+    host: str,
+    port: int,
+    *,
+    secret: bytes,
+    backend: str,
+    context: ssl.SSLContext | None,
+    patience_s: float,
+    alone: Callable[[str], None],
+) -> Told | do.Finish:
+    """What the coordinator says; `failed` if it refuses, or none has answered after `patience_s`.
+
+    With `context` over TLS. `alone` is told why there is no answer, each time that it tries again.
+    """
+    since = time.monotonic()
+    wait_s = BACKOFF_S[0]
+    while True:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await _connect(host, port, context, secret, backend)
+        except TimeoutError:
+            problem = f"no answer within {ANSWER_S:g} s"
+        except (OSError, ProtocolError) as error:
+            problem = reason(error, host)
+        if time.monotonic() - since > patience_s:
+            return do.Finish("failed", f"no coordinator at {host}:{port}: {problem}")
+        alone(problem)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, BACKOFF_S[1])
+
+
+def reason(error: Exception, host: str) -> str:
+    """Why `host` could not be asked, in words that say which part of an address is wrong."""
+    if isinstance(error, socket.gaierror):
+        return f"unknown host {host!r} ({error.strerror})"
+    return str(error)
+
+
+async def _connect(
+    host: str, port: int, context: ssl.SSLContext | None, secret: bytes, backend: str
+) -> Told | do.Finish:
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        nonce = secrets.token_hex(NONCE_BYTES)
+        return await _talk(reader, writer, Applicant(0, nonce, secret=secret, backend=backend))
+    finally:
+        writer.transport.abort()
+
+
+async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
+    """Does what `machine` wants until it is finished."""
+    decoder = Decoder(_limit, direction=FROM_COORDINATOR)
+    encoder = Encoder(direction=TO_COORDINATOR)
+    while True:
+        received = await _receive(reader, decoder)
+        for effect in machine.receive(received.message):
+            match effect:
+                case do.Send(_, message):
+                    writer.writelines(encoder.encode(message))
+                case do.Secure(_, key):
+                    decoder.key = encoder.key = key
+                case do.Finish():
+                    return effect if machine.offer is None else _told(machine.offer, received)
+
+
+async def _receive(reader: StreamReader, decoder: Decoder) -> Received:
+    while True:
+        place = decoder.buffer()
+        data = await reader.read(place.nbytes)
+        if not data:
+            raise ConnectionError("closed by the other end")
+        place[: len(data)] = data
+        received = decoder.filled(len(data))
+        if received is not None:
+            return received
+
+
+def _limit(kind: type[Message]) -> int:
+    return SCENARIO_BYTES_MAX if kind is Offer else 0
+
+
+def _told(offer: Offer, received: Received) -> Told:
+    return Told(
+        scenario=bytes(received.payload),
+        heartbeat_s=offer.heartbeat_s,
+        dead_after_s=offer.dead_after_s,
+    )

@@ -1,0 +1,39 @@
+"""Where a coordinator listens: `host:port`, an IPv6 host in brackets."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from entrenar_py.errors import UsageError
+
+PORT_MAX = 2**16 - 1
+
+_FORM = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """A host, by name or number, and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse(text: str, *, port_min: int) -> Address:
+    """The address that `text` is; UsageError, naming what is wrong with it, if it is none.
+
+    `port_min` is 0 for who listens (any free port), 1 for who connects.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(
+            f"address={text!r}: use host:port, e.g. trainer.example:7411, 10.0.0.5:7411 or "
+            "[fd00::5]:7411"
+        )
+    port = int(found["port"])
+    if not port_min <= port <= PORT_MAX:
+        raise UsageError(f"address={text!r}: port {port}: use {port_min} to {PORT_MAX}")
+    return Address(found["bracketed"] or found["plain"], port)

@@ -1,0 +1,56 @@
+"""The command `entrenar`: reads the command line, serves or works or verifies, exits (`exits`)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
+from entrenar_py.service import exits, options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
+    try:
+        return _run(options.parse(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        _say("interrupted before anything had begun")
+        return exits.STOPPED
+    except ContractError as error:  # its lines start with file:line:column
+        print(error, file=sys.stderr)
+        return exits.INVALID
+    except (UsageError, CheckpointError) as error:
+        _say(error)
+        return exits.INVALID
+    except EntrenarError as error:
+        _say(error)
+        return exits.FAILED
+    except Exception:  # noqa: BLE001  (Python's own exit code would be 1: a run that was given up)
+        traceback.print_exc()
+        _say("this is a bug in it")
+        return exits.FAILED
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Each command brings what is heavy; `--help` has left by now."""
+    if given.command == "coordinator":
+        from entrenar_py.service import coordinator
+
+        return coordinator.run(given.config, resume=given.resume)
+    if given.command == "worker":
+        from entrenar_py.service import worker
+
+        return worker.run(given)
+    from entrenar_py.service import audit
+
+    return audit.verify(given.path, replay=given.replay)
+
+
+def _say(message: object) -> None:
+    print(f"{options.PROG}: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

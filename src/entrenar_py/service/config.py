@@ -1,0 +1,236 @@
+"""The coordinator's configuration: a YAML file, every key of it known and in its place.
+
+The keys stand in `keys`: those that say what is trained are a scenario's own, the rest is how it is
+served.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.contract import composer
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.tree import MapNode, Node, plain
+from entrenar_py.drivers import tls
+from entrenar_py.errors import UsageError
+from entrenar_py.protocol.terms import Timing
+from entrenar_py.scenario import DEFAULTS, Scenario
+from entrenar_py.service import address, keys
+from entrenar_py.service.address import Address
+
+SYSTEM = "parameter_server"
+SECRET_BYTES_MIN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Where the state is kept, and after how many steps it is written again."""
+
+    path: Path
+    every_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What one coordinator does; `context` is None without TLS. Paths are seen from the file's own
+    folder.
+    """
+
+    scenario: Scenario
+    listen: Address
+    secret: bytes
+    context: ssl.SSLContext | None
+    wait_for: int
+    timing: Timing
+    checkpoint: Checkpoint | None
+    metrics: Path | None
+    ledger: Path | None
+
+
+def load(path: Path) -> Config:
+    """The configuration at `path`.
+
+    Raises ContractError with all problems at once, each `file:line:column: error: ...`.
+    """
+    problems = Problems()
+    form = "a configuration is a mapping (workload, world_size, secret_file, ...)"
+    root = composer.compose(composer.read(path), str(path), problems, form=form)
+    if root is None:
+        problems.settle(strict=True)
+    assert root is not None, "a file without a tree has a problem"
+    reader = _Reader(root, path.parent, problems)
+    config = reader.config()
+    problems.settle(strict=True)
+    assert config is not None, "what is missing is a problem"
+    return config
+
+
+def secret(path: Path) -> bytes:
+    """The shared secret in the file at `path`; UsageError if it can't be read or is too short."""
+    try:
+        found = path.read_bytes().strip()
+    except OSError as error:
+        raise UsageError(f"secret_file={path}: can't be read ({error.strerror})") from error
+    if len(found) < SECRET_BYTES_MIN:
+        raise UsageError(
+            f"secret_file={path}: {len(found)} bytes; use at least {SECRET_BYTES_MIN}, e.g. of "
+            "`head -c 32 /dev/urandom | base64`"
+        )
+    return found
+
+
+class _Reader:
+    """One file, read key by key; every problem goes to `problems`, at its place."""
+
+    def __init__(self, root: MapNode, folder: Path, problems: Problems) -> None:
+        known = (*keys.TRAINING, *keys.SERVICE)
+        self._root = Record(root, what="configuration", known=known, problems=problems)
+        self._folder, self._problems = folder, problems
+        self._root.warn_unread()
+
+    def config(self) -> Config | None:
+        """The configuration; None if something is missing without which there is none."""
+        scenario = self._scenario()
+        shared = self._secret()
+        listen, context = self._listen(), self._context()
+        timing = self._timing()
+        checkpoint = self._checkpoint()
+        wait_for = self._whole(self._root, "wait_for", default=1)
+        metrics, ledger = self._path(self._root, "metrics"), self._path(self._root, "ledger")
+        if scenario is not None and wait_for > scenario.world_size:
+            self._error("wait_for", f"wait_for={wait_for}: world_size is {scenario.world_size}")
+        if scenario is None or shared is None:
+            return None
+        return Config(
+            scenario=scenario,
+            listen=listen,
+            secret=shared,
+            context=context,
+            wait_for=wait_for,
+            timing=timing,
+            checkpoint=checkpoint,
+            metrics=metrics,
+            ledger=ledger,
+        )
+
+    def _scenario(self) -> Scenario | None:
+        """The scenario. Of several wrong fields each is named: one that was is left out then."""
+        nodes = self._root.node.fields
+        missing = [name for name in keys.REQUIRED if self._root.present(name) is None]
+        for name in missing:
+            self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
+        given = {name: _value(name, nodes[name]) for name in keys.TRAINING if name in nodes}
+        given = {name: value for name, value in given.items() if name not in missing}
+        while True:
+            try:
+                found = Scenario.from_dict({**DEFAULTS, **given, "system": SYSTEM})
+            except UsageError as error:
+                name = str(error).partition("=")[0]
+                self._error(name, str(error))
+                if name in keys.REQUIRED or name not in given:
+                    return None
+                del given[name]
+                continue
+            if found.workload == "own":
+                self._error("workload", "workload='own': it is a stored trace's; nothing to train")
+                return None
+            return None if missing else found
+
+    def _secret(self) -> bytes | None:
+        path = self._path(self._root, "secret_file")
+        if path is None:
+            self._error("secret_file", "secret_file is missing; give the file of the secret")
+            return None
+        try:
+            return secret(path)
+        except UsageError as error:
+            self._error("secret_file", str(error))
+            return None
+
+    def _listen(self) -> Address:
+        text = self._root.text("listen") or keys.LISTEN
+        try:
+            return address.parse(text, port_min=0)
+        except UsageError as error:
+            self._error("listen", str(error))
+            return address.parse(keys.LISTEN, port_min=0)
+
+    def _context(self) -> ssl.SSLContext | None:
+        record = self._block("tls", keys.TLS)
+        if record is None:
+            return None
+        cert, key, ca = (self._path(record, name) for name in keys.TLS)
+        if cert is None or key is None:
+            self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
+            return None
+        try:
+            return tls.server_context(cert=cert, key=key, ca=ca)
+        except UsageError as error:
+            self._error("tls", str(error))
+            return None
+
+    def _timing(self) -> Timing:
+        record = self._block("timing", keys.TIMING)
+        if record is None:
+            return Timing()
+        given = {name: record.number(name) for name in keys.TIMING}
+        try:
+            return Timing(**{name: value for name, value in given.items() if value is not None})
+        except UsageError as error:
+            name = str(error).partition("=")[0]
+            self._problems.error(record.place(name), str(error))
+            return Timing()
+
+    def _checkpoint(self) -> Checkpoint | None:
+        record = self._block("checkpoint", keys.CHECKPOINT)
+        if record is None:
+            return None
+        path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)
+        for name, value in (("path", path), ("every_steps", every)):
+            if not value:
+                self._problems.error(record.place(name), f"checkpoint: {name} is missing; give it")
+        return Checkpoint(path=path, every_steps=every) if path is not None and every else None
+
+    def _block(self, name: str, known: Mapping[str, Any]) -> Record | None:
+        node = self._root.present(name)
+        if node is None:
+            return None
+        if not isinstance(node, MapNode):
+            self._error(name, f"{name} is a mapping of {', '.join(known)}")
+            return None
+        record = Record(node, what=name, known=tuple(known), problems=self._problems)
+        record.warn_unread()
+        return record
+
+    def _path(self, record: Record, name: str) -> Path | None:
+        text = record.text(name)
+        return self._folder / text if text else None
+
+    def _whole(self, record: Record, name: str, *, default: int) -> int:
+        node = record.present(name)
+        if node is None:
+            return default
+        value = plain(node)
+        if type(value) is not int or value < 1:
+            self._problems.error(node.at, f"{name}={value!r}: use a whole number >= 1")
+            return 1
+        return value
+
+    def _error(self, name: str, message: str) -> None:
+        self._problems.error(self._root.place(name), message)
+
+
+def _value(name: str, node: Node) -> Any:
+    """What a field of a scenario is given: YAML 1.1 takes 1e-3, without a point, for text."""
+    value = plain(node)
+    if not isinstance(value, str) or "float" not in str(Scenario.__dataclass_fields__[name].type):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value

@@ -1,0 +1,148 @@
+"""`entrenar coordinator`: serves one run, from its first step or from a checkpoint, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from entrenar_py import console, systems, trace
+from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.terms import Run
+from entrenar_py.service import config, exits, screen
+from entrenar_py.service.address import Address
+from entrenar_py.service.config import Config
+from entrenar_py.service.happenings import Listener
+from entrenar_py.service.host import Host
+from entrenar_py.service.metrics import Metrics
+from entrenar_py.systems import environment
+from entrenar_py.trace import writer
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(path: Path, *, resume: bool) -> int:
+    """Serves the run that the file at `path` describes; the exit code.
+
+    Raises ContractError, UsageError and CheckpointError for what is wrong before anything ran,
+    SystemFailure where the ledger, or the last checkpoint, can't be written.
+    """
+    given = config.load(path)
+    systems.require_possible(given.scenario)
+    _require_intended(given, resume=resume)
+    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    with ExitStack() as stack:
+        shown = console.standard_output(color=True)
+        num_steps = given.scenario.num_steps
+        listeners: list[Listener] = [stack.enter_context(screen.opened(shown, num_steps=num_steps))]
+        if given.metrics is not None:
+            metrics = Metrics(given.metrics)
+            stack.callback(metrics.close)
+            listeners.append(metrics)
+        return _run(given, listeners, resume=resume)
+
+
+def _require_intended(given: Config, *, resume: bool) -> None:
+    """Returns unless --resume is missing where it should be given, or given where it can't be."""
+    path = None if given.checkpoint is None else given.checkpoint.path
+    if path is None and resume:
+        raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
+    if path is not None and path.exists() and not resume:
+        raise UsageError(
+            f"checkpoint {path}: it is there already; go on with --resume, or give another path"
+        )
+
+
+def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
+    path = None if given.checkpoint is None else given.checkpoint.path
+    host = Host(given.scenario, checkpoint_path=path, listeners=listeners)
+    first = host.resume() if resume else 0
+    finish = asyncio.run(_serve(given, host, first, resume=resume))
+    host.finish(finish)
+    problem = host.broken or host.unsaved
+    if problem is not None:
+        raise SystemFailure(problem)
+    return exits.OF_FINISH[finish.status]
+
+
+async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Finish:
+    server = CoordinatorServer(
+        _run_of(given, host, first, resume=resume), host, timing=given.timing, secret=given.secret
+    )
+    try:
+        at = await server.listen(*given.listen, context=given.context)
+    except OSError as error:
+        problem = f"can't listen there ({error.strerror or error})"
+        raise UsageError(f"listen={given.listen}: {problem}") from error
+    _open_ledger(given, host, resume=resume)  # not before: a port that is taken leaves no file
+    if first == given.scenario.num_steps:
+        return Finish("completed", "it was complete already")
+    loop = asyncio.get_running_loop()
+    host.traffic = lambda: (server.bytes_in, server.bytes_out)
+    host.give_up = lambda reason: _end_soon(loop, server, reason)
+    stopper = _Stopper(server, host)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stopper.stop, number)
+    host.note("listening", f"listens at {Address(*at)}, from step {first} on")
+    return await server.finish()
+
+
+def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
+    scenario = given.scenario
+    saves: set[int] = set()
+    if given.checkpoint is not None:
+        saves = {*range(first, scenario.num_steps, given.checkpoint.every_steps)} - {first}
+        saves.add(scenario.num_steps)
+    return Run(
+        terms=host.terms,
+        world_size=scenario.world_size,
+        num_shards=scenario.num_shards,
+        num_steps=scenario.num_steps,
+        first_step=first,
+        resumed=resume,
+        num_awaited=given.wait_for,
+        saves=saves,
+    )
+
+
+def _open_ledger(given: Config, host: Host, *, resume: bool) -> None:
+    if given.ledger is None:
+        return
+    head = trace.Trace(
+        scenario=given.scenario, environment=environment.describe(), promises=(), events=()
+    )
+    try:
+        if resume:
+            host.write_to(*writer.reopen(given.ledger, head))
+        else:
+            host.write_to(writer.create(given.ledger, head), writer.Standing())
+    except OSError as error:
+        raise UsageError(f"ledger {given.ledger}: can't be written ({error.strerror})") from error
+
+
+def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
+    """Not at once: whoever gives up is in the middle of what the server wants done."""
+    loop.call_soon(partial(server.stop, reason, at_once=True))
+
+
+class _Stopper:
+    """Ends a run by signals: the first lets the step in work be finished, another one does not."""
+
+    def __init__(self, server: CoordinatorServer, host: Host) -> None:
+        self._server, self._host = server, host
+        self._again = False
+
+    def stop(self, number: signal.Signals) -> None:
+        """`number` was received."""
+        when = "now" if self._again else "after the step in work"
+        self._host.note("stopping", f"{number.name}: stops {when}")
+        reason = f"the coordinator was stopped by {number.name}"
+        self._server.stop(reason, at_once=self._again)
+        self._again = True

@@ -1,0 +1,42 @@
+"""The keys of a configuration, and what each means: `config` reads them, the docs show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from entrenar_py.scenario import Scenario
+
+LISTEN = "127.0.0.1:7411"
+
+# Of a scenario, what a service has no use for: it injects nothing, stops where it is told to, and
+# computes on what its workers bring.
+_NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
+TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
+REQUIRED = ("workload", "world_size", "seed")
+
+# Key -> what it holds, what it is when left out, what it means; the docs show this table.
+SERVICE: Mapping[str, tuple[str, str, str]] = {
+    "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
+    "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
+    "tls": ("mapping", "nothing is encrypted", "connections over TLS 1.3, and no others"),
+    "wait_for": ("whole number >= 1", "`1`", "workers that must be there before the first step"),
+    "timing": ("mapping", "below", "how long is waited"),
+    "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
+    "metrics": ("path", "none are written", "one JSON object a step"),
+    "ledger": ("path", "none is written", "the trace of the run, a chained line an event"),
+}
+CHECKPOINT: Mapping[str, tuple[str, str, str]] = {
+    "path": ("path", "required", "the file; it is replaced as a whole or not at all"),
+    "every_steps": ("whole number >= 1", "required", "steps from one save to the next"),
+}
+TLS: Mapping[str, tuple[str, str, str]] = {
+    "cert": ("path", "required", "the coordinator's certificate, PEM; workers check its name"),
+    "key": ("path", "required", "its private key, PEM, without a passphrase"),
+    "ca": ("path", "none is asked for", "who signed the certificates that workers must show"),
+}
+TIMING: Mapping[str, str] = {
+    "heartbeat_s": "either end says that it lives",
+    "dead_after_s": "of silence, and a worker is given up",
+    "hello_s": "from a connection to its proof",
+    "gather_s": "without enough workers, and the run is given up",
+}

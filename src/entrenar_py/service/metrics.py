@@ -1,0 +1,57 @@
+"""The run in numbers: a file of JSON lines, one a step and one for whatever else happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from io import FileIO
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+from entrenar_py.service.happenings import Happening, StepMade
+
+
+class Metrics:
+    """Writes to `path`, behind what is there; UsageError if it can't be opened.
+
+    A line is an object with `time` (seconds since 1970), `what` (`step`, or a note's name), and the
+    fields of what happened. When the file can't be written any more that is said once, and the run
+    goes on without it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file: FileIO | None = FileIO(path, "a+")
+        except OSError as error:
+            raise UsageError(f"metrics {path}: can't be written ({error.strerror})") from error
+        size = self._file.seek(0, 2)
+        self._file.seek(max(size - 1, 0))
+        if self._file.read(1) not in (b"", b"\n"):  # whoever wrote last died in the middle of it
+            self._write("\n")
+
+    def __call__(self, happening: Happening) -> None:
+        """Writes one line."""
+        what = {"what": "step"} if isinstance(happening, StepMade) else {}
+        record = {"time": round(time.time(), 3), **what, **asdict(happening)}
+        self._write(json.dumps(record, allow_nan=False) + "\n")
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            return
+        left = memoryview(text.encode())
+        try:
+            while left.nbytes:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            problem = f"can't be written any more ({error.strerror})"
+            print(f"entrenar: metrics {self._path}: {problem}; the run goes on", file=sys.stderr)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the writing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

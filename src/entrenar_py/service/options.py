@@ -1,0 +1,162 @@
+"""The command line of `entrenar`. Imports nothing heavy, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import entrenar_py
+from entrenar_py.errors import UsageError
+from entrenar_py.service import address, exits
+
+PROG = "entrenar"
+BACKENDS = ("cpu", "cuda", "wgpu", "auto")
+PATIENCE_S = 300.0
+_HELP_COLUMNS = 98
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing the usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+if TYPE_CHECKING:
+    _Commands: TypeAlias = argparse._SubParsersAction[_Parser]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, every command and option of it."""
+    what = "Trains on several machines: one coordinator, and workers that come and go."
+    cli = _Parser(prog=PROG, description=what, **_FORM)
+    cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
+    commands = cli.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
+    _add_coordinator(commands)
+    _add_worker(commands)
+    _add_ledger(commands)
+    return cli
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options, `command` among them; UsageError for what makes no sense."""
+    given = parser().parse_args(arguments)
+    if given.command == "worker" and given.tls_ca is None and (given.tls_cert or given.tls_key):
+        raise UsageError("--tls-cert and --tls-key without --tls-ca: say whom to believe; give all")
+    return given
+
+
+def _epilog() -> str:
+    lines = ["exit codes:"]
+    for code, meaning in exits.MEANINGS.items():
+        lines += textwrap.wrap(
+            meaning, _HELP_COLUMNS, initial_indent=f"  {code}  ", subsequent_indent=" " * 5
+        )
+    return "\n".join(lines)
+
+
+# What all parsers have in common.
+_FORM: Mapping[str, Any] = {
+    "epilog": _epilog(),
+    "formatter_class": functools.partial(
+        argparse.RawDescriptionHelpFormatter, max_help_position=26
+    ),
+    "allow_abbrev": False,
+}
+
+
+def _add(commands: _Commands, name: str, what: str) -> _Parser:
+    """A command called `name`, which does `what`."""
+    sentence = f"{what[0].upper()}{what[1:]}."
+    return commands.add_parser(name, help=what, description=sentence, **_FORM)
+
+
+def _add_coordinator(commands: _Commands) -> None:
+    one = _add(commands, "coordinator", "serve a run to all workers that know its secret")
+    one.add_argument("config", metavar="CONFIG.yaml", type=Path, help="what to train, and how")
+    one.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint, from the start if there is none yet",
+    )
+
+
+def _add_worker(commands: _Commands) -> None:
+    one = _add(commands, "worker", "compute for a coordinator, which says what")
+    one.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        required=True,
+        type=_address,
+        help="where it listens; an IPv6 host in brackets",
+    )
+    one.add_argument(
+        "--secret-file", metavar="FILE", required=True, type=Path, help="the run's shared secret"
+    )
+    one.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        type=Path,
+        help="connect over TLS, to a coordinator whose certificate (PEM) these have signed",
+    )
+    one.add_argument(
+        "--tls-cert", metavar="FILE", type=Path, help="the certificate to show it, if it asks"
+    )
+    one.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
+    one.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="cpu",
+        help="what to compute on; auto is the first of cuda, wgpu, cpu that serves (default cpu)",
+    )
+    one.add_argument(
+        "--rank", metavar="N", type=_rank, help="the rank to ask for (default: the lowest free one)"
+    )
+    one.add_argument(
+        "--patience-s",
+        metavar="S",
+        type=_seconds,
+        default=PATIENCE_S,
+        help=f"how long to try without being let in (default {PATIENCE_S:g})",
+    )
+
+
+def _add_ledger(commands: _Commands) -> None:
+    ledger = _add(commands, "ledger", "look into the trace of a run")
+    actions = ledger.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    verify = _add(actions, "verify", "check that no line of a ledger was changed, lost or moved")
+    verify.add_argument("path", metavar="PATH", type=Path, help="the file")
+    verify.add_argument(
+        "--replay",
+        action="store_true",
+        help="also train again, in this process, and compare the weights after every step",
+    )
+
+
+def _address(text: str) -> address.Address:
+    try:
+        return address.parse(text, port_min=1)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number >= 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number of seconds > 0")
+    return seconds

@@ -1,0 +1,174 @@
+"""`entrenar worker`: learns from its coordinator what to train, and takes part until it is over."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import ssl
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from entrenar_py import backends, trace
+from entrenar_py.backends import Backend, chain
+from entrenar_py.drivers import asking, tls
+from entrenar_py.drivers.asking import Told
+from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Welcome
+from entrenar_py.protocol.terms import Timing
+from entrenar_py.protocol.worker import Worker
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import config, exits
+from entrenar_py.systems import AUTO
+from entrenar_py.systems.member import Member
+from entrenar_py.training.tensors import LinearFunction
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Takes part in the run of `given.coordinator`; the exit code.
+
+    Raises UsageError for a secret or certificate that can't be read, BackendUnavailable for a
+    device that is not there.
+    """
+    secret, context = config.secret(given.secret_file), None
+    if given.tls_ca is not None:
+        context = tls.client_context(ca=given.tls_ca, cert=given.tls_cert, key=given.tls_key)
+    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    backend, attempts = opened(given.backend)
+    finish = asyncio.run(Stay(given, secret, context, backend, attempts).take_part())
+    _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
+    return exits.OF_FINISH[finish.status]
+
+
+def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
+    """The backend called `name`, and the attempts that led to it, the last of which served."""
+    tried: list[trace.Attempt] = []
+    if name == AUTO:
+        backend = chain.auto(on_attempt=lambda one: tried.append(trace.Attempt(**asdict(one))))
+    else:
+        backend = backends.open_backend(name)
+        tried.append(
+            trace.Attempt(
+                backend=name, served=True, device=backend.device, software=backend.software
+            )
+        )
+    for one in tried:
+        _say(f"backend {one.backend}: {one.device if one.served else one.reason}")
+    return backend, tried
+
+
+class Recruit(Member):
+    """A worker that computes on `backend`, and has it recorded how it came by that."""
+
+    def __init__(
+        self, scenario: Scenario, backend: Backend, attempts: Sequence[trace.Attempt]
+    ) -> None:
+        super().__init__(scenario)
+        self._backend, self._attempts = backend, attempts
+
+    def linear_of(self, rank: int) -> LinearFunction:
+        """Of this machine's backend, whatever the scenario names."""
+        return self._backend.linear
+
+    def load(self, welcome: Welcome, payload: Buffer) -> None:
+        """Also records the backend, and says that it takes part."""
+        super().load(welcome, payload)
+        for one in self._attempts:
+            self.recorder.emit(one)
+        _say(f"takes part as rank {welcome.rank}, from step {welcome.step} on")
+
+
+class Stay:
+    """One worker's life: it asks what the run is, builds it, joins, and leaves when told to."""
+
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        secret: bytes,
+        context: ssl.SSLContext | None,
+        backend: Backend,
+        attempts: Sequence[trace.Attempt],
+    ) -> None:
+        self._given, self._secret = given, secret
+        self._context = context
+        self._backend, self._attempts = backend, attempts
+        self._stopped: str | None = None  # the signal that said so
+        self._asking: asyncio.Task[Told | Finish] | None = None
+        self._client: WorkerClient | None = None
+        self._problem = ""
+
+    async def take_part(self) -> Finish:
+        """How the run ended for this worker; `stopped` if a signal said so."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._leave, number)
+        finish = await self._take_part()
+        return finish if self._stopped is None else Finish("stopped", f"by {self._stopped}")
+
+    async def _take_part(self) -> Finish:
+        host, port = self._given.coordinator
+        self._asking = asyncio.create_task(
+            asking.ask(
+                host,
+                port,
+                secret=self._secret,
+                backend=self._backend.name,
+                context=self._context,
+                patience_s=self._given.patience_s,
+                alone=self._alone,
+            )
+        )
+        await asyncio.wait([self._asking])
+        if self._asking.cancelled():
+            return Finish("stopped")
+        told = self._asking.result()
+        if isinstance(told, Finish):
+            return told
+        self._client = self.join(told)
+        return await self._client.run(
+            host, port, context=self._context, patience_s=self._given.patience_s
+        )
+
+    def join(self, told: Told) -> WorkerClient:
+        """Builds what the coordinator told of, and computes for itself what that is."""
+        try:
+            scenario = Scenario.from_dict(json.loads(told.scenario))
+        except (UsageError, ValueError) as error:
+            raise SystemFailure(
+                f"the coordinator's scenario can't be read ({error}): use one release on both ends"
+            ) from error
+        member = Recruit(scenario, self._backend, self._attempts)
+        machine = Worker(
+            member.terms,
+            secret=self._secret,
+            backend=self._backend.name,
+            rank=self._given.rank,
+            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+        )
+        return WorkerClient(machine, member, alone=self._alone)
+
+    def _alone(self, problem: str) -> None:
+        """Says why there is no coordinator, when that is another reason than before."""
+        if problem != self._problem:
+            self._problem = problem
+            patience_s = self._given.patience_s
+            _say(f"{self._given.coordinator}: {problem}; tries again for {patience_s:g} s")
+
+    def _leave(self, number: signal.Signals) -> None:
+        self._stopped = number.name
+        if self._client is not None:
+            self._client.leave(f"stopped by {number.name}")
+        elif self._asking is not None:
+            self._asking.cancel()
+
+
+def _say(text: str) -> None:
+    print(f"worker: {text}", flush=True)

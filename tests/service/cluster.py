@@ -1,0 +1,150 @@
+"""Coordinators and workers as processes of their own, in one folder, over loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from entrenar_py import systems, trace
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import digest
+from tests.drivers.fakes import free_port
+
+SECRET = "open sesame, and do it soon"
+PATIENCE_S = 60.0
+ENDING_S = 60.0
+
+# What is trained, unless a test says something else.
+TRAINING: dict[str, Any] = {
+    "workload": "linear",
+    "world_size": 3,
+    "seed": 7,
+    "num_steps": 12,
+    "optimizer": "momentum",
+}
+# Long enough that a kill after the first step comes before the last.
+LONG = {**TRAINING, "num_steps": 400}
+
+
+class Process:
+    """One command. `lines` are what it said so far, on both outputs."""
+
+    def __init__(self, arguments: Sequence[object], *, limit_bytes: int | None = None) -> None:
+        command = [sys.executable, "-m", "entrenar_py.service.cli", *map(str, arguments)]
+        if limit_bytes is not None:  # on every file that it writes
+            command = ["prlimit", f"--fsize={limit_bytes}", *command]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        self.lines: list[str] = []
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Reads on until a line matches; AssertionError, with all it said, if none does."""
+        for line in self._output:
+            self.lines.append(line.rstrip("\n"))
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"it never said {pattern!r}: {self.lines}")
+
+    def signal(self, number: int) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it at once, in the middle of whatever it does (SIGKILL)."""
+        self._process.kill()
+        self.code()
+
+    def code(self) -> int:
+        """Its exit code, once it has ended."""
+        self.lines += [line.rstrip("\n") for line in self._output]
+        code = self._process.wait(ENDING_S)
+        self._output.close()
+        return code
+
+    @property
+    def text(self) -> str:
+        """All that it said so far."""
+        return "\n".join(self.lines)
+
+    def dismiss(self) -> None:
+        """Leaves nothing running."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(ENDING_S)
+        self._output.close()
+
+
+class Cluster:
+    """A folder with a configuration and a secret, and the processes started from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.secret = folder / "secret"
+        self.secret.write_text(SECRET)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.processes: list[Process] = []
+
+    def configure(self, training: dict[str, Any] = TRAINING, **service: Any) -> Path:
+        """The configuration; JSON is YAML."""
+        path = self.folder / "run.yaml"
+        usual = {"listen": self.address, "secret_file": "secret"}
+        path.write_text(json.dumps({**training, **usual, **service}))
+        return path
+
+    def coordinator(self, *options: object, limit_bytes: int | None = None) -> Process:
+        """A coordinator, which listens at the cluster's address as soon as it can."""
+        arguments = ["coordinator", self.folder / "run.yaml", *options]
+        return self._start(arguments, limit_bytes=limit_bytes)
+
+    def worker(self, *options: object, secret: Path | None = None) -> Process:
+        """A worker of the coordinator at the cluster's address, which may be there later."""
+        given = ["--coordinator", self.address, "--secret-file", secret or self.secret]
+        return self._start(["worker", *given, "--patience-s", PATIENCE_S, *options])
+
+    def verify(self, *options: object) -> Process:
+        """Looks at the ledger `ledger.jsonl`."""
+        return self._start(["ledger", "verify", self.folder / "ledger.jsonl", *options])
+
+    def _start(self, arguments: Sequence[object], *, limit_bytes: int | None = None) -> Process:
+        process = Process(arguments, limit_bytes=limit_bytes)
+        self.processes.append(process)
+        return process
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """A cluster of which nothing is left running."""
+    made = Cluster(folder)
+    try:
+        yield made
+    finally:
+        for process in made.processes:
+            process.dismiss()
+
+
+@cache
+def _weights(training: str) -> str:
+    scenario = Scenario.from_dict({"system": "reference", **json.loads(training), "world_size": 1})
+    last = systems.run(scenario).of(trace.Update)[-1]
+    return digest.of(last.weights, last.buffers)
+
+
+def weights(training: dict[str, Any]) -> str:
+    """What the reference holds after the last step, undisturbed, on one worker."""
+    return _weights(json.dumps(training))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records in `metrics.jsonl`."""
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,23 @@
+"""A step as a coordinator tells of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entrenar_py.service.happenings import Last, StepMade
+
+
+def made(step: int = 0, **changes: Any) -> StepMade:
+    """The step `step` of ten, by two workers."""
+    usual: dict[str, Any] = {
+        "num_steps": 10,
+        "loss": 2.25,
+        "workers": (0, 2),
+        "step_ms": 12.5,
+        "reduce_ms": 0.25,
+        "steps_per_s": 80.0,
+        "bytes_in": 20_800,
+        "bytes_out": 1_234_567,
+        "last": Last(rank=2, behind_ms=3.5),
+    }
+    return StepMade(step=step, **{**usual, **changes})

@@ -1,0 +1,64 @@
+"""A host and its workers without a network: what they carry is handed over by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from entrenar_py import trace
+from entrenar_py.scenario import Scenario
+from entrenar_py.service.happenings import Happening
+from entrenar_py.service.host import Host
+from entrenar_py.systems import environment
+from entrenar_py.trace import writer
+from entrenar_py.trace.writer import Writer
+from tests.systems import by_hand
+from tests.systems.by_hand import Hands
+
+
+def scenario_of(**changes: Any) -> Scenario:
+    """Two workers and four steps."""
+    usual: dict[str, Any] = {"workload": "linear", "world_size": 2, "seed": 0, "num_steps": 4}
+    return Scenario(system="parameter_server", **{**usual, **changes})
+
+
+def host_of(
+    scenario: Scenario,
+    *,
+    heard: list[Happening] | None = None,
+    checkpoint: Path | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Host:
+    """A host that tells `heard`."""
+    listeners = [] if heard is None else [heard.append]
+    return Host(scenario, checkpoint_path=checkpoint, listeners=listeners, clock=clock)
+
+
+def head_of(scenario: Scenario) -> trace.Trace:
+    """The first line of its ledger."""
+    here = environment.describe()
+    return trace.Trace(scenario=scenario, environment=here, promises=(), events=())
+
+
+def record(host: Host, path: Path) -> Writer:
+    """Has `host` write a new ledger at `path`: by this writer."""
+    ledger = writer.create(path, head_of(host.scenario))
+    host.write_to(ledger, writer.Standing())
+    return ledger
+
+
+def meet(host: Host, *, step: int = 0) -> Hands:
+    """Everyone joins before `step`."""
+    hands = Hands(host, {})
+    for rank in range(host.scenario.world_size):
+        by_hand.join(hands, rank, step=step)
+    return hands
+
+
+def train(hands: Hands, steps: Sequence[int]) -> None:
+    """All of them make these steps."""
+    for step in steps:
+        for rank, shards in by_hand.shards_of(hands).items():
+            by_hand.deliver(hands, rank, step, shards)
+        by_hand.make(hands, step)

@@ -1,0 +1,64 @@
+"""Addresses: what is one, and what is said of what is none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.errors import UsageError
+from entrenar_py.service import address
+from entrenar_py.service.address import Address
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:7411", Address("127.0.0.1", 7411)),
+        ("trainer.example:1", Address("trainer.example", 1)),
+        ("[::1]:65535", Address("::1", 65535)),
+        (" [fd00::5%eth0]:7411 ", Address("fd00::5%eth0", 7411)),
+    ],
+)
+def test_an_address_reads_as_it_is_written(text: str, expected: Address) -> None:
+    """By name and by number, both families; and back."""
+    assert address.parse(text, port_min=1) == expected
+    assert str(expected) == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("127.0.0.1", "use host:port"),
+        (":7411", "use host:port"),
+        ("::1:7411", "use host:port"),
+        ("[::1]", "use host:port"),
+        ("host:port", "use host:port"),
+        ("host:-1", "use host:port"),
+        ("", "use host:port"),
+        ("host:0", "port 0: use 1 to 65535"),
+        ("host:65536", "port 65536: use 1 to 65535"),
+    ],
+)
+def test_what_is_no_address_is_refused(text: str, message: str) -> None:
+    """With what was given, and what one looks like."""
+    with pytest.raises(UsageError) as caught:
+        address.parse(text, port_min=1)
+    assert message in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+def test_any_free_port() -> None:
+    """Only for who listens."""
+    assert address.parse("localhost:0", port_min=0) == Address("localhost", 0)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_an_address_or_refused(text: str) -> None:
+    """Nothing else happens."""
+    try:
+        found = address.parse(text, port_min=1)
+    except UsageError:
+        return
+    assert found.host
+    assert 1 <= found.port <= address.PORT_MAX

@@ -1,0 +1,82 @@
+"""`entrenar` as a person meets it: what is wrong is said in a line, with its own exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from entrenar_py.errors import BackendUnavailable, CheckpointError
+from entrenar_py.service import audit, cli, exits
+
+HEAVY = ("torch", "numpy", "rich", "yaml", "sklearn", "wgpu", "blake3", "asyncio")
+
+
+def test_help_is_instant() -> None:
+    """Nothing heavy is imported for it."""
+    code = (
+        "import sys\nfrom entrenar_py.service import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.endswith("\n[]\n"), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "entrenar: argument COMMAND: invalid choice: 'train'"),
+        (["coordinator", "absent.yaml"], "absent.yaml:1:1: error: can't be read: No such file"),
+        (
+            ["worker", "--coordinator", "127.0.0.1:1", "--secret-file", "absent"],
+            "entrenar: secret_file=absent: can't be read (No such file or directory)",
+        ),
+        (["ledger", "verify", "absent"], "entrenar: ledger absent: can't be read (No such file"),
+    ],
+)
+def test_what_is_invalid(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, one line, and nothing ran."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == exits.INVALID
+    output = capsys.readouterr()
+    assert output.err.startswith(said)
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (CheckpointError("it is of another run"), exits.INVALID, "entrenar: it is of another run"),
+        (BackendUnavailable("no such device"), exits.FAILED, "entrenar: no such device"),
+        (KeyboardInterrupt(), exits.STOPPED, "entrenar: interrupted before anything had begun"),
+        (ZeroDivisionError("oh"), exits.FAILED, "Traceback"),
+    ],
+)
+def test_what_goes_wrong(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each kind of error has its exit code; a bug shows where it is."""
+
+    def fail(path: Path, *, replay: bool) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(audit, "verify", fail)
+    assert cli.main(["ledger", "verify", "l"]) == code
+    assert capsys.readouterr().err.startswith(said)

@@ -1,0 +1,250 @@
+"""A server that may run for weeks: what it keeps, writes and tells, and what it survives."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import trace
+from entrenar_py.errors import CheckpointError
+from entrenar_py.protocol.effects import Finish, Left, Stop
+from entrenar_py.protocol.messages import NonFinite
+from entrenar_py.service.happenings import Happening, Noted, StepMade
+from entrenar_py.service.host import Host
+from entrenar_py.trace import writer
+from entrenar_py.trace.writer import Standing, Writer
+from entrenar_py.training import checkpoint
+from tests.service.members import head_of, host_of, meet, record, scenario_of, train
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Broken:
+    """A ledger on a disk that is full."""
+
+    def append(self, events: object) -> None:
+        raise FULL
+
+    def sync(self) -> None:
+        raise FULL
+
+
+def notes(heard: list[Happening]) -> list[str]:
+    """What was noted, by name."""
+    return [one.what for one in heard if isinstance(one, Noted)]
+
+
+def test_nothing_that_grows_is_kept(tmp_path: Path) -> None:
+    """Between two steps all that was recorded is in the ledger, and none of it in memory."""
+    host = host_of(scenario_of())
+    record(host, tmp_path / "l")
+    hands = meet(host)
+    for step in range(4):
+        train(hands, [step])
+        assert host.recorder.drain() == []
+        before = (tmp_path / "l").stat().st_size
+    host.finish(Finish("completed"))
+    assert (tmp_path / "l").stat().st_size > before
+    read = trace.load(tmp_path / "l")
+    assert [one.step for one in read.of(trace.Update)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len(read.of(trace.Shard)) == 4 * host.scenario.num_shards
+    assert read.end == trace.End(status="completed")
+
+
+def test_without_a_ledger_nothing_is_kept_either() -> None:
+    """Nobody asks for it."""
+    host = host_of(scenario_of())
+    train(meet(host), range(4))
+    assert host.recorder.drain() == []
+
+
+def test_every_step_is_told() -> None:
+    """With its loss, who made it, and the traffic since the one before."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(), heard=heard)
+    host.traffic = lambda: (100 * (1 + len(heard)), 7)
+    train(meet(host), range(2))
+    first, second = [one for one in heard if isinstance(one, StepMade)]
+    assert (first.step, first.num_steps, first.workers) == (0, 4, (0, 1))
+    assert (second.bytes_in, second.bytes_out) == (100, 0)
+    assert second.loss < first.loss
+    assert first.last is not None
+    assert notes(heard) == ["joined", "joined"]
+
+
+def test_who_leaves_is_told_and_recorded(tmp_path: Path) -> None:
+    """At once: a process that dies next takes nothing of it along."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(), heard=heard)
+    written = record(host, tmp_path / "l")
+    meet(host)
+    host.left(Left(1, 0, "cable cut"))
+    assert heard[-1] == Noted(what="left", step=0, text="worker 1 left in step 0: cable cut")
+    ledger, standing = _reopened(host, written, tmp_path / "l")
+    ledger.close()
+    assert standing == Standing(present=(0,), step=0, end=None)
+
+
+def _reopened(host: Host, written: Writer, path: Path) -> tuple[Writer, Standing]:
+    """The ledger as the next process finds it: this one has died, or ended."""
+    written.close()
+    return writer.reopen(path, head_of(host.scenario))
+
+
+def test_a_halt_is_told_and_recorded(tmp_path: Path) -> None:
+    """With its reason."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(), heard=heard)
+    record(host, tmp_path / "l")
+    said = NonFinite(step=0, shard=0, tensor="w", element=0, loss=1.0, ids=(1,))
+    host.stop(Stop(0, 1, "because", said))
+    host.finish(Finish("halted", "because"))
+    assert notes(heard) == ["halted", "halted"]
+    read = trace.load(tmp_path / "l")
+    assert [one.reason for one in read.of(trace.Halt)] == ["because"]
+    assert read.end == trace.End(status="halted", reason="because")
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """Another process takes the state up where it was, and ends on the same bits."""
+    scenario, path = scenario_of(optimizer="adamw"), tmp_path / "c"
+    first, straight = host_of(scenario, checkpoint=path), host_of(scenario)
+    train(meet(first), range(2))
+    first.save(2)
+    train(meet(straight), range(4))
+    second = host_of(scenario, checkpoint=path)
+    assert second.resume() == 2
+    train(meet(second, step=2), range(2, 4))
+    assert second.state(second.replica) == straight.state(straight.replica)
+
+
+def test_a_state_is_saved_once(tmp_path: Path) -> None:
+    """A run that is stopped at a step where it saves anyway writes one checkpoint, not two."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(), heard=heard, checkpoint=tmp_path / "c")
+    host.save(0)
+    host.save(0)
+    assert notes(heard) == ["saved"]
+
+
+def test_without_a_place_nothing_is_saved() -> None:
+    """A run that is stopped then loses its state, as was wished."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(), heard=heard)
+    host.save(0)
+    assert heard == []
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """By the name of what differs."""
+    host = host_of(scenario_of(), checkpoint=tmp_path / "c")
+    host.save(0)
+    other = host_of(scenario_of(learning_rate=0.1), checkpoint=tmp_path / "c")
+    with pytest.raises(CheckpointError) as caught:
+        other.resume()
+    assert "it is of a run with learning_rate=0.05, this one has learning_rate=0.1" in str(
+        caught.value
+    )
+
+
+def test_a_checkpoint_that_names_no_run_is_refused(tmp_path: Path) -> None:
+    """Such as one of a trainer in one process."""
+    host = host_of(scenario_of(), checkpoint=tmp_path / "c")
+    checkpoint.save(tmp_path / "c", {}, host.progress(0))
+    with pytest.raises(CheckpointError, match="it is of a run with system=None"):
+        host.resume()
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint begins again."""
+    assert host_of(scenario_of(), checkpoint=tmp_path / "c").resume() == 0
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed save is told, the run goes on, and the next one is as good as ever."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(), heard=heard, checkpoint=tmp_path / "c")
+    hands = meet(host)
+    host.save(0)
+    train(hands, [0])
+
+    def fail(*_: object) -> None:
+        raise FULL
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save", fail)
+        host.save(1)
+    assert "No space left on device" in str(host.unsaved)
+    assert notes(heard)[-2:] == ["saved", "not_saved"]
+    assert checkpoint.load(tmp_path / "c")[1]["step"] == 0
+    train(hands, [1])
+    host.save(2)
+    assert host.unsaved is None
+    assert checkpoint.load(tmp_path / "c")[1]["step"] == 2
+
+
+# --- a ledger that can't be written ---------------------------------------------------------------
+
+
+def test_a_broken_ledger_ends_the_run(tmp_path: Path) -> None:
+    """It is given up, once, and no checkpoint is written that is newer than the ledger."""
+    reasons: list[str] = []
+    host = host_of(scenario_of(), checkpoint=tmp_path / "c")
+    host.give_up = reasons.append
+    host.write_to(Broken(), Standing())  # type: ignore[arg-type]
+    train(meet(host), [0])
+    host.save(1)
+    assert reasons == ["the ledger can't be written (No space left on device)"]
+    assert host.broken == reasons[0]
+    assert not (tmp_path / "c").exists()
+
+
+# --- going on with a ledger -----------------------------------------------------------------------
+
+
+def test_who_was_there_when_it_died_has_left(tmp_path: Path) -> None:
+    """The ledger says so before anyone comes back."""
+    host = host_of(scenario_of())
+    written = record(host, tmp_path / "l")
+    train(meet(host), range(2))
+    again = host_of(scenario_of())
+    again.write_to(*_reopened(host, written, tmp_path / "l"))
+    again.finish(Finish("failed", "nobody came"))
+    left = [
+        (one.rank, one.step, one.reason) for one in trace.load(tmp_path / "l").of(trace.Membership)
+    ]
+    assert left == [(rank, 1, "the coordinator died") for rank in (0, 1)]
+
+
+def test_after_an_end_nobody_was_there(tmp_path: Path) -> None:
+    """A run that was stopped in order had told its workers; its end stays in the ledger."""
+    host = host_of(scenario_of())
+    written = record(host, tmp_path / "l")
+    train(meet(host), range(2))
+    host.finish(Finish("stopped", "by SIGTERM"))
+    again = host_of(scenario_of())
+    again.write_to(*_reopened(host, written, tmp_path / "l"))
+    again.finish(Finish("completed"))
+    read = trace.load(tmp_path / "l")
+    assert read.of(trace.Membership) == []
+    assert read.of(trace.End) == [
+        trace.End(status="failed", reason="by SIGTERM"),
+        trace.End(status="completed"),
+    ]
+
+
+def test_a_run_is_over_once(tmp_path: Path) -> None:
+    """Resumed when it is complete already, it adds nothing."""
+    host = host_of(scenario_of())
+    written = record(host, tmp_path / "l")
+    host.finish(Finish("completed"))
+    before = (tmp_path / "l").read_bytes()
+    again = host_of(scenario_of())
+    again.write_to(*_reopened(host, written, tmp_path / "l"))
+    again.finish(Finish("completed", "it was complete already"))
+    assert (tmp_path / "l").read_bytes() == before

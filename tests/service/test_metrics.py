@@ -1,0 +1,90 @@
+"""The file of numbers: a JSON object a line, whatever happened to who wrote before."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.errors import UsageError
+from entrenar_py.service.happenings import Noted
+from entrenar_py.service.metrics import Metrics
+from tests.service.happened import made
+
+NOTE = Noted(what="left", step=3, text="worker 1 left")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Its records."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_for_each(tmp_path: Path) -> None:
+    """With all that was told, and when."""
+    metrics = Metrics(tmp_path / "m")
+    metrics(made(4))
+    metrics(NOTE)
+    metrics.close()
+    step, note = read(tmp_path / "m")
+    assert step.pop("time") <= note.pop("time")
+    assert step == {
+        "what": "step",
+        "step": 4,
+        "num_steps": 10,
+        "loss": 2.25,
+        "workers": [0, 2],
+        "step_ms": 12.5,
+        "reduce_ms": 0.25,
+        "steps_per_s": 80.0,
+        "bytes_in": 20800,
+        "bytes_out": 1234567,
+        "last": {"rank": 2, "behind_ms": 3.5},
+    }
+    assert note == {"what": "left", "step": 3, "text": "worker 1 left"}
+
+
+def test_it_goes_on_behind_what_is_there(tmp_path: Path) -> None:
+    """Also behind a line whose writer was killed in the middle of it."""
+    for _ in range(2):
+        metrics = Metrics(tmp_path / "m")
+        metrics(NOTE)
+        metrics.close()
+    assert len(read(tmp_path / "m")) == 2
+    content = (tmp_path / "m").read_bytes()
+    (tmp_path / "m").write_bytes(content[:-9])
+    metrics = Metrics(tmp_path / "m")
+    metrics(NOTE)
+    metrics.close()
+    last = (tmp_path / "m").read_text().splitlines()[-1]
+    assert json.loads(last)["text"] == "worker 1 left"
+
+
+def test_where_none_can_be_written(tmp_path: Path) -> None:
+    """Said before anything ran."""
+    with pytest.raises(UsageError, match=r"metrics .*: can't be written \(Is a directory\)"):
+        Metrics(tmp_path)
+
+
+class Full:
+    """A file on a disk that is full."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_full_disk_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said once; the run is worth more than its numbers."""
+    metrics = Metrics(tmp_path / "m")
+    metrics.close()
+    metrics._file = Full()  # type: ignore[assignment]
+    metrics(NOTE)
+    metrics(NOTE)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "can't be written any more (No space left on device); the run goes on" in said

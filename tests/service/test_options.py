@@ -1,0 +1,90 @@
+"""The command line of `entrenar`: its help, what it takes, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import backends
+from entrenar_py.errors import UsageError
+from entrenar_py.service import exits, options
+from entrenar_py.service.address import Address
+from entrenar_py.systems import AUTO
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "golden"),
+    [
+        ("--help", "entrenar-help.txt"),
+        ("coordinator --help", "entrenar-coordinator-help.txt"),
+        ("worker --help", "entrenar-worker-help.txt"),
+        ("ledger verify --help", "entrenar-ledger-verify-help.txt"),
+    ],
+)
+def test_help(
+    arguments: str,
+    golden: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each reads as its golden file."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as left:
+        options.parse(arguments.split())
+    assert left.value.code == 0
+    assert capsys.readouterr().out == (GOLDEN / golden).read_text(encoding="utf-8")
+
+
+def test_what_a_worker_is_given() -> None:
+    """The rest has defaults; a backend is never another than the one asked for."""
+    given = options.parse(WORKER.split())
+    assert given.coordinator == Address("trainer.example", 7411)
+    assert (given.secret_file, given.backend) == (Path("s"), "cpu")
+    assert (given.rank, given.patience_s) == (None, options.PATIENCE_S)
+    given = options.parse(
+        [*WORKER.split(), "--rank", "7", "--backend", "auto", "--patience-s", "3"]
+    )
+    assert (given.rank, given.backend, given.patience_s) == (7, "auto", 3.0)
+
+
+def test_every_backend_can_be_asked_for() -> None:
+    """The help must not import their table."""
+    assert {*options.BACKENDS} == {*backends.BACKENDS, AUTO}
+
+
+def test_every_exit_code_has_its_line() -> None:
+    """And none is that of a Python that crashed in another sense."""
+    assert {*exits.OF_FINISH.values()} <= {*exits.MEANINGS}
+    assert len({*exits.MEANINGS.values()}) == len(exits.MEANINGS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: COMMAND; see entrenar --help"),
+        ("train", "invalid choice: 'train'"),
+        ("coordinator", "required: CONFIG.yaml; see entrenar coordinator --help"),
+        ("coordinator c.yaml --resum", "unrecognized arguments: --resum"),
+        ("worker", "the following arguments are required: --coordinator, --secret-file"),
+        (f"{WORKER} --coordinator host", "address='host': use host:port"),
+        (f"{WORKER} --coordinator host:0", "port 0: use 1 to 65535"),
+        (f"{WORKER} --backend tpu", "invalid choice: 'tpu'"),
+        (f"{WORKER} --rank -1", "'-1': use a whole number >= 0"),
+        (f"{WORKER} --rank 1.5", "'1.5': use a whole number >= 0"),
+        (f"{WORKER} --patience-s 0", "'0': use a number of seconds > 0"),
+        (f"{WORKER} --patience-s soon", "'soon': use a number of seconds > 0"),
+        (f"{WORKER} --tls-cert c --tls-key k", "without --tls-ca: say whom to believe"),
+        (f"{WORKER} --tls-key k", "without --tls-ca: say whom to believe"),
+        ("ledger", "the following arguments are required: ACTION"),
+        ("ledger verify", "the following arguments are required: PATH"),
+    ],
+)
+def test_refused(line: str, message: str) -> None:
+    """What makes no sense is refused by name."""
+    with pytest.raises(UsageError) as refusal:
+        options.parse(line.split())
+    assert message in str(refusal.value)

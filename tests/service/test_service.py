@@ -1,0 +1,227 @@
+"""The service as it is used: real processes over loopback, killed, stopped, and started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py import cli
+from entrenar_py.service import exits
+from entrenar_py.training import checkpoint
+from tests.drivers.certificates import Authority
+from tests.service.cluster import LONG, TRAINING, Cluster, cluster, metrics, weights
+
+
+@pytest.fixture
+def star(tmp_path: Path) -> Iterator[Cluster]:
+    """A folder to run in."""
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None:
+    """They are given an address and a secret, no more, and end on the reference's bits; the ledger
+    proves it, and neither contract finds anything wrong in it.
+    """
+    star.configure(wait_for=2, ledger="ledger.jsonl", metrics="metrics.jsonl")
+    coordinator = star.coordinator()
+    workers = [star.worker(), star.worker("--rank", 2)]
+    assert [one.code() for one in (coordinator, *workers)] == 3 * [exits.DONE]
+    assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
+    joined = "worker: takes part as rank 2, from step 0 on"
+    assert workers[1].lines[-2:] == [joined, "worker: completed"]
+    steps = [one for one in metrics(star.folder) if one["what"] == "step"]
+    assert [one["step"] for one in steps] == list(range(12))
+    assert {tuple(one["workers"]) for one in steps} == {(0, 2)}
+    assert all(one["bytes_in"] > 0 and one["bytes_out"] > 0 and one["last"] for one in steps)
+    verified = star.verify("--replay")
+    assert verified.code() == exits.DONE, verified.text
+    assert verified.lines[-1].endswith("12 steps, the same bits")
+    for contract in ("distributed-training-v1.yaml", "training-integrity-v1.yaml"):
+        report = star.folder / "report.json"
+        judged = ["--judge", star.folder / "ledger.jsonl", "--json", report]
+        cli.main(["--contract", contract, *map(str, judged)])
+        found = {one["verdict"] for one in json.loads(report.read_text())["results"]}
+        assert found == {"held", "inconclusive"}
+
+
+def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
+    """SIGKILL in the middle of a run: started again it takes up the checkpoint and the ledger, the
+    workers come back by themselves, and the weights end on the same bits.
+    """
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 3},
+        "ledger": "ledger.jsonl",
+    }
+    star.configure(LONG, wait_for=2, **service)
+    first = star.coordinator()
+    workers = [star.worker(), star.worker()]
+    first.until(r"checkpoint before step")
+    first.kill()
+    second = star.coordinator("--resume")
+    assert int(second.until(r"from step (\d+) on").group(1)) > 0
+    assert [one.code() for one in (second, *workers)] == 3 * [exits.DONE]
+    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert "left in step" in second.text, "who was there when it died is recorded as gone"
+    verified = star.verify("--replay")
+    assert verified.code() == exits.DONE, verified.text
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced(star: Cluster) -> None:
+    """The run waits when its last worker is killed in the middle of it; the same bits."""
+    star.configure(LONG)
+    coordinator, victim = star.coordinator(), star.worker()
+    coordinator.until(r"step 1/400")
+    victim.kill()
+    others = [star.worker(), star.worker()]
+    assert [one.code() for one in (coordinator, *others)] == 3 * [exits.DONE]
+    assert "worker 0 left in step" in coordinator.text
+    assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+
+
+@pytest.mark.slow
+def test_a_worker_says_goodbye(star: Cluster) -> None:
+    """SIGTERM: it tells the coordinator why it goes, and the others go on."""
+    star.configure(LONG, wait_for=2)
+    coordinator = star.coordinator()
+    leaving, other = star.worker("--rank", 1), star.worker("--rank", 0)
+    coordinator.until(r"step 1/400")
+    leaving.signal(signal.SIGTERM)
+    assert leaving.code() == exits.STOPPED
+    assert leaving.lines[-1] == "worker: stopped: by SIGTERM"
+    assert [coordinator.code(), other.code()] == 2 * [exits.DONE]
+    assert "left: stopped by SIGTERM" in coordinator.text
+    assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Signals) -> None:
+    """It finishes its step, saves it, tells the workers why, and goes on there when resumed."""
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 1000},
+        "ledger": "ledger.jsonl",
+    }
+    star.configure(LONG, **service)
+    first = star.coordinator()
+    worker = star.worker()
+    first.until(r"step 1/400")
+    first.signal(number)
+    assert first.code() == exits.STOPPED
+    why = f"the coordinator was stopped by {number.name}"
+    assert worker.code() == exits.WRONG
+    assert worker.lines[-1] == f"worker: failed: {why}"
+    _, progress = checkpoint.load(star.folder / "state")
+    assert f"stopped ({why}): step {progress['step']}, weights" in first.lines[-1]
+    assert progress["step"] > 0
+    second = star.coordinator("--resume")
+    star.worker()
+    second.until(f"from step {progress['step']} on")
+    assert second.code() == exits.DONE
+    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    verified = star.verify("--replay")
+    assert verified.code() == exits.DONE, verified.text
+
+
+def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
+    """Resumed it says so, and computes nothing."""
+    star.configure(checkpoint={"path": "state", "every_steps": 5}, ledger="ledger.jsonl")
+    first = star.coordinator()
+    assert star.worker().code() == first.code() == exits.DONE
+    before = (star.folder / "ledger.jsonl").read_bytes()
+    again = star.coordinator("--resume")
+    assert again.code() == exits.DONE
+    assert again.lines[-1].endswith(f"complete already): step 12, weights {weights(TRAINING)}")
+    assert (star.folder / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_nothing(star: Cluster) -> None:
+    """What can't be saved is said, the run goes on to its end, and the last checkpoint is whole."""
+    big: dict[str, Any] = {**LONG, "workload": "mlp", "width": 64}
+    star.configure(big, checkpoint={"path": "state", "every_steps": 1000})
+    first = star.coordinator()
+    worker = star.worker()
+    first.until(r"step 1/400")
+    first.signal(signal.SIGTERM)
+    assert (first.code(), worker.code()) == (exits.STOPPED, exits.WRONG)
+    kept = (star.folder / "state").read_bytes()
+    full = star.coordinator("--resume", limit_bytes=len(kept) // 2)
+    star.worker()
+    assert full.code() == exits.FAILED
+    assert "can't be written (File too large); the one of step" in full.text
+    assert f"completed: step 400, weights {weights(big)}" in full.text
+    assert (star.folder / "state").read_bytes() == kept
+
+
+@pytest.mark.slow
+def test_a_ledger_without_a_gap(star: Cluster) -> None:
+    """When it can't be written the run ends, with no checkpoint that is newer than the ledger; with
+    room again it goes on, and the ledger is whole.
+    """
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 2},
+        "ledger": "ledger.jsonl",
+    }
+    star.configure(wait_for=1, **service)
+    first = star.coordinator(limit_bytes=9000)
+    worker = star.worker()
+    assert first.code() == exits.FAILED
+    assert "the ledger can't be written (File too large)" in first.text
+    assert worker.code() == exits.WRONG
+    assert "the ledger can't be written" in worker.lines[-1]
+    second = star.coordinator("--resume")
+    assert star.worker().code() == second.code() == exits.DONE
+    assert second.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
+    verified = star.verify("--replay")
+    assert verified.code() == exits.DONE, verified.text
+
+
+def test_who_is_not_let_in(star: Cluster, tmp_path: Path) -> None:
+    """A wrong secret, a rank that there is not, a host that there is not: each is said, and the run
+    goes on without them.
+    """
+    star.configure()
+    coordinator = star.coordinator()
+    other = tmp_path / "other"
+    other.write_text("open barley, and do it soon")
+    stranger, beyond = star.worker(secret=other), star.worker("--rank", 3)
+    address, star.address = star.address, "no.such.host.invalid:7411"
+    lost = star.worker("--patience-s", 0.1)
+    assert [one.code() for one in (stranger, beyond, lost)] == 3 * [exits.WRONG]
+    assert stranger.lines[-1] == "worker: failed: refused: wrong secret"
+    assert beyond.lines[-1] == "worker: failed: refused: rank=3: this run has ranks 0 to 2"
+    assert "unknown host 'no.such.host.invalid'" in lost.lines[-1]
+    star.address = address
+    assert star.worker().code() == coordinator.code() == exits.DONE
+
+
+def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
+    """Nobody is there yet: it goes at once."""
+    worker = star.worker()
+    worker.until("tries again")
+    worker.signal(signal.SIGTERM)
+    assert worker.code() == exits.STOPPED
+
+
+def test_over_tls(star: Cluster) -> None:
+    """Who trusts the coordinator's certificate and shows its own takes part; nobody else does."""
+    authority = Authority(star.folder, "ca")
+    own, worker = authority.signed("coordinator"), authority.signed("worker")
+    files = {"cert": own.cert.name, "key": own.key.name, "ca": authority.ca.name}
+    star.configure(tls=files)
+    coordinator = star.coordinator()
+    coordinator.until("listens at")
+    believing = ["--tls-ca", authority.ca]
+    plain, unknown = [star.worker("--patience-s", 0.1, *given) for given in ([], believing)]
+    assert [plain.code(), unknown.code()] == 2 * [exits.WRONG]
+    shown = ["--tls-cert", worker.cert, "--tls-key", worker.key]
+    assert star.worker(*believing, *shown).code() == coordinator.code() == exits.DONE
+    assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"

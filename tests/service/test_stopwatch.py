@@ -1,0 +1,80 @@
+"""How long a step took, and who was waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.service.happenings import Last
+from entrenar_py.service.stopwatch import STEPS_AVERAGED, Stopwatch
+
+
+class Clock:
+    """Shows what it is set to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def deliver(watch: Stopwatch, clock: Clock, *when: float) -> None:
+    """Worker 0 delivers after the first of these seconds, worker 1 after the second, ..."""
+    began = clock.now
+    for rank, seconds in sorted(enumerate(when), key=lambda pair: pair[1]):
+        clock.now = began + seconds
+        watch.delivered(rank)
+
+
+def test_a_step_is_timed() -> None:
+    """Its whole time, and that of its reduction."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    watch.begin()
+    clock.now += 0.5
+    since = watch.now()
+    clock.now += 0.25
+    watch.reduced(since)
+    assert watch.made() == (750.0, 250.0, None)
+
+
+def test_the_pace_is_over_the_last_steps() -> None:
+    """It follows a change of pace, and does not jump with every step."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    for seconds in [1.0] * 5 + [0.5] * STEPS_AVERAGED:
+        clock.now += seconds
+        rate = watch.made()[2]
+    assert rate == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        ((1.0, 2.0, 5.0), Last(rank=2, behind_ms=3000.0)),
+        ((4.0, 1.0, 2.0), Last(rank=0, behind_ms=2000.0)),
+        ((1.0, 3.0), Last(rank=1, behind_ms=1000.0)),
+        ((1.0,), None),
+        ((), None),
+    ],
+)
+def test_who_was_last(when: tuple[float, ...], expected: Last | None) -> None:
+    """And how long after the median of all who delivered; alone nobody is last."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    watch.begin()
+    deliver(watch, clock, *when)
+    assert watch.last() == expected
+
+
+def test_a_worker_that_takes_over_shards_delivers_later() -> None:
+    """Its last delivery counts; and with a new step all begin anew."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    watch.begin()
+    deliver(watch, clock, 1.0, 2.0)
+    clock.now += 3.0
+    watch.delivered(0)
+    assert watch.last() == Last(rank=0, behind_ms=1500.0)
+    watch.begin()
+    assert watch.last() is None

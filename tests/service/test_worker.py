@@ -1,0 +1,72 @@
+"""A worker of the service in its parts: what it computes on, and what it has recorded of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py import backends, trace
+from entrenar_py.backends import Backend
+from entrenar_py.drivers.asking import Told
+from entrenar_py.errors import BackendUnavailable, SystemFailure
+from entrenar_py.protocol.messages import Loaded, Welcome
+from entrenar_py.service import options, worker
+from entrenar_py.service.worker import Recruit
+from tests.service.members import host_of, scenario_of
+from tests.systems.by_hand import PROOF
+
+
+def absent() -> Backend:
+    """A device that is not there."""
+    raise BackendUnavailable("no such thing")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with nothing but a CPU."""
+    monkeypatch.setitem(backends.BACKENDS, "cuda", absent)
+    monkeypatch.setitem(backends.BACKENDS, "wgpu", absent)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_serves_is_taken_and_what_failed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """`auto` goes down the chain; each try is an event of the ledger, and a line."""
+    backend, attempts = worker.opened("auto")
+    assert backend.name == "cpu"
+    assert [(one.backend, one.served) for one in attempts] == [
+        ("cuda", False),
+        ("wgpu", False),
+        ("cpu", True),
+    ]
+    assert "worker: backend cuda: BackendUnavailable: no such thing\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backend_asked_for_by_name_is_that_or_none() -> None:
+    """Never another one in silence."""
+    with pytest.raises(BackendUnavailable, match="no such thing"):
+        worker.opened("cuda")
+
+
+def test_every_stay_records_the_device() -> None:
+    """So a ledger knows on what its run was computed, also after a coordinator's death."""
+    host = host_of(scenario_of())
+    backend, attempts = worker.opened("cpu")
+    member = Recruit(host.scenario, backend, attempts)
+    welcome = Welcome(rank=1, step=0, resumed=False, proof=PROOF)
+    for _ in range(2):
+        member.load(welcome, bytearray(host.payload(welcome)))
+        events = bytearray(member.payload(Loaded(step=0)))
+        host.require(1, Loaded(step=0), events)
+        start, attempt = trace.load_events(bytes(events))
+        assert isinstance(start, trace.Start)
+        assert attempt == trace.Attempt(backend="cpu", served=True, device=backend.device)
+
+
+@pytest.mark.parametrize("scenario", [b"", b"[]", b'{"seed": 0}', b'{"sead": 0}', b"\xff"])
+def test_a_scenario_of_another_release(scenario: bytes) -> None:
+    """It is said that it can't be read, and what to do."""
+    given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
+    stay = worker.Stay(given, b"", None, *worker.opened("cpu"))
+    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
+    with pytest.raises(SystemFailure, match="use one release on both ends"):
+        stay.join(told)

@@ -1,0 +1,65 @@
+"""What is left of a checkpoint when its writer is killed, or the disk is full: for real."""
+
+from __future__ import annotations
+
+import errno
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entrenar_py.training import checkpoint
+
+NUM_FLOATS = 2**20
+NUM_KILLS = 12
+
+
+def saver(*arguments: object) -> subprocess.Popen[str]:
+    """The process of `tests.training.saver`."""
+    command = [sys.executable, "-m", "tests.training.saver", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def require_whole(path: Path, least: int) -> int:
+    """The step of the checkpoint at `path`, which is whole and of step `least` or a later one."""
+    arrays, progress = checkpoint.load(path)
+    step = int(progress["step"])
+    assert step >= least
+    assert np.array_equal(arrays["w"], np.full(NUM_FLOATS, step, np.float32))
+    return step
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_loses_no_checkpoint(tmp_path: Path) -> None:
+    """Killed a random time after a save began: the one before or that one is there, whole.
+
+    The moments are drawn over the time that two saves take, so some fall in every part of one.
+    """
+    path, moments = tmp_path / "c", random.Random(0)
+    for _ in range(NUM_KILLS):
+        with saver(path, NUM_FLOATS) as process:
+            assert process.stdout is not None
+            lines = iter(process.stdout)
+            assert next(lines) == "saving 1\n"
+            began = time.monotonic()
+            assert next(lines) == "saved 1\n"
+            took_s = time.monotonic() - began
+            time.sleep(moments.uniform(0, 2 * took_s))  # a moment, not a wait for anything
+            process.kill()
+            saved = [1] + [int(line.split()[1]) for line in lines if line.startswith("saved")]
+        require_whole(path, max(saved))
+
+
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
+    """The save that does not fit fails with its reason, and leaves nothing but the one before."""
+    path = tmp_path / "c"
+    with saver(path, NUM_FLOATS, 2 * NUM_FLOATS) as process:
+        assert process.stdout is not None
+        said = process.stdout.read().splitlines()
+    assert said[-2:] == ["saving 3", f"failed 3 {errno.EFBIG}"]
+    assert require_whole(path, 2) == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
