@@ -53,7 +53,7 @@ async def link(sock: socket.socket, num_bytes: int) -> None:
 
     def filled(link: Link, num_bytes: int) -> None:
         if decoder.filled(num_bytes) is not None:
-            link.write(encoder.encode(Staged(step=0)))
+            link.write(encoder.encode(Staged(step=0, round=0)))
 
     reading = Link(sock, buffer=lambda _: decoder.buffer(), filled=filled, lost=lambda *_: None)
     await reading.ended

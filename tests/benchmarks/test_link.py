@@ -22,7 +22,7 @@ from tests.drivers.certificates import Authority
 
 NUM_BYTES = 64_000_000
 CONTENT = os.urandom(NUM_BYTES)
-NODE = TreeNode(step=0, level=0, index=0, loss=0.0, weight=1.0)
+NODE = TreeNode(step=0, round=0, block=0, level=0, index=0, loss=0.0, weight=1.0)
 LOOPBACK = "127.0.0.1"
 TOP = Path(next(iter(tests.__path__))).parent
 ROUNDS = 25

@@ -11,7 +11,7 @@ from typing import Any
 from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
-from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
 from entrenar_py.protocol.terms import Run, Terms, Timing
 from entrenar_py.protocol.worker import Worker
@@ -43,6 +43,9 @@ class FakeServer:
 
     def sizes(self) -> Mapping[type[Message], int]:
         return {TreeNode: len(self.content)}
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        return new_room(message, num_bytes)
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """Everything will do."""
@@ -93,6 +96,9 @@ class FakeMember:
 
     def sizes(self) -> Mapping[type[Message], int]:
         return {Welcome: len(self.content), Average: len(self.content)}
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        return new_room(message, num_bytes)
 
     def require(self, message: Message, payload: Buffer) -> None:
         due = self.sizes().get(type(message), 0)

@@ -52,7 +52,7 @@ def test_every_stay_records_the_device() -> None:
     host = host_of(scenario_of())
     backend, attempts = worker.opened("cpu")
     member = Recruit(host.scenario, backend, attempts)
-    welcome = Welcome(rank=1, step=0, resumed=False, proof=PROOF)
+    welcome = Welcome(blocks=1, rank=1, step=0, resumed=False, proof=PROOF)
     for _ in range(2):
         member.load(welcome, bytearray(host.payload(welcome)))
         events = bytearray(member.payload(Loaded(step=0)))

@@ -90,16 +90,20 @@ class Sums:
         self._open.clear()
         self._lent.clear()
 
+    def root(self, block: int) -> Node:
+        """The sum of all shards, in memory of one of the nodes; ValueError where some lack."""
+        nodes = self._whole.pop(block, [])
+        for delivered in self._open.values():
+            nodes += delivered.pop(block, [])
+        return reduction.root(nodes, self._num_shards)
+
     def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
         """The sum of all shards, divided by what it counts and by `scale`, into `out`.
 
         The summed loss and its weight; None where that or a mean is not finite. ValueError where
         shards lack.
         """
-        nodes = self._whole.pop(block, [])
-        for delivered in self._open.values():
-            nodes += delivered.pop(block, [])
-        total = reduction.root(nodes, self._num_shards)
+        total = self.root(block)
         with np.errstate(over="ignore"):
             np.divide(total.vector, np.float32(total.weight * scale), out=out)
         self._free += self._lent.pop(block, [])
