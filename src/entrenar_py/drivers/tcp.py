@@ -295,11 +295,13 @@ class WorkerClient:
     async def _stay(self, host: str, port: int) -> str | None:
         """One connection, to its end; why this worker was not let in, if it was not."""
         loop = asyncio.get_running_loop()
-        stays = self.end.num_stays
+        stays, patience_s = self.end.num_stays, self.end.machine.timing.hello_s
         try:
-            _, link = await loop.create_connection(self._new_link, host, port)
+            # A network that swallows packets says nothing; left alone the kernel asks for minutes.
+            async with asyncio.timeout(patience_s):
+                _, link = await loop.create_connection(self._new_link, host, port)
         except OSError as error:
-            return str(error)
+            return str(error) or f"nobody answered within {patience_s} s"
         try:
             await link.ended
         finally:
