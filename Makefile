@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test mutants soak bench lint docs clean setup vulkan
+.PHONY: verify test mutants soak fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -25,6 +25,12 @@ mutants: setup
 soak: setup
 	$(BIN)/python -m tests.test_no_false_alarm 1000
 	$(BIN)/python -m tests.test_schedules 10000 --mutants
+
+# Bytes made up by a fuzzer that watches which lines they reach: at every way in, FUZZ_S each.
+FUZZ_S ?= 60
+fuzz: setup
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.fuzz --seconds $(FUZZ_S)
 
 # Ours beside the peer's, as ratios.
 bench: setup

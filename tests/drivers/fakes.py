@@ -82,6 +82,9 @@ class FakeMember:
     def sizes(self) -> Mapping[type[Message], int]:
         return {Welcome: len(self.content), Average: len(self.content)}
 
+    def require(self, message: Message) -> None:
+        """Everything will do."""
+
     def load(self, welcome: Welcome, payload: bytearray) -> None:
         assert payload == self.content
         self.made = list(range(welcome.step))

@@ -14,9 +14,10 @@ from entrenar_py.trace import Admission, Carried, Refused, Trace
 from entrenar_py.verdict import Finding, Tally
 
 SYSTEM = "wire"
-# What reading a message may take beside its payload: a header of at most 1 MiB, as bytes and as
-# text, and the frames' own records.
-BESIDE_BYTES = 4 * 2**20
+# What reading a message may take beside its payload. A header has at most 2 MiB: as it comes, as
+# bytes and as text these are 6, and its values (65,536 numbers, or as many small things that are no
+# numbers before they are refused) take up to 5 more.
+BESIDE_BYTES = 12 * 2**20
 REFUSAL = "ProtocolError"
 
 

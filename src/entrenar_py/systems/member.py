@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol.messages import (
+    Assign,
     Average,
     Message,
     NonFinite,
@@ -35,10 +38,25 @@ class Member(Replicas):
         state_bytes = state.num_bytes(self.workload.specs, self.scenario.optimizer)
         return {Welcome: state_bytes, Average: self.vector_bytes}
 
+    def require(self, message: Message) -> None:
+        """Returns if `message` can be done here; ProtocolError if it is of no such run."""
+        if isinstance(message, Assign):
+            shards, all_shards = set(message.shards), range(self.scenario.num_shards)
+            if len(shards) < len(message.shards) or not shards.issubset(all_shards):
+                raise ProtocolError(
+                    f"Assign shards={message.shards}: use each once, of 0 to {all_shards[-1]}"
+                )
+        if isinstance(message, Average):
+            weight, loss = message.weight, message.loss
+            if not (0 < weight < math.inf and math.isfinite(loss)):
+                raise ProtocolError(f"Average {weight=} {loss=}: use finite numbers, a weight > 0")
+
     def load(self, welcome: Welcome, payload: bytearray) -> None:
-        """Takes over the state before `welcome.step`."""
+        """Takes over the state before `welcome.step`; ProtocolError if it is of no such run."""
         specs, kind = self.workload.specs, self.scenario.optimizer
         progress, tensors, moments = state.load(specs, kind, payload)
+        if progress.position.offset >= self.scenario.num_samples:
+            raise ProtocolError(f"Welcome with {progress.position}: no sample is there")
         self.rank = welcome.rank
         self.recorder.drain()  # of a stay before
         worker = self.new_worker(self.rank, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,13 @@ class Server(Replicas):
             raise ProtocolError(
                 f"TreeNode with {len(payload)} bytes: the manifest makes {self.vector_bytes}"
             )
+        if isinstance(message, TreeNode):
+            most = self.workload.weight_max * self.scenario.batch_size
+            if not (0 <= message.weight <= most and math.isfinite(message.loss)):
+                raise ProtocolError(
+                    f"TreeNode weight={message.weight} loss={message.loss}: "
+                    f"use 0 to {most}, and a finite loss (NonFinite says the others)"
+                )
         if message.carries == "events":
             self._events(rank, message, payload)
 
