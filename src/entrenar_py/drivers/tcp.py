@@ -48,6 +48,7 @@ class Link(asyncio.BufferedProtocol):
         self._queue: deque[Iterator[Buffer]] = deque()
         self._paused = self._closing = self._mute = False
         self._held = b""
+        self._farewell: asyncio.TimerHandle | None = None
         self._waste = bytearray(2**16)  # for what comes when nobody listens any more
         self.ended = asyncio.get_running_loop().create_future()
 
@@ -91,7 +92,8 @@ class Link(asyncio.BufferedProtocol):
         self._closing = True
         self._pump()
         if self._transport is not None:
-            asyncio.get_running_loop().call_later(FAREWELL_S, self._transport.abort)
+            loop = asyncio.get_running_loop()
+            self._farewell = loop.call_later(FAREWELL_S, self._transport.abort)
 
     def abort(self) -> None:
         """Ends the connection at once."""
@@ -120,6 +122,8 @@ class Link(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._queue.clear()
         self._transport = None
+        if self._farewell is not None:
+            self._farewell.cancel()  # it would keep this connection alive
         self._lost(self, str(exc or "closed by the other end"))
         if not self.ended.done():
             self.ended.set_result(None)
