@@ -97,6 +97,11 @@ class CoordinatorEnd:
         self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR))
         self._do(self.machine.connected(peer, nonce, self._clock()))
 
+    @property
+    def num_streams(self) -> int:
+        """How many connections are open."""
+        return len(self._streams)
+
     def buffer(self, peer: Peer) -> memoryview | None:
         """Where the next bytes of `peer` go; None if they go nowhere any more."""
         stream = self._streams.get(peer)

@@ -95,7 +95,7 @@ class Simulation:
         up = _Up(self)
         end = WorkerEnd(machine, self._member(), up, self._clock, up.compute)
         node = up.node = Node(end)
-        self.nodes.append(node)
+        self.nodes = [*(one for one in self.nodes if one.alive), node]
         self._connect(node)
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
@@ -111,6 +111,7 @@ class Simulation:
             if not connection.ended:
                 connection.ended = True
                 self._end_down(connection, "the coordinator died")
+        self._connections.clear()
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
@@ -267,7 +268,7 @@ class Simulation:
 
     def closed_by_coordinator(self, peer: Peer, reason: str) -> None:
         """The coordinator says nothing more; the worker hears so after what was said before."""
-        connection = self._connections[peer]
+        connection = self._connections.pop(peer)
         if not connection.ended and not connection.dead:
             connection.ended = True
             self._end_down(connection, f"closed by the coordinator: {reason}")
@@ -278,6 +279,11 @@ class Simulation:
         if connection is not None and not connection.ended and not connection.dead:
             connection.ended = True
             self._end_up(connection, f"closed by the worker: {reason}")
+
+    @property
+    def num_connections(self) -> int:
+        """How many connections the coordinator has, those that are dead without its knowledge too."""
+        return len(self._connections)
 
     def connection_of(self, peer: Peer) -> Connection:
         """The connection that the coordinator calls `peer`."""
