@@ -138,7 +138,7 @@ def judge(run: Trace, calm: Trace) -> str:
 
 
 def _complaints(run: Trace, calm: Trace) -> Iterator[str]:
-    planted = [fault for fault in run.scenario.faults if fault.value is not None]
+    planted = [fault for fault in run.scenario.faults if fault.kind in faults.PLANTED]
     steps = [fault.step for fault in planted if fault.step is not None]
     limit = min(steps, default=run.scenario.num_steps)
     expected = "halted" if planted else "completed"
@@ -155,7 +155,7 @@ def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
     culprits = {
         (fault.step, fault.shard): fault
         for fault in run.scenario.faults
-        if fault.value is not None and fault.step == step
+        if fault.kind in faults.PLANTED and fault.step == step
     }
     halts = run.of(Halt)
     if len(halts) != bool(culprits):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from entrenar_py.drivers.meddling import Speak, truthfully
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
@@ -183,7 +184,7 @@ class CoordinatorEnd:
 
 class WorkerEnd:
     """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
-    with `computed`. `finished` is its Finish effect, once there is one.
+    with `computed`. `finished` is its Finish effect, once there is one. `speak` may have it lie.
     """
 
     def __init__(
@@ -193,11 +194,12 @@ class WorkerEnd:
         wire: Wire,
         clock: Callable[[], float],
         compute: Callable[[do.Compute], None],
+        speak: Speak = truthfully,
     ) -> None:
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self.finished: do.Finish | None = None
         self.num_stays = 0  # how often it was let in
-        self._compute = compute
+        self._compute, self._speak = compute, speak
         self._sizes = hands.sizes()
         self._stream = self._new_stream()
 
@@ -256,9 +258,8 @@ class WorkerEnd:
     def _one(self, effect: Effect, received: Received | None) -> None:
         match effect:
             case do.Send(peer, message):
-                content = self.hands.payload(message)
-                frames = self._stream.encoder.encode(message, content)
-                self._wire.write(peer, message, frames)
+                for said, content in self._speak(message, self.hands.payload(message)):
+                    self._wire.write(peer, said, self._stream.encoder.encode(said, content))
             case do.Secure(_, key):
                 self._stream.secure(key)
             case do.Close(peer, reason):

@@ -11,10 +11,12 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent
+from entrenar_py.drivers.guests import Guest
+from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, Speak, bent, truthfully
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
@@ -84,21 +86,28 @@ class Simulation:
         self._numbers = count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._connections: dict[Peer, Connection] = {}
+        self._guests: dict[Peer, Guest] = {}
         self.coordinator = self._new_coordinator(run, hands)
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
-    def start(self, rank: int | None, backend: str) -> Node:
+    def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
         """A new worker process, which connects at once; `rank` is the one it asks for."""
         machine = Worker(
             self._run.terms, secret=self._secret, backend=backend, rank=rank, timing=self._timing
         )
         up = _Up(self)
-        end = WorkerEnd(machine, self._member(), up, self._clock, up.compute)
+        end = WorkerEnd(machine, self._member(), up, self._clock, up.compute, speak)
         node = up.node = Node(end)
         self.nodes = [*(one for one in self.nodes if one.alive), node]
         self._connect(node)
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
+
+    def visit(self, guest: Guest) -> None:
+        """Somebody connects who is no worker."""
+        peer = next(self._numbers)
+        self._guests[peer] = guest
+        self.coordinator.connected(peer, self._nonce())
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Has `action` done when `seconds` have passed."""
@@ -112,6 +121,7 @@ class Simulation:
                 connection.ended = True
                 self._end_down(connection, "the coordinator died")
         self._connections.clear()
+        self._guests.clear()
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
@@ -191,6 +201,24 @@ class Simulation:
     def _nonce(self) -> str:
         return self._random.randbytes(NONCE_BYTES).hex()
 
+    def tell(self, peer: Peer, message: Message, data: bytes) -> None:
+        """The coordinator says `message` to `peer`, a worker or a guest."""
+        if peer in self._guests:
+            guest = self._guests[peer]
+            self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
+        else:
+            self.send(self._connections[peer], False, message, data)
+
+    def _talk(self, peer: Peer, pieces: Iterable[bytes], pace_s: float | None) -> None:
+        """A guest says `pieces`, one after the other."""
+        end = self.coordinator
+
+        def arrive(piece: bytes) -> None:
+            _feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), piece)
+
+        for place, piece in enumerate(pieces, start=1):
+            self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
+
     def send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
         """Puts a message on its way, or what is left of it."""
         node, way = connection.node, connection.up if up else connection.down
@@ -268,6 +296,8 @@ class Simulation:
 
     def closed_by_coordinator(self, peer: Peer, reason: str) -> None:
         """The coordinator says nothing more; the worker hears so after what was said before."""
+        if self._guests.pop(peer, None) is not None:
+            return
         connection = self._connections.pop(peer)
         if not connection.ended and not connection.dead:
             connection.ended = True
@@ -282,12 +312,8 @@ class Simulation:
 
     @property
     def num_connections(self) -> int:
-        """How many connections the coordinator has, those that are dead without its knowledge too."""
+        """How many connections workers have, as far as the coordinator knows."""
         return len(self._connections)
-
-    def connection_of(self, peer: Peer) -> Connection:
-        """The connection that the coordinator calls `peer`."""
-        return self._connections[peer]
 
 
 class _Down:
@@ -297,8 +323,7 @@ class _Down:
         self._simulation = simulation
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        data = b"".join(buffers)
-        self._simulation.send(self._simulation.connection_of(peer), False, message, data)
+        self._simulation.tell(peer, message, b"".join(buffers))
 
     def close(self, peer: Peer, reason: str) -> None:
         self._simulation.closed_by_coordinator(peer, reason)

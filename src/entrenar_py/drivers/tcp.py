@@ -17,7 +17,15 @@ from itertools import count
 from typing import Any
 
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent, unmeddled
+from entrenar_py.drivers.meddling import (
+    Fate,
+    Meddle,
+    Meddling,
+    Speak,
+    bent,
+    truthfully,
+    unmeddled,
+)
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
@@ -247,8 +255,9 @@ class WorkerClient:
         hands: MemberHands,
         *,
         meddle: Meddle = unmeddled,
+        speak: Speak = truthfully,
     ) -> None:
-        self.end = WorkerEnd(machine, hands, self, time.monotonic, self._compute)
+        self.end = WorkerEnd(machine, hands, self, time.monotonic, self._compute, speak)
         self._meddle = meddle
         self._link: Link | None = None
         self._reason = ""  # why the last connection ended

@@ -55,13 +55,13 @@ SYSTEMS: dict[str, System] = {
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY),
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger"),
         options=("heartbeat_s", "dead_after_s"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
     ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py import trace
+from entrenar_py import faults, trace
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
@@ -182,10 +182,13 @@ class Replicas:
         self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
     ) -> float:
         for fault in self.scenario.faults:
-            if fault.value is None or fault.step != step or fault.shard not in (None, shard):
+            if fault.kind not in faults.PLANTED or fault.step != step:
+                continue
+            if fault.shard not in (None, shard):
                 continue
             if fault.rank not in (None, worker.rank):
                 continue
+            assert fault.value is not None, "faults.NEEDED has it"
             value = float(fault.value)
             if fault.kind == "non_finite_loss":
                 loss = value

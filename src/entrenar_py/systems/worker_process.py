@@ -27,6 +27,7 @@ from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
 
 # Loaded once, in the parent of all workers.
@@ -61,7 +62,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
             rank=job["rank"],
             timing=timing,
         )
-        client = WorkerClient(machine, member, meddle=member.meddle)
+        client = WorkerClient(machine, member, meddle=member.meddle, speak=member.speak)
         return await client.run(job["host"], job["port"], patience_s=timing.gather_s)
     finally:
         asyncio.get_running_loop().remove_reader(desk.fileno())
@@ -77,13 +78,17 @@ class Doomed(Member):
 
     def __init__(self, scenario: Scenario, faults: Iterable[Fault], desk: Job) -> None:
         super().__init__(scenario)
-        self._faults, self._desk = list(faults), desk
+        planned = list(faults)
+        self._faults = [one for one in planned if one.kind != "lie"]
+        self._lies = [one for one in planned if one.kind == "lie"]
+        self._desk = desk
+        self.speak = Liar(lambda: self._lies, self._tell_lie).speak
 
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
         """As any worker; but one that is to leave in this step is killed first."""
         for fault in self._faults:
             if (fault.kind, fault.step) == ("leave", step):
-                self._desk.note(json.dumps(fault.to_dict()).encode())
+                self._note(fault)
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().work(step, shards)
 
@@ -95,8 +100,15 @@ class Doomed(Member):
                 return self._suffer(fault)
         return None
 
-    def _suffer(self, fault: Fault) -> Meddling:
+    def _tell_lie(self, fault: Fault) -> None:
+        self._lies.remove(fault)
+        self._note(fault)
+
+    def _note(self, fault: Fault) -> None:
         self._desk.note(json.dumps(fault.to_dict()).encode())
+
+    def _suffer(self, fault: Fault) -> Meddling:
+        self._note(fault)
         if fault.kind == "kill":
             # In a moment: half of the message is on its way by then.
             asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)
