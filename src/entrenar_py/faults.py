@@ -110,8 +110,10 @@ STRANGERS: dict[str, str] = {
     "silent": "it says nothing",
     "slow_loris": "it says what is right, a byte a second",
 }
+# After which a worker may be away for a while.
+MOVING = ("leave", "join", "restart", "lie", *ON_THE_WAY)
 # What changes who computes, or when; all others change what is computed, or with what.
-SURVIVED = ("leave", "join", "restart", "lie", "stranger", *ON_THE_WAY)
+SURVIVED = (*MOVING, "stranger")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import endurance, evidence, missing
 from entrenar_py.contract import Invariant
+from entrenar_py.faults import STRANGERS
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Carried, Refused, Trace
 from entrenar_py.verdict import Finding, Tally
@@ -26,6 +27,19 @@ def plan(invariant: Invariant) -> list[Scenario]:
     return [
         Scenario(system=SYSTEM, workload="linear", world_size=1, seed=seed) for seed in range(3)
     ]
+
+
+def plan_admission(invariant: Invariant) -> list[Scenario]:
+    """The same, and a training that every kind of stranger comes to."""
+    visited = Scenario(
+        system="parameter_server_simulated",
+        workload="linear",
+        world_size=3,
+        seed=0,
+        num_steps=5,
+        faults=tuple(endurance.stranger(value, step=2) for value in STRANGERS),
+    )
+    return [*plan(invariant), visited]
 
 
 def judge_round_trip(invariant: Invariant, traces: Sequence[Trace]) -> Finding:

@@ -18,11 +18,11 @@ CHUNK_BYTES = 2**16
 class Guest:
     """What it says to the challenge, all at once or a byte every `pace_s` seconds.
 
-    `let_in` is whether it was spoken to as a worker is, `answer` what it was told otherwise.
+    `let_in` is whether it was spoken to as a worker is, `answer` what it was told.
     """
 
     def __init__(self, says: Callable[[Challenge], bytes], *, pace_s: float | None = None) -> None:
-        self.let_in, self.answer = False, "nothing"
+        self.let_in, self.answer = False, "no challenge"
         self.pace_s = pace_s
         self._says = says
         self._decoder = Decoder(lambda kind: 0, direction=FROM_COORDINATOR)
@@ -49,7 +49,10 @@ class Guest:
     def _said_to(self, message: Message) -> bytes:
         if isinstance(message, Refuse):
             self.answer = message.reason
-        return self._says(message) if isinstance(message, Challenge) else b""
+        if isinstance(message, Challenge):
+            self.answer = "nothing"
+            return self._says(message)
+        return b""
 
 
 async def visit(guest: Guest, host: str, port: int) -> None:
