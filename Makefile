@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test mutants soak bench lint docs clean setup vulkan
+.PHONY: verify test mutants soak soak-real fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -21,10 +21,23 @@ mutants: setup
 	$(BIN)/entrenar-check --mutants
 
 # A thousand random scenarios on the unbroken trainers: no alarm allowed. Ten thousand random
-# schedules of faults under the simulator: every run ends right, and every mutant is found.
+# schedules of faults under the simulator: every run ends right, and every mutant is found. An hour
+# of virtual training with a fault every few steps: nothing is kept that should have gone.
 soak: setup
 	$(BIN)/python -m tests.test_no_false_alarm 1000
 	$(BIN)/python -m tests.test_schedules 10000 --mutants
+	$(BIN)/python -m tests.systems.soak_hour
+
+# Real processes over TCP, killed, frozen, cut off and damaged at random, run after run.
+SOAK_S ?= 300
+soak-real: setup
+	$(BIN)/python -m tests.systems.soak_real $(SOAK_S)
+
+# Bytes made up by a fuzzer that watches which lines they reach: at every way in, FUZZ_S each.
+FUZZ_S ?= 60
+fuzz: setup
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.fuzz --seconds $(FUZZ_S)
 
 # Ours beside the peer's, as ratios.
 bench: setup

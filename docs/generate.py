@@ -14,7 +14,7 @@ from entrenar_py.checks import CHECKS, Check
 from entrenar_py.contract import Invariant
 from entrenar_py.drivers import tcp
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import KINDS, NEEDED, OPTIONAL
+from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
 from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.messages import MESSAGES, Message
@@ -105,7 +105,14 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
 
 def contract_format(page: str) -> str:
     """`page` with today's tables of what a contract may say."""
-    tables = {"checks": checks(), "scenario": fields(), "systems": systems(), "faults": faults()}
+    tables = {
+        "checks": checks(),
+        "scenario": fields(),
+        "systems": systems(),
+        "faults": faults(),
+        "lies": lies(),
+        "strangers": strangers(),
+    }
     return _filled(page, tables)
 
 
@@ -241,6 +248,18 @@ def faults() -> str:
         for kind, what in KINDS.items()
     ]
     return _table(("fault", "what happens", "needs", "takes"), rows)
+
+
+def lies() -> str:
+    """A row per lie: what is said, and where it can be."""
+    rows = [(f"`{name}`", what, _code(LIE_PLACES[name])) for name, what in LIES.items()]
+    return _table(("`value` of a lie", "what is said", "at"), rows)
+
+
+def strangers() -> str:
+    """A row per stranger: what is wrong with it."""
+    rows = [(f"`{name}`", what) for name, what in STRANGERS.items()]
+    return _table(("`value` of a stranger", "who it is"), rows)
 
 
 def layout() -> str:

@@ -163,6 +163,7 @@ def _at(kind: str, place: str) -> Fault:
 
 _LEAVING = star(faults=(Fault(kind="leave", rank=1, step=1),))
 _IN_BLOCKS = {"block_bytes": 400}
+_TWICE = Fault(kind="lie", step=1, rank=1, at="TreeNode", value="twice")
 
 VARIANTS = (
     Variant(
@@ -206,6 +207,18 @@ VARIANTS = (
             f"{SUMS}.take": added_again,
         },
         scenario=star(faults=(_at("duplicate", "TreeNode"),), options=_IN_BLOCKS),
+        invariants=("F-WP-005",),
+        place={"step": 1, "rank": 0, "tensor": "output.weight"},
+    ),
+    Variant(
+        name="told-twice-counted",
+        summary="a delivery that a worker makes twice is added twice",
+        source="classic (at-least-once delivery)",
+        plants={
+            f"{COORDINATOR}.Coordinator.receive": received_again,
+            f"{SUMS}.take": added_again,
+        },
+        scenario=star(faults=(_TWICE,), options=_IN_BLOCKS),
         invariants=("F-WP-005",),
         place={"step": 1, "rank": 0, "tensor": "output.weight"},
     ),

@@ -176,11 +176,24 @@ def _at(kind: str, place: str, *, rank: int = 1, step: int = 1) -> Fault:
     return Fault(kind=kind, rank=rank, step=step, at=place)
 
 
+def _lie(value: str) -> Fault:
+    return Fault(kind="lie", rank=1, step=1, at="TreeNode", value=value)
+
+
 _LEAVING = star(faults=(Fault(kind="leave", rank=1, step=1),))
 _ALL_DIE = star(world_size=2, faults=tuple(_at("kill", "Average", rank=n) for n in (0, 1)))
 _BACK = star(faults=(_at("cut", "Commit"),), optimizer="momentum")
 
 VARIANTS = (
+    Variant(
+        name="old-step-counted",
+        summary="nobody looks of which step a delivery is",
+        source="classic (stale gradient)",
+        plants={f"{COORDINATOR}.Coordinator._require_step": any_step},
+        scenario=star(faults=(_lie("old_step"),)),
+        invariants=("F-WP-005",),
+        place={"step": 1, "rank": 0, "tensor": "hidden1.weight"},
+    ),
     Variant(
         name="flips-pass",
         summary="nobody looks at the checksum of a frame that comes",

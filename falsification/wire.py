@@ -68,6 +68,33 @@ def half_is_enough(
     return _admit(hello, challenge, agreed, secret=secret, world_size=world_size, taken=taken)
 
 
+def none_taken(
+    hello: Hello,
+    challenge: Challenge,
+    agreed: Terms,
+    *,
+    secret: bytes,
+    world_size: int,
+    taken: Collection[int | None],
+) -> Admission | Answer | Refuse:
+    """Lets in who asks for a rank, whoever has it."""
+    return _admit(hello, challenge, agreed, secret=secret, world_size=world_size, taken=())
+
+
+def any_manifest(
+    hello: Hello,
+    challenge: Challenge,
+    agreed: Terms,
+    *,
+    secret: bytes,
+    world_size: int,
+    taken: Collection[int | None],
+) -> Admission | Answer | Refuse:
+    """Lets in who has other tensors."""
+    same = replace(agreed, manifest=hello.manifest)
+    return _admit(hello, challenge, same, secret=secret, world_size=world_size, taken=taken)
+
+
 def bereaved(self: Server, effect: Left) -> None:
     """Remembers that someone died in this step."""
     _bereaved.add(self)
@@ -129,6 +156,24 @@ VARIANTS = (
         scenario=_WIRE,
         invariants=("F-WP-004",),
         place={"tensor": "half a proof"},
+    ),
+    Variant(
+        name="joins-twice",
+        summary="a rank is given to whoever asks for it, though a live worker has it",
+        source="classic (two workers of one rank)",
+        plants={f"{PROTOCOL}.terms.admit": none_taken},
+        scenario=_STAR.with_(faults=(Fault(kind="stranger", step=1, rank=1, value="taken_rank"),)),
+        invariants=("F-WP-004",),
+        place={"tensor": "taken_rank"},
+    ),
+    Variant(
+        name="manifest-not-compared",
+        summary="who joins is not asked which tensors it has",
+        source="classic (workers of two versions of a model)",
+        plants={f"{PROTOCOL}.terms.admit": any_manifest},
+        scenario=_WIRE,
+        invariants=("F-WP-004",),
+        place={"tensor": "another manifest"},
     ),
     Variant(
         name="server-steps-twice",

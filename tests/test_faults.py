@@ -23,12 +23,23 @@ GIVEN: dict[str, Any] = {
     "seconds": 1.5,
 }
 
+# What kinds take that would not take those.
+OTHERS: dict[str, dict[str, Any]] = {
+    "huge_gradient": {"value": "1e38"},
+    "lie": {"value": "twice", "at": "Staged"},
+    "stranger": {"value": "taken_rank"},
+}
+LIE: dict[str, Any] = {"kind": "lie", "step": 1, "rank": 0}
+STRANGER: dict[str, Any] = {"kind": "stranger", "step": 0}
 FROZEN: dict[str, Any] = {"kind": "freeze", "step": 0, "rank": 0, "at": "Commit"}
 
 
 def _given(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
     given = {name: GIVEN[name] for name in names}
-    return {**given, "value": "1e38"} if kind == "huge_gradient" and "value" in given else given
+    return {
+        **given,
+        **{name: value for name, value in OTHERS.get(kind, {}).items() if name in given},
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,11 +63,12 @@ def test_what_a_kind_needs_can_not_be_left_out(kind: str, names: tuple[str, ...]
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_kind_does_not_look_at_is_refused(kind: str) -> None:
     """A field that would be read and ignored: the message has the fields that the kind takes."""
+    given = _given(kind, (*NEEDED[kind], *(("rank",) if kind == "stranger" else ())))
     taken = (*NEEDED[kind], *OPTIONAL.get(kind, ()))
     for name in GIVEN.keys() - set(taken):
         message = f"fault {kind} {name}=.*: this kind takes none; it takes {', '.join(taken)}"
         with pytest.raises(UsageError, match=message):
-            Fault(kind=kind, **_given(kind, NEEDED[kind]), **{name: GIVEN[name]})
+            Fault(kind=kind, **given, **{name: GIVEN[name]})
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "-Infinity"])
@@ -90,6 +102,13 @@ def test_non_finite_values_are_text(value: str) -> None:
         ({"kind": "non_finite_loss", "step": 0, "value": "3"}, "value='3': use nan, inf or -inf"),
         ({"kind": "non_finite_loss", "step": 0, "value": "naan"}, "use nan, inf or -inf"),
         ({"kind": "huge_gradient", "step": 0, "value": "inf"}, "value='inf': use a finite number"),
+        ({**LIE, "at": "Staged", "value": "nan"}, "lie value='nan': use one of old_step, too_l"),
+        ({**LIE, "at": "Commit", "value": "twice"}, "at='Commit': twice is said at TreeNode or"),
+        ({**LIE, "at": "Staged", "value": "too_long"}, "too_long is said at TreeNode"),
+        ({**LIE, "step": 0, "at": "Staged", "value": "old_step"}, "step=0: there is no step bef"),
+        ({**STRANGER, "value": "friend"}, "value='friend': use one of taken_rank, one_too_many"),
+        ({**STRANGER, "value": "taken_rank"}, "rank=None: taken_rank needs one"),
+        ({**STRANGER, "rank": 1, "value": "silent"}, "rank=1: taken_rank needs one, and the oth"),
     ],
 )
 def test_impossible_faults_are_refused(fields: dict[str, Any], message: str) -> None:

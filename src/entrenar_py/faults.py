@@ -29,6 +29,8 @@ KINDS: dict[str, str] = {
     "reorder": "message `at` of step `step` is sent after the one that follows it",
     "truncate": "the second half of message `at` of step `step` is lost",
     "flip": "one bit of message `at` of step `step` is flipped",
+    "lie": "worker `rank` says something untrue at message `at` of step `step`: `value`",
+    "stranger": "somebody connects in step `step` who must not be let in: `value`",
     "restart": "the coordinator dies at message `at` of step `step`; another takes its checkpoint",
     "absent": "backend `backend` is not there",
     "init_error": "backend `backend` fails when it is opened",
@@ -52,6 +54,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "reorder": ("step", "rank", "at"),
     "truncate": ("step", "rank", "at"),
     "flip": ("step", "rank", "at"),
+    "lie": ("step", "rank", "at", "value"),
+    "stranger": ("step", "value"),
     "restart": ("step", "at"),
     "absent": ("backend",),
     "init_error": ("backend",),
@@ -64,9 +68,11 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "non_finite_gradient": ("rank", "shard", "tensor", "element"),
     "non_finite_loss": ("rank", "shard"),
     "huge_gradient": ("rank", "shard", "tensor", "element"),
+    "stranger": ("rank",),
     "non_finite_output": ("element",),
 }
-
+# The kinds whose `value` is a number that takes the place of another.
+PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 
 # What befalls a worker or a message on its way, in systems whose workers talk.
 ON_THE_WAY = (
@@ -76,10 +82,44 @@ ON_THE_WAY = (
 # The messages of a step at which that can be (protocol.messages).
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
 
+# What a worker can say that is not so, and the messages at which it can.
+LIES: dict[str, str] = {
+    "old_step": "what it said there in the step before, once more",
+    "too_long": "four bytes more than the manifest makes",
+    "not_mine": "shards that it was not given to compute",
+    "twice": "all of it, and then once more",
+    "for_another": "what it records is said to be another worker's",
+}
+LIE_PLACES: dict[str, tuple[str, ...]] = {
+    "old_step": ("TreeNode", "Computed", "Staged", "Applied"),
+    "too_long": ("TreeNode",),
+    "not_mine": ("TreeNode", "Computed"),
+    "twice": ("TreeNode", "Computed", "Staged", "Applied"),
+    "for_another": ("Computed", "Applied"),
+}
+# Who can connect that must not be let in.
+STRANGERS: dict[str, str] = {
+    "taken_rank": "it knows the secret, and claims `rank`, which a live worker has",
+    "one_too_many": "it knows the secret, and every rank is taken",
+    "wrong_secret": "it does not know the secret",
+    "wrong_run": "it is of another run",
+    "wrong_manifest": "its tensors are others",
+    "wrong_data": "its data set is another",
+    "garbage": "it sends random bytes",
+    "huge_claim": "it announces 2^62 bytes",
+    "silent": "it says nothing",
+    "slow_loris": "it says what is right, a byte a second",
+}
+# After which a worker may be away for a while.
+MOVING = ("leave", "join", "restart", "lie", *ON_THE_WAY)
+# What changes who computes, or when; all others change what is computed, or with what.
+SURVIVED = (*MOVING, "stranger")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One planned fault. `step` counts from 0; `value` is text ("nan") so that JSON can hold it.
+    """One planned fault. `step` counts from 0; `value` is a number as text ("nan"), so that JSON
+    can hold it, or one of LIES or STRANGERS.
 
     Raises UsageError for an unknown kind, a field of the wrong type, one that its kind lacks, or
     one that its kind would not look at.
@@ -124,11 +164,31 @@ class Fault:
                 self._refuse(name, f"{self.kind} needs {' and '.join(needed)}")
 
     def _check_value(self) -> None:
-        if self.value is None:
-            return
+        if self.kind == "lie":
+            self._check_lie()
+        elif self.kind == "stranger":
+            self._check_stranger()
+        elif self.value is not None:
+            self._check_number(self.value)
+
+    def _check_lie(self) -> None:
+        if self.value not in LIES:
+            self._refuse("value", f"use one of {', '.join(LIES)}")
+        if self.at not in LIE_PLACES[self.value]:
+            self._refuse("at", f"{self.value} is said at {' or '.join(LIE_PLACES[self.value])}")
+        if self.value == "old_step" and self.step == 0:
+            self._refuse("step", "there is no step before; use 1 or more")
+
+    def _check_stranger(self) -> None:
+        if self.value not in STRANGERS:
+            self._refuse("value", f"use one of {', '.join(STRANGERS)}")
+        if (self.rank is not None) != (self.value == "taken_rank"):
+            self._refuse("rank", "taken_rank needs one, and the others take none")
+
+    def _check_number(self, value: str) -> None:
         finite = self.kind == "huge_gradient"
         try:
-            fits = math.isfinite(float(self.value)) == finite
+            fits = math.isfinite(float(value)) == finite
         except ValueError:
             fits = False
         if not fits:

@@ -91,8 +91,8 @@ def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
         rank, step = before[0].rank, before[0].step
     else:
         rank, step = rng.randrange(scenario.world_size), rng.randrange(scenario.num_steps)
-    more = scenario.with_(faults=(*scenario.faults, _fault(scenario, rng, rank, step)))
     try:
+        more = scenario.with_(faults=(*scenario.faults, _fault(scenario, rng, rank, step)))
         systems.require_possible(more)
     except UsageError:  # nobody there to strike, to leave alone, or to come back
         return scenario
@@ -110,6 +110,14 @@ def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) 
         return Fault(kind=rng.choice(("leave", "join")), step=step, rank=rank)
     if chance < 0.3:
         return Fault(kind="restart", step=step, at=rng.choice(faults.PLACES))
+    if chance < 0.4:
+        value = rng.choice(tuple(faults.LIES))
+        at = rng.choice(faults.LIE_PLACES[value])
+        return Fault(kind="lie", step=step, rank=rank, at=at, value=value)
+    if chance < 0.46:
+        value = rng.choice(tuple(faults.STRANGERS))
+        claimed = rank if value == "taken_rank" else None
+        return Fault(kind="stranger", step=step, rank=claimed, value=value)
     kind = rng.choice(faults.ON_THE_WAY)
     timed = "seconds" in faults.NEEDED[kind]
     return Fault(
@@ -139,12 +147,15 @@ def judge(run: Trace, calm: Trace) -> str:
 
 
 def _complaints(run: Trace, calm: Trace) -> Iterator[str]:
-    planted = [fault for fault in run.scenario.faults if fault.value is not None]
+    planted = [fault for fault in run.scenario.faults if fault.kind in faults.PLANTED]
     steps = [fault.step for fault in planted if fault.step is not None]
     limit = min(steps, default=run.scenario.num_steps)
     expected = "halted" if planted else "completed"
     if run.end.status != expected:
         yield f"ended {run.end.status} in place of {expected}: {run.end.reason}"
+    for one in run.of(trace.Admission):
+        if one.let_in != one.entitled:
+            yield f"the stranger {one.case} was let in"
     yield from _wrong_halts(run, calm, limit)
     yield from _wrong_updates(run, calm, limit)
     yield from _falsified(run, calm)
@@ -156,7 +167,7 @@ def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
     culprits = {
         (fault.step, fault.shard): fault
         for fault in run.scenario.faults
-        if fault.value is not None and fault.step == step
+        if fault.kind in faults.PLANTED and fault.step == step
     }
     halts = run.of(Halt)
     if len(halts) != bool(culprits):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.checks import endurance
-from entrenar_py.faults import ON_THE_WAY, Fault
+from entrenar_py.faults import LIES, ON_THE_WAY, STRANGERS, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, TensorRecord, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -69,5 +69,7 @@ def test_what_could_not_be_run_or_compared() -> None:
 def test_the_plan_tries_everything() -> None:
     """Every kind of trouble, and several in one run."""
     plan = endurance.plan(traces.clause("endurance"))
-    assert {fault.kind for one in plan for fault in one.faults} == {"restart", *ON_THE_WAY}
+    kinds = {fault.kind for one in plan for fault in one.faults}
+    assert kinds == {"restart", "lie", "stranger", *ON_THE_WAY}
+    assert {fault.value for one in plan for fault in one.faults} == {*LIES, *STRANGERS, None}
     assert max(len(one.faults) for one in plan) >= 5

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.checks import CHECKS, wire
+from entrenar_py.faults import STRANGERS
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Carried, Event, Refused, Trace
 from entrenar_py.verdict import Finding, Verdict
@@ -75,4 +76,15 @@ def test_the_real_wire_holds(check: str) -> None:
     finding = traces.judge(check, runs)
     assert finding.verdict is Verdict.HELD, finding.reason
     assert finding.compared >= 36
-    assert len({str(one.of(Refused)) for one in runs}) == len(runs)
+    probes = [one for one in runs if one.scenario.system == wire.SYSTEM]
+    assert len({str(one.of(Refused)) for one in probes}) == len(probes) == 3
+
+
+def test_strangers_come_to_a_training() -> None:
+    """Of every kind one, and what is asked of them is whether they were let in."""
+    (visited,) = [
+        one for one in wire.plan_admission(traces.clause("admission")) if one.system != wire.SYSTEM
+    ]
+    seen = traces.run(visited).of(Admission)
+    assert [one.case for one in seen] == list(STRANGERS)
+    assert not any(one.entitled or one.let_in for one in seen)

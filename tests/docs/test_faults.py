@@ -30,7 +30,8 @@ def test_the_page_has_every_case(table: ModuleType) -> None:
         if line.startswith("| ")
     ][1:]
     cases = list(table.cases())
-    assert [(row[0].split(" ")[0], row[1]) for row in rows] == [(c.kind, c.at) for c in cases]
+    assert [(row[0], row[1]) for row in rows] == [(table.what(c), table.place(c)) for c in cases]
+    assert not any("LET IN" in row[2] for row in rows)
     assert {(row[3], row[4]) for row in rows} == {("completed", "the same")}
 
 

@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 from entrenar_py import systems
-from entrenar_py.faults import Fault
+from entrenar_py.faults import LIE_PLACES, Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Injected, Membership, Tensors, Trace, Update
+from entrenar_py.trace import Admission, Injected, Membership, Tensors, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
@@ -41,6 +41,36 @@ def struck(system: str, kind: str, at: str, seconds: float | None = None) -> Sce
     """The same, and `kind` befalls worker 1 at message `at`."""
     fault = Fault(kind=kind, step=STEP, rank=1, at=at, seconds=seconds)
     return subject(system, faults=(fault,))
+
+
+def lying(system: str, value: str, at: str) -> Scenario:
+    """The same, and worker 1 lies at message `at`."""
+    fault = Fault(kind="lie", step=STEP, rank=1, at=at, value=value)
+    return subject(system, faults=(fault,))
+
+
+def visited(system: str, value: str) -> Scenario:
+    """The same, and a stranger comes."""
+    rank = 1 if value == "taken_rank" else None
+    return subject(system, faults=(Fault(kind="stranger", step=STEP, rank=rank, value=value),))
+
+
+LIES = [(value, at) for value, places in LIE_PLACES.items() for at in places]
+# What each stranger is told; those that only make a noise are sent away without a word.
+TOLD = {
+    **dict.fromkeys(("taken_rank", "one_too_many"), "all 3 ranks are taken by live workers"),
+    "wrong_secret": "wrong secret",
+    **{f"wrong_{name}": f"{name}='000" for name in ("run", "manifest", "data")},
+    **dict.fromkeys(("garbage", "huge_claim", "silent", "slow_loris"), "nothing"),
+}
+
+
+def require_turned_away(trace: Trace) -> None:
+    """Returns if the one stranger was challenged, told why, and not let in; nobody else moved."""
+    (seen,) = trace.of(Admission)
+    assert (seen.entitled, seen.let_in) == (False, False)
+    assert seen.answer.startswith(TOLD[seen.case])
+    assert changes(trace) == []
 
 
 def held(trace: Trace) -> list[Tensors]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import faults
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.faults import Fault
 from entrenar_py.systems import parameter_server, worker_process
@@ -85,6 +86,22 @@ def test_what_breaks_a_connection(kind: str, at: str) -> None:
     stars.require_back(trace)
 
 
+@pytest.mark.parametrize(("value", "at"), stars.LIES)
+def test_who_lies_is_given_up(value: str, at: str) -> None:
+    """It comes back with everything, and no bit is another."""
+    trace = stars.run(stars.lying(REAL, value, at))
+    assert stars.held(trace) == stars.expected(trace.scenario)
+    stars.require_back(trace)
+
+
+@pytest.mark.parametrize("value", faults.STRANGERS)
+def test_strangers_are_turned_away(value: str) -> None:
+    """At real sockets: the run goes on as if nobody had come."""
+    trace = stars.run(stars.visited(REAL, value))
+    assert stars.held(trace) == stars.expected(trace.scenario)
+    stars.require_turned_away(trace)
+
+
 @pytest.mark.parametrize(("kind", "at"), [("freeze", "Assign"), ("delay", "Average")])
 def test_a_short_while_is_waited_for(kind: str, at: str) -> None:
     """Nobody is given up who comes back within its time."""
@@ -109,11 +126,10 @@ def test_nothing_is_lost_or_repeated(kind: str, at: str) -> None:
 
 def test_who_leaves_and_joins() -> None:
     """A worker that is killed for good, and one that comes later."""
-    faults = (
-        Fault(kind="leave", step=1, rank=2),
-        Fault(kind="join", step=3, rank=2),
+    leave, join = (
+        Fault(kind=kind, step=step, rank=2) for kind, step in (("leave", 1), ("join", 3))
     )
-    trace = stars.require_right(subject(REAL, faults=faults))
+    trace = stars.require_right(subject(REAL, faults=(leave, join)))
     assert stars.changes(trace) == [(1, 2, "left"), (3, 2, "joined")]
 
 

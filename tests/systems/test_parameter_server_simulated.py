@@ -6,7 +6,7 @@ import pytest
 
 from entrenar_py import faults
 from entrenar_py.faults import PLACES, Fault
-from entrenar_py.trace import Halt, Injected, Shard, Update
+from entrenar_py.trace import Admission, Halt, Injected, Shard, Update
 from tests.systems import stars
 from tests.systems.between import Between
 from tests.systems.stars import SIMULATED, subject
@@ -58,6 +58,29 @@ def test_what_breaks_a_connection_between_blocks(kind: str, at: str, block: int)
     assert [event.fault for event in trace.of(Injected)] == [fault.to_dict()]
     assert (stars.STEP, 1, "left") in stars.changes(trace)
     assert (stars.STEP + 1, 1, "joined") in stars.changes(trace)
+
+
+@pytest.mark.parametrize(("value", "at"), stars.LIES)
+def test_who_lies_is_given_up(value: str, at: str) -> None:
+    """It comes back with everything, its shards are computed by others, and no bit is another."""
+    stars.require_back(stars.require_right(stars.lying(SIMULATED, value, at)))
+
+
+@pytest.mark.parametrize("value", faults.STRANGERS)
+def test_strangers_are_turned_away(value: str) -> None:
+    """Whoever it is: the run goes on as if nobody had come."""
+    stars.require_turned_away(stars.require_right(stars.visited(SIMULATED, value)))
+
+
+def test_strangers_come_when_much_is_wrong() -> None:
+    """A coordinator that dies takes them with it; the run ends right."""
+    others = tuple(
+        Fault(kind="stranger", step=2, value=value) for value in ("silent", "slow_loris", "garbage")
+    )
+    restart = Fault(kind="restart", step=2, at="TreeNode")
+    trace = stars.run(subject(SIMULATED, faults=(*others, restart)))
+    assert stars.held(trace) == stars.expected(trace.scenario)
+    assert [one.let_in for one in trace.of(Admission)] == [False] * 3
 
 
 def test_every_fault_on_the_way_is_tried_here() -> None:

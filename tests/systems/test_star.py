@@ -8,6 +8,7 @@ import pytest
 
 from entrenar_py import backends, systems, trace
 from entrenar_py.backends import chain
+from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
@@ -23,6 +24,7 @@ class Planned(Star):
         super().__init__(stars.subject("parameter_server", faults=faults, **changes))
         self.runs: list[Run] = []
         self.started: list[int] = []
+        self.guests: list[Guest] = []
         self._statuses = list(statuses)
 
     def drive(self, run: Run) -> Finish:
@@ -37,6 +39,9 @@ class Planned(Star):
 
     def start(self, rank: int) -> None:
         self.started.append(rank)
+
+    def visit(self, guest: Guest) -> None:
+        self.guests.append(guest)
 
 
 LEAVE = Fault(kind="leave", step=1, rank=2)

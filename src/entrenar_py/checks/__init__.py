@@ -236,7 +236,7 @@ _TABLE = (
         id="F-WP-004",
         decides="who proves the secret and agrees on the run is let in, and nobody else",
         judge=wire.judge_admission,
-        plan=wire.plan,
+        plan=wire.plan_admission,
         explores=False,
     ),
     Check(

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import ON_THE_WAY, Fault
+from entrenar_py.faults import LIE_PLACES, ON_THE_WAY, STRANGERS, SURVIVED, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 SYSTEM = "parameter_server_simulated"
-_LOSSES = ("leave", "join", "restart", *ON_THE_WAY)
 
 
 def family(scenario: Scenario) -> list[Scenario]:
@@ -47,7 +46,13 @@ def plan(invariant: Invariant) -> list[Scenario]:
         usual.with_(faults=(Fault(kind="restart", step=step, at=at),))
         for step, at in ((0, "Average"), (2, "Commit"), (4, "Applied"))
     ]
-    return [*singles, *restarts, usual.with_(faults=crowd)]
+    lies = [
+        usual.with_(faults=(Fault(kind="lie", step=2, rank=1, at=at, value=value),))
+        for value, places in LIE_PLACES.items()
+        for at in places
+    ]
+    strangers = [usual.with_(faults=(stranger(value, step=2),)) for value in STRANGERS]
+    return [*singles, *restarts, *lies, *strangers, usual.with_(faults=crowd)]
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
@@ -55,7 +60,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     calm = {one.scenario: one for one in traces if not one.scenario.faults}
     for trace in traces:
-        if not any(fault.kind in _LOSSES for fault in trace.scenario.faults):
+        if not any(fault.kind in SURVIVED for fault in trace.scenario.faults):
             continue
         if trace.end.status == "failed" and not trace.of(Start):
             tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
@@ -92,8 +97,14 @@ def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
 
 def _calm(scenario: Scenario) -> Scenario:
     """The same training without what befalls workers and messages."""
-    kept = tuple(fault for fault in scenario.faults if fault.kind not in _LOSSES)
+    kept = tuple(fault for fault in scenario.faults if fault.kind not in SURVIVED)
     return evidence.plain(scenario, faults=kept)
+
+
+def stranger(value: str, *, step: int) -> Fault:
+    """Somebody who must not be let in; where it claims a rank, that is 1."""
+    rank = 1 if value == "taken_rank" else None
+    return Fault(kind="stranger", step=step, rank=rank, value=value)
 
 
 def _trouble(kind: str, at: str, *, rank: int, step: int) -> Fault:

@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 
 from entrenar_py.checks import history
-from entrenar_py.faults import ON_THE_WAY
+from entrenar_py.faults import SURVIVED
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
-
-# Faults that change who computes, or when; all others change what is computed.
-_MEMBERSHIP = ("leave", "join", "restart", *ON_THE_WAY)
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
@@ -42,7 +39,7 @@ def groups(traces: Iterable[Trace], *ignored: str) -> list[list[Trace]]:
     """
     found: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
-        if "faults" in ignored and any(f.kind not in _MEMBERSHIP for f in trace.scenario.faults):
+        if "faults" in ignored and any(f.kind not in SURVIVED for f in trace.scenario.faults):
             continue
         fields = trace.scenario.to_dict().items()
         key = {name: value for name, value in fields if name not in (*ignored, "detail")}

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import endurance, evidence, missing
 from entrenar_py.contract import Invariant
+from entrenar_py.faults import STRANGERS
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Carried, Refused, Trace
 from entrenar_py.verdict import Finding, Tally
 
 SYSTEM = "wire"
-# What reading a message may take beside its payload: a header of at most 1 MiB, as bytes and as
-# text, and the frames' own records.
-BESIDE_BYTES = 4 * 2**20
+# What reading a message may take beside its payload. A header has at most 2 MiB: as it comes, as
+# bytes and as text these are 6, and its values (65,536 numbers, or as many small things that are no
+# numbers before they are refused) take up to 5 more.
+BESIDE_BYTES = 12 * 2**20
 REFUSAL = "ProtocolError"
 
 
@@ -25,6 +27,19 @@ def plan(invariant: Invariant) -> list[Scenario]:
     return [
         Scenario(system=SYSTEM, workload="linear", world_size=1, seed=seed) for seed in range(3)
     ]
+
+
+def plan_admission(invariant: Invariant) -> list[Scenario]:
+    """The same, and a training that every kind of stranger comes to."""
+    visited = Scenario(
+        system="parameter_server_simulated",
+        workload="linear",
+        world_size=3,
+        seed=0,
+        num_steps=5,
+        faults=tuple(endurance.stranger(value, step=2) for value in STRANGERS),
+    )
+    return [*plan(invariant), visited]
 
 
 def judge_round_trip(invariant: Invariant, traces: Sequence[Trace]) -> Finding:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from entrenar_py.drivers.meddling import Speak, truthfully
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
@@ -105,6 +106,11 @@ class CoordinatorEnd:
         self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR))
         self._do(self.machine.connected(peer, nonce, self._clock(), host))
 
+    @property
+    def num_streams(self) -> int:
+        """How many connections are open."""
+        return len(self._streams)
+
     def buffer(self, peer: Peer) -> memoryview | None:
         """Where the next bytes of `peer` go; None if they go nowhere any more."""
         stream = self._streams.get(peer)
@@ -192,7 +198,7 @@ class CoordinatorEnd:
 
 class WorkerEnd:
     """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
-    with `computed`. `finished` is its Finish effect, once there is one.
+    with `computed`. `finished` is its Finish effect, once there is one. `speak` may have it lie.
     """
 
     def __init__(
@@ -202,11 +208,12 @@ class WorkerEnd:
         wire: Wire,
         clock: Callable[[], float],
         compute: Callable[[do.Compute], None],
+        speak: Speak = truthfully,
     ) -> None:
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self.finished: do.Finish | None = None
         self.num_stays = 0  # how often it was let in
-        self._compute = compute
+        self._compute, self._speak = compute, speak
         self._sizes = hands.sizes()
         self._stream = self._new_stream()
 
@@ -268,7 +275,8 @@ class WorkerEnd:
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:
             case do.Send(peer, message):
-                self._send(self._stream, peer, message)
+                for said, content in self._speak(message, self.hands.payload(message)):
+                    self._wire.write(peer, said, self._stream.encoder.encode(said, content))
             case do.Secure(_, key):
                 self._stream.secure(key)
             case do.Close(peer, reason):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message
 
 
@@ -34,6 +36,16 @@ class Meddling:
 
 # (rank or None before it has one, whether it goes to the coordinator, message) -> what befalls it
 Meddle = Callable[[int | None, bool, Message], Meddling | None]
+
+
+# A message and what it carries; and what a worker says for it.
+Said: TypeAlias = tuple[Message, Buffer]
+Speak = Callable[[Message, Buffer], Iterable[Said]]
+
+
+def truthfully(message: Message, payload: Buffer) -> list[Said]:
+    """Just that."""
+    return [(message, payload)]
 
 
 def unmeddled(rank: int | None, up: bool, message: Message) -> None:

@@ -11,11 +11,13 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, bent
+from entrenar_py.drivers.guests import Guest
+from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, Speak, bent, truthfully
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
@@ -51,6 +53,7 @@ class Node:
     """
 
     end: WorkerEnd
+    number: int
     connection: Connection | None = None
     alive: bool = True
     frozen_until: float = 0.0
@@ -90,6 +93,7 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.nodes: list[Node] = []
+        self._num_started = 0
         self._run, self._member, self._meddle = run, member, meddle
         self._mesh = mesh
         self._timing, self._secret = timing, secret
@@ -97,27 +101,35 @@ class Simulation:
         self._numbers = count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._connections: dict[Peer, Connection] = {}
+        self._guests: dict[Peer, Guest] = {}
         self.coordinator = self._new_coordinator(run, hands)
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
-    def start(self, rank: int | None, backend: str) -> Node:
+    def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
         """A new worker process, which connects at once; `rank` is the one it asks for."""
         up = _Up(self)
-        node = up.node = Node(self._new_end(up, rank, backend))
-        self.nodes.append(node)
+        node = up.node = Node(self._new_end(up, rank, backend, speak), self._num_started)
+        self._num_started += 1
+        self.nodes = [*(one for one in self.nodes if one.alive), node]
         self._connect(node)
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
 
-    def _new_end(self, up: _Up, rank: int | None, backend: str) -> WorkerEnd:
+    def _new_end(self, up: _Up, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
         terms, member = self._run.terms, self._member()
         kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
-        if not self._mesh:
-            return WorkerEnd(Worker(terms, rank=rank, **kept), member, up, self._clock, up.compute)
-        port = len(self.nodes)
-        machine = MeshWorker(terms, rank=rank, port=port, **kept)
-        hands = cast(MeshHands, member)
-        return MeshEnd(machine, hands, up, self._clock, up.compute, up.dial)
+        if self._mesh:
+            mesh = MeshWorker(terms, rank=rank, port=self._num_started, **kept)
+            hands = cast(MeshHands, member)
+            return MeshEnd(mesh, hands, up, self._clock, up.compute, up.dial)
+        machine = Worker(terms, rank=rank, **kept)
+        return WorkerEnd(machine, member, up, self._clock, up.compute, speak)
+
+    def visit(self, guest: Guest) -> None:
+        """Somebody connects who is no worker."""
+        peer = next(self._numbers)
+        self._guests[peer] = guest
+        self.coordinator.connected(peer, self._nonce())
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Has `action` done when `seconds` have passed."""
@@ -132,6 +144,8 @@ class Simulation:
             if not connection.ended:
                 connection.ended = True
                 self._end_down(connection, "the coordinator died")
+        self._connections.clear()
+        self._guests.clear()
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
@@ -210,14 +224,15 @@ class Simulation:
 
     def dial(self, node: Node, dial: do.Dial) -> None:
         """Connects `node` to another worker, whose port is its number."""
-        to = self.nodes[int(dial.address.rpartition(":")[2])]
+        number = int(dial.address.rpartition(":")[2])
+        to = next((one for one in self.nodes if one.number == number and one.alive), None)
 
         def connect() -> None:
             assert isinstance(node.end, MeshEnd)
-            assert isinstance(to.end, MeshEnd)
-            if not to.alive:
+            if to is None or not to.alive:
                 node.end.undialable(dial, "connection refused")
                 return
+            assert isinstance(to.end, MeshEnd)
             connection = self._new_connection(node, to)
             node.end.dialed(connection.peer, dial, self._nonce())
             to.end.accepted(connection.peer, self._nonce())
@@ -231,6 +246,24 @@ class Simulation:
 
     def _nonce(self) -> str:
         return self._random.randbytes(NONCE_BYTES).hex()
+
+    def tell(self, peer: Peer, message: Message, data: bytes) -> None:
+        """The coordinator says `message` to `peer`, a worker or a guest."""
+        if peer in self._guests:
+            guest = self._guests[peer]
+            self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
+        else:
+            self.send(self._connections[peer], False, message, data)
+
+    def _talk(self, peer: Peer, pieces: Iterable[bytes], pace_s: float | None) -> None:
+        """A guest says `pieces`, one after the other."""
+        end = self.coordinator
+
+        def arrive(piece: bytes) -> None:
+            _feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), piece)
+
+        for place, piece in enumerate(pieces, start=1):
+            self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
         """Puts a message on its way, or what is left of it. Between workers it is the sender's."""
@@ -332,24 +365,35 @@ class Simulation:
 
     def closed_by_coordinator(self, peer: Peer, reason: str) -> None:
         """The coordinator says nothing more; the worker hears so after what was said before."""
-        connection = self._connections[peer]
+        if self._guests.pop(peer, None) is not None:
+            return
+        connection = self._connections.pop(peer)
         if not connection.ended and not connection.dead:
             connection.ended = True
             self._end_down(connection, f"closed by the coordinator: {reason}")
 
     def closed_by_worker(self, node: Node, peer: Peer, reason: str) -> None:
         """The worker says nothing more on a connection."""
-        connection = self._connections[peer]
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
         if connection is node.connection:
             node.connection = None
+        if connection.to is not None:
+            del self._connections[peer]
         if not connection.ended and not connection.dead:
             connection.ended = True
             end = self._end_up if connection.node is node else self._end_down
             end(connection, f"closed by the worker: {reason}")
 
-    def connection_of(self, peer: Peer) -> Connection:
-        """The connection that its ends call `peer`."""
-        return self._connections[peer]
+    def connection_of(self, peer: Peer) -> Connection | None:
+        """The connection that its ends call `peer`, as long as one of them has it."""
+        return self._connections.get(peer)
+
+    @property
+    def num_connections(self) -> int:
+        """How many connections workers have, as far as the coordinator knows."""
+        return len(self._connections)
 
 
 class _Down:
@@ -359,8 +403,7 @@ class _Down:
         self._simulation = simulation
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        data = b"".join(buffers)
-        self._simulation.send(self._simulation.connection_of(peer), False, message, data)
+        self._simulation.tell(peer, message, b"".join(buffers))
 
     def close(self, peer: Peer, reason: str) -> None:
         self._simulation.closed_by_coordinator(peer, reason)
@@ -376,8 +419,8 @@ class _Up:
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         data = b"".join(buffers)
-        if self.node.alive:
-            connection = self._simulation.connection_of(peer)
+        connection = self._simulation.connection_of(peer)
+        if self.node.alive and connection is not None:
             self._simulation.send(connection, connection.node is self.node, message, data)
 
     def close(self, peer: Peer, reason: str) -> None:

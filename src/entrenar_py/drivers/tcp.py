@@ -20,7 +20,7 @@ from entrenar_py.drivers import sockets, tls
 from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.link import FAREWELL_S, Link
-from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.drivers.meddling import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
@@ -192,11 +192,12 @@ class WorkerClient:
         hands: MemberHands,
         *,
         meddle: Meddle = unmeddled,
+        speak: Speak = truthfully,
         alone: Callable[[str], None] = lambda problem: None,
     ) -> None:
         """`alone` is told why there is no coordinator, each time that it tries again."""
         self._alone = alone
-        self.end = self.new_end(machine, hands)
+        self.end = self.new_end(machine, hands, speak)
         self._meddle = meddle
         self._link: Link | None = None
         self._reason = ""  # why the last connection ended
@@ -240,9 +241,9 @@ class WorkerClient:
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.end.finished
 
-    def new_end(self, machine: Worker, hands: MemberHands) -> WorkerEnd:
+    def new_end(self, machine: Worker, hands: MemberHands, speak: Speak) -> WorkerEnd:
         """What this client drives."""
-        return WorkerEnd(machine, hands, self, time.monotonic, self.compute)
+        return WorkerEnd(machine, hands, self, time.monotonic, self.compute, speak)
 
     def prepare(self, sock: socket.socket) -> None:
         """Gets ready for a stay over `sock`, which is connected to the coordinator."""

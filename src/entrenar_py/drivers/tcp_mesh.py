@@ -18,7 +18,7 @@ from entrenar_py.drivers import sockets
 from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import MemberHands
 from entrenar_py.drivers.link import Link
-from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.drivers.meddling import Meddle, Speak, unmeddled
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.errors import UsageError
@@ -54,7 +54,7 @@ class MeshClient(WorkerClient):
         self._links: set[Link] = set()
         self._dialing: set[asyncio.Task[None]] = set()
 
-    def new_end(self, machine: Worker, hands: MemberHands) -> MeshEnd:
+    def new_end(self, machine: Worker, hands: MemberHands, speak: Speak) -> MeshEnd:
         """What this client drives; machine and hands are a mesh's."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)

@@ -345,6 +345,7 @@ def parse(tag: int, header: bytes) -> Message:
     kind = MESSAGES.get(tag)
     if kind is None:
         raise ProtocolError(f"tag={tag}: no message has it")
+    _require_few(kind, header)
     try:
         record = json.loads(header, object_pairs_hook=_record)
     except (RecursionError, ValueError) as error:
@@ -369,6 +370,18 @@ def brief(text: str) -> str:
     """`text` as a message may hold it: what is too long loses its middle."""
     half = TEXT_CHARS_MAX // 2 - 5
     return text if len(text) <= TEXT_CHARS_MAX else f"{text[:half]} ... {text[-half:]}"
+
+
+def _require_few(kind: type[Message], header: bytes) -> None:
+    """ProtocolError for more values than a header can have: JSON would make 25 bytes of each."""
+    num_fields = len(fields(kind)) + 1  # one more is better named than counted
+    in_texts = TEXT_CHARS_MAX * num_fields  # where such a mark is no structure
+    for mark, most in ((b",", LIST_MAX), (b":", num_fields), (b"[", num_fields), (b"{", 1)):
+        if header.count(mark) > most + in_texts:
+            raise ProtocolError(
+                f"{kind.__name__}: {header.count(mark)} times {mark.decode()!r} in its header: "
+                f"{most + in_texts} are possible"
+            )
 
 
 def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from entrenar_py import trace
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
+    Assign,
     Average,
     Message,
     NonFinite,
@@ -41,19 +43,29 @@ class Member(Replicas):
         return {Welcome: state_bytes, Average: self.vector_bytes}
 
     def require(self, message: Message, payload: Buffer) -> None:
-        """Returns if `payload` is what `message` must carry; ProtocolError if not."""
+        """Returns if `message` can be done here and has its payload; ProtocolError if not."""
         due = self.sizes().get(type(message), 0)
-        if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
-            num_elements = self.layout.num_elements
-            raise ProtocolError(
-                f"Welcome blocks={message.blocks}: there are {num_elements} elements"
-            )
-        if isinstance(message, Average | TreeNode) and message.block < self._blocks.count:
-            due = self._blocks.num_bytes(message.block)
+        match message:
+            case Welcome(blocks=count) if count > self.layout.num_elements:
+                raise ProtocolError(
+                    f"Welcome blocks={count} of {self.layout.num_elements} elements"
+                )
+            case Average(block=block) | TreeNode(block=block) if block < self._blocks.count:
+                due = self._blocks.num_bytes(block)
         if len(payload) != due:
             raise ProtocolError(
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
             )
+        if isinstance(message, Assign):
+            shards, all_shards = set(message.shards), range(self.scenario.num_shards)
+            if len(shards) < len(message.shards) or not shards.issubset(all_shards):
+                raise ProtocolError(
+                    f"Assign shards={message.shards}: use each once, of 0 to {all_shards[-1]}"
+                )
+        if isinstance(message, Average):
+            weight, loss = message.weight, message.loss
+            if not (0 < weight < math.inf and math.isfinite(loss)):
+                raise ProtocolError(f"Average {weight=} {loss=}: use finite numbers, a weight > 0")
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Memory for the payload of `message`, which may never be whole: where it is to lie."""
@@ -62,7 +74,7 @@ class Member(Replicas):
         return new_room(message, num_bytes)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Takes over the state before `welcome.step`."""
+        """Takes over the state before `welcome.step`; ProtocolError if it is of no such run."""
         self.rank = welcome.rank
         self._blocks = blocks.Blocks(self.layout.num_elements, welcome.blocks)
         self.recorder.drain()  # of a stay before

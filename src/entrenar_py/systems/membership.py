@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
+from entrenar_py.faults import MOVING, Fault
 from entrenar_py.scenario import Scenario
 
+_FREE = "use an earlier step"
 _ORDER = ("join", "leave")  # of one step, joins come first; planted values strike who is left
 
 
@@ -24,10 +27,14 @@ def require_possible(scenario: Scenario) -> None:
     Raises UsageError naming the first fault of which that is not so, and for a step without any
     worker.
     """
+    _require_nobody_moved(scenario)
     present = initial_ranks(scenario)
     if not present:
         raise UsageError("faults join for every rank: leave one worker there to start with")
     for fault in _in_order(scenario):
+        if fault.value == "one_too_many" and len(present) < scenario.world_size:
+            there = f"{len(present)} of {scenario.world_size} workers are there"
+            raise UsageError(f"fault stranger value=one_too_many step={fault.step}: {there}")
         if fault.rank is None:
             continue
         where = f"fault {fault.kind} rank={fault.rank} step={fault.step}"
@@ -43,6 +50,21 @@ def require_possible(scenario: Scenario) -> None:
             if len(present) == 1:
                 raise UsageError(f"{where}: no other worker would be left; leave one there")
             present.remove(fault.rank)
+
+
+def _require_nobody_moved(scenario: Scenario) -> None:
+    """Returns if every stranger that is to find no place free really must find none.
+
+    Whom something has befallen is away for a while, and how long is nobody's plan.
+    """
+    moved = [one.step or 0 for one in scenario.faults if one.kind in MOVING]
+    for fault in scenario.faults:
+        full = fault.value in ("taken_rank", "one_too_many")
+        if full and min(moved, default=math.inf) <= (fault.step or 0):
+            raise UsageError(
+                f"fault stranger value={fault.value} step={fault.step}: something befalls a worker "
+                f"in step {min(moved)}, and its rank may be free; {_FREE}"
+            )
 
 
 def _in_order(scenario: Scenario) -> list[Fault]:

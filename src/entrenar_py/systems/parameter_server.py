@@ -17,6 +17,8 @@ from dataclasses import asdict
 from functools import cache
 
 from entrenar_py import faults, trace
+from entrenar_py.drivers import guests
+from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.drivers.tcp import CoordinatorServer
@@ -63,8 +65,9 @@ class ProcessStar(Star):
             dead_after_s=options.get("dead_after_s", 10.0),
             gather_s=60.0,
         )
-        self._secret = secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
         self._address = (LOOPBACK, 0)
+        self._visits: list[asyncio.Task[None]] = []
         self._hands: dict[int, Hand] = {}
 
     def drive(self, run: Run) -> Finish:
@@ -83,13 +86,20 @@ class ProcessStar(Star):
             run,
             self,
             timing=self._timing,
-            secret=self._secret,
+            secret=self.secret,
             meddle=self.meddle,
             kind=MeshCoordinator if self.mesh else Coordinator,
         )
         self._address = await server.listen(LOOPBACK, 0)
         self.begin(run)
-        return await server.finish()
+        finish = await server.finish()
+        await asyncio.gather(*self._visits)  # the coordinator has closed them
+        self._visits.clear()
+        return finish
+
+    def visit(self, guest: Guest) -> None:
+        """A stranger at a real socket."""
+        self._visits.append(asyncio.create_task(guests.visit(guest, *self._address)))
 
     def _note_mutant(self) -> None:
         """Records that the scenario's mutant took part in a worker, if one says so."""
@@ -101,7 +111,7 @@ class ProcessStar(Star):
         """Gives a process the job of being `rank`, and the faults that it is to suffer itself."""
         suffers = [
             one.to_dict()
-            for one in self.waiting("leave", *faults.ON_THE_WAY)
+            for one in self.waiting("leave", "lie", *faults.ON_THE_WAY)
             if one.rank == rank and one.at not in [kind.__name__ for kind in self.down]
         ]
         host, port = self._address
@@ -112,7 +122,7 @@ class ProcessStar(Star):
             "backend": self.scenario.backend_of(rank),
             "host": host,
             "port": port,
-            "secret": self._secret.hex(),
+            "secret": self.secret.hex(),
             "timing": asdict(self._timing),
             "mesh": self.mesh,
             "faults": suffers,
@@ -122,6 +132,7 @@ class ProcessStar(Star):
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
         """What befalls a message to a worker, and the worker that was to get it."""
+        self.meet(message)
         for fault in self.waiting(*faults.ON_THE_WAY):
             place = (getattr(message, "step", None), type(message).__name__)
             if rank is not None and (fault.rank, fault.step, fault.at) == (rank, *place):

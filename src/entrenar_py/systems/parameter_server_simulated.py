@@ -9,12 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 from entrenar_py import faults, trace
+from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.simulated import Simulation
 from entrenar_py.protocol.effects import Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.star import Star
 
@@ -67,10 +69,16 @@ class SimulatedStar(Star):
 
     def start(self, rank: int) -> None:
         """Starts a simulated worker."""
-        self.simulation.start(rank, self.scenario.backend_of(rank))
+        lies = Liar(lambda: [one for one in self.waiting("lie") if one.rank == rank], self.strike)
+        self.simulation.start(rank, self.scenario.backend_of(rank), lies.speak)
+
+    def visit(self, guest: Guest) -> None:
+        """A simulated stranger, in a moment: what is being done is done first."""
+        self.simulation.later(0.0, partial(self.simulation.visit, guest))
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
         """What the scenario's faults do to a message; one that is killed is started again later."""
+        self.meet(message)
         for fault in self.waiting("restart"):
             if (fault.step, fault.at) == (getattr(message, "step", None), type(message).__name__):
                 self.strike(fault)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py import trace
+from entrenar_py import faults, trace
+from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.terms import Terms
 from entrenar_py.scenario import Scenario
@@ -202,10 +203,13 @@ class Replicas:
         self, vector: Array, loss: float, worker: Worker, step: int, shard: int, count: int
     ) -> float:
         for fault in self.scenario.faults:
-            if fault.value is None or fault.step != step or fault.shard not in (None, shard):
+            if fault.kind not in faults.PLANTED or fault.step != step:
+                continue
+            if fault.shard not in (None, shard):
                 continue
             if fault.rank not in (None, worker.rank):
                 continue
+            assert fault.value is not None, "faults.NEEDED has it"
             value = float(fault.value)
             if fault.kind == "non_finite_loss":
                 loss = value
@@ -234,9 +238,14 @@ class Replicas:
         return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
-        """Worker `rank` with the state in `payload`, whose progress is this run's from now on."""
+        """Worker `rank` with the state in `payload`, whose progress is this run's from now on.
+
+        ProtocolError if it is of no such run.
+        """
         specs, kind = self.workload.specs, self.scenario.optimizer
         progress, tensors, moments = state.load(specs, kind, payload)
+        if progress.position.offset >= self.scenario.num_samples:
+            raise ProtocolError(f"a state at {progress.position}: no sample is there")
         self.position, self.schedule_step = progress.position, progress.schedule_step
         worker = self.new_worker(rank, tensors)
         worker.state = moments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,13 @@ class Server(Replicas):
                 raise ProtocolError(
                     f"TreeNode block={message.block} with {len(payload)} bytes: "
                     f"the manifest makes {due}"
+                )
+        if isinstance(message, TreeNode):
+            most = self.workload.weight_max * self.scenario.batch_size
+            if not (0 <= message.weight <= most and math.isfinite(message.loss)):
+                raise ProtocolError(
+                    f"TreeNode weight={message.weight} loss={message.loss}: "
+                    f"use 0 to {most}, and a finite loss (NonFinite says the others)"
                 )
         if isinstance(message, State) and len(payload) != self._state_bytes:
             raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")

@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from entrenar_py import faults, trace
+from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, membership
+from entrenar_py.systems import AUTO, membership, strangers
 from entrenar_py.systems.server import Server
 
 
@@ -23,13 +25,11 @@ class Star(Server, ABC):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._waiting = [
-            one
-            for one in scenario.faults
-            if one.kind in ("leave", "join", "restart", *faults.ON_THE_WAY)
-        ]
+        self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
         self._ranks = set(membership.initial_ranks(scenario))  # who is there, or on the way back
         self._awaited: dict[int, set[int]] = {}
+        self._guests: list[tuple[Fault, Guest]] = []  # who came uninvited
+        self.secret = b""
 
     def train(self) -> trace.Trace:
         """The trace of the run; it promises the same bits where all compute on one backend."""
@@ -42,6 +42,15 @@ class Star(Server, ABC):
                 if finish.status != "completed" or last == scenario.num_steps:
                     break
                 first = self.restore()
+        for fault, guest in self._guests:
+            self.recorder.emit(
+                trace.Admission(
+                    case=fault.value or "",
+                    entitled=False,
+                    let_in=guest.let_in,
+                    answer=guest.answer,
+                )
+            )
         promises = ("bitwise",) if self._alike() else ()
         return self.recorder.finish(promises=promises, status=finish.status, reason=finish.reason)
 
@@ -59,6 +68,10 @@ class Star(Server, ABC):
     @abstractmethod
     def start(self, rank: int) -> None:
         """Starts a worker that will connect as `rank`."""
+
+    @abstractmethod
+    def visit(self, guest: Guest) -> None:
+        """Has `guest` connect to the coordinator."""
 
     def begin(self, run: Run) -> None:
         """Starts those who are there from the first step on."""
@@ -88,10 +101,19 @@ class Star(Server, ABC):
             for step in range(fault.step + 1):  # which may be made again, should everyone die
                 self._awaited.get(step, set()).discard(fault.rank)
 
+    def meet(self, message: Message) -> None:
+        """Has the strangers of a step come when its first shards are handed out."""
+        for fault in self.waiting("stranger"):
+            if isinstance(message, Assign) and message.step == fault.step:
+                self.strike(fault)
+                guest = strangers.guest(fault, self.terms, self.secret)
+                self._guests.append((fault, guest))
+                self.visit(guest)
+
     def run_of(self, first: int, last: int) -> Run:
         """The run from step `first` to before step `last`, as far as nothing has struck yet."""
         self._awaited = {first: set(self._ranks)}
-        for fault in self.waiting("join", *faults.ON_THE_WAY):
+        for fault in self.waiting("join", "lie", *faults.ON_THE_WAY):
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.rank is not None, "faults.NEEDED has it"
             # Whom something befalls is waited for before the next step, if there is one.

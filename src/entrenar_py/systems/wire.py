@@ -136,7 +136,8 @@ def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
     yield TWICE, right + right
     yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4
     foreign = messages.dump(Heartbeat())
-    for text in (b"[]", b"nonsense", b'{"step":1}', b"[" * 10_000, foreign):
+    many = (b"{}," * 2**19, b'{"step":[' + b"0," * 2**19, b"9" * 2**20, b"[[]," * 2**15)
+    for text in (b"[]", b"nonsense", b'{"step":1}', b"[" * 10_000, foreign, *many):
         yield f"header {text[:12]!r}", _with_header(text)
     for _ in range(FLIPS):
         bit = rng.randrange(8 * len(right))

@@ -29,6 +29,7 @@ from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.mesh_member import MeshMember
 
@@ -75,7 +76,8 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
         doomed = DoomedInMesh(scenario, suffers, desk)
         return MeshClient(MeshWorker(terms, port=None, **machine), doomed, meddle=doomed.meddle)
     member = Doomed(scenario, suffers, desk)
-    return WorkerClient(Worker(terms, **machine), member, meddle=member.meddle)
+    machine_of = Worker(terms, **machine)
+    return WorkerClient(machine_of, member, meddle=member.meddle, speak=member.speak)
 
 
 def _abandoned() -> None:
@@ -88,13 +90,17 @@ class Doomed(Member):
 
     def __init__(self, scenario: Scenario, faults: Iterable[Fault], desk: Job) -> None:
         super().__init__(scenario)
-        self._faults, self._desk = list(faults), desk
+        planned = list(faults)
+        self._faults = [one for one in planned if one.kind != "lie"]
+        self._lies = [one for one in planned if one.kind == "lie"]
+        self._desk = desk
+        self.speak = Liar(lambda: self._lies, self._tell_lie).speak
 
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
         """As any worker; but one that is to leave in this step is killed first."""
         for fault in self._faults:
             if (fault.kind, fault.step) == ("leave", step):
-                self._desk.note(json.dumps(fault.to_dict()).encode())
+                self._note(fault)
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().work(step, shards)
 
@@ -106,8 +112,15 @@ class Doomed(Member):
                 return self._suffer(fault)
         return None
 
-    def _suffer(self, fault: Fault) -> Meddling:
+    def _tell_lie(self, fault: Fault) -> None:
+        self._lies.remove(fault)
+        self._note(fault)
+
+    def _note(self, fault: Fault) -> None:
         self._desk.note(json.dumps(fault.to_dict()).encode())
+
+    def _suffer(self, fault: Fault) -> Meddling:
+        self._note(fault)
         if fault.kind == "kill":
             # In a moment: half of the message is on its way by then.
             asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)

@@ -1,0 +1,79 @@
+"""Somebody who connects to a coordinator once, says something, and listens until it is sent away.
+
+It is no worker: it takes no part even if it is let in, but it notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol.frames import FROM_COORDINATOR, Decoder
+from entrenar_py.protocol.messages import Challenge, Message, Refuse
+
+CHUNK_BYTES = 2**16
+
+
+class Guest:
+    """What it says to the challenge, all at once or a byte every `pace_s` seconds.
+
+    `let_in` is whether it was spoken to as a worker is, `answer` what it was told.
+    """
+
+    def __init__(self, says: Callable[[Challenge], bytes], *, pace_s: float | None = None) -> None:
+        self.let_in, self.answer = False, "no challenge"
+        self.pace_s = pace_s
+        self._says = says
+        self._decoder = Decoder(lambda kind: 0, direction=FROM_COORDINATOR)
+
+    def heard(self, data: bytes) -> list[bytes]:
+        """Takes what came from the coordinator; the pieces that it says to that."""
+        said = b""
+        left = memoryview(data)
+        while left.nbytes and not self.let_in:
+            place = self._decoder.buffer()
+            num_bytes = min(place.nbytes, left.nbytes)
+            place[:num_bytes] = left[:num_bytes]
+            left = left[num_bytes:]
+            try:
+                received = self._decoder.filled(num_bytes)
+            except ProtocolError:  # it has no key: only who was let in is spoken to with one
+                self.let_in, self.answer = True, "as a worker"
+                return []
+            said += b"" if received is None else self._said_to(received.message)
+        if self.pace_s is None:
+            return [said] if said else []
+        return [said[at : at + 1] for at in range(len(said))]
+
+    def _said_to(self, message: Message) -> bytes:
+        if isinstance(message, Refuse):
+            self.answer = message.reason
+        if isinstance(message, Challenge):
+            self.answer = "nothing"
+            return self._says(message)
+        return b""
+
+
+async def visit(guest: Guest, host: str, port: int) -> None:
+    """One connection, to its end."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:  # the run is over
+        return
+    saying: list[asyncio.Task[None]] = []
+    try:
+        while data := await reader.read(CHUNK_BYTES):
+            saying.append(asyncio.create_task(_say(writer, guest.heard(data), guest.pace_s or 0)))
+    except ConnectionError:
+        pass  # sent away
+    finally:
+        for task in saying:
+            task.cancel()
+        writer.transport.abort()
+
+
+async def _say(writer: asyncio.StreamWriter, pieces: list[bytes], pace_s: float) -> None:
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.sleep(pace_s)

@@ -1,0 +1,144 @@
+"""Where fuzzing starts: for each target inputs that are right, and a few that are nearly so."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entrenar_py import systems, trace
+from entrenar_py.protocol import handshake, messages
+from entrenar_py.protocol.frames import PREFIX_BYTES
+from entrenar_py.protocol.messages import (
+    Applied,
+    Assign,
+    Average,
+    Commit,
+    Computed,
+    Halt,
+    Heartbeat,
+    Leave,
+    Loaded,
+    Message,
+    NonFinite,
+    Refuse,
+    Shutdown,
+    Staged,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.systems.server import Server
+from entrenar_py.training import checkpoint
+from tests.fuzz.door import CHALLENGE, SCENARIO, SECRET, hello_of
+from tests.fuzz.targets import script
+from tests.protocol.samples import GOLDEN
+
+TOP = Path(__file__).parents[2]
+# Shards 2 and 3 are worker 1's, and make one node.
+SHARDS, LEVEL, INDEX = (2, 3), 1, 1
+
+Said = tuple[Message, bytes]
+
+
+def seeds() -> Mapping[str, list[bytes]]:
+    """Target -> inputs."""
+    golden = [bytes.fromhex(row["frame"]) for row in _golden()]
+    return {
+        "read_frames": [b"\xff" + b"".join(golden), *(b"\x00" + one for one in golden)],
+        "read_header": [
+            bytes([tag]) + row["header"].encode()
+            for tag, row in zip(messages.MESSAGES, _golden(), strict=True)
+        ],
+        "knock": [*golden, b"".join(golden), b"GET / HTTP/1.1\r\n\r\n" * 9, _huge(golden[1])],
+        "greet": [messages.dump(one) for one in _hellos()],
+        "take_part": [script(*part_of_a_worker()), *(script(one) for one in _odd_words())],
+        "listen": [script(*part_of_a_coordinator()), *(script(one) for one in _odd_orders())],
+        "read_events": [trace.dump_events(_trace().events)],
+        "read_trace": ["".join(f"{line}\n" for line in trace.dump_lines(_trace())).encode()],
+        "read_contract": [
+            path.read_bytes()
+            for folder in ("contracts", "tests/contract/data")
+            for path in sorted((TOP / folder).glob("*.yaml"))
+        ],
+        "read_checkpoint": [_checkpoint()],
+    }
+
+
+def part_of_a_worker() -> list[Said]:
+    """All that worker 1 says when it behaves, from when it was let in to the end."""
+    vector = bytes(Server(SCENARIO).vector_bytes)
+    said: list[Said] = [(Loaded(step=0), b"")]
+    for step in range(SCENARIO.num_steps):
+        node = TreeNode(step=step, round=0, block=0, level=LEVEL, index=INDEX, loss=1.0, weight=4.0)
+        said += [(Computed(step=step, shards=SHARDS), b""), (Heartbeat(), b"")]
+        said += [(node, vector), (Staged(step=step, round=0), b"")]
+        said += [(Applied(step=step), b"")]
+    return said
+
+
+def part_of_a_coordinator() -> list[Said]:
+    """All that worker 1 hears when the coordinator behaves."""
+    server = Server(SCENARIO)
+    proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello_of(1))
+    welcome = Welcome(rank=1, step=0, blocks=1, resumed=False, proof=proof)
+    said: list[Said] = [(welcome, bytes(server.payload(welcome)))]
+    for step in range(SCENARIO.num_steps):
+        average = Average(step=step, round=0, block=0, loss=1.0, weight=8.0)
+        said += [(Assign(step=step, shards=SHARDS), b""), (Heartbeat(), b"")]
+        said += [(average, bytes(server.vector_bytes)), (Commit(step=step), b"")]
+    return [*said, (Shutdown(problem=None), b"")]
+
+
+def _odd_words() -> list[Said]:
+    problem = NonFinite(step=0, shard=2, tensor="bias", element=0, loss=1.0, ids=(1, 2))
+    return [(problem, b""), (Leave(reason="asked to"), b"")]
+
+
+def _odd_orders() -> list[Said]:
+    halt = Halt(step=0, reason="non-finite")
+    return [(halt, b""), (Refuse(reason="full", retry=True), b""), (Shutdown(problem="lost"), b"")]
+
+
+def _hellos() -> list[messages.Hello]:
+    right = hello_of(1)
+    return [
+        right,
+        replace(right, rank=None),
+        replace(right, rank=0),
+        replace(right, rank=2),
+        replace(right, version=2),
+        replace(right, run="another"),
+        replace(right, manifest="another"),
+        replace(right, data="another"),
+    ]
+
+
+def _huge(frame: bytes) -> bytes:
+    """A frame that claims 2**62 bytes of payload."""
+    claiming = bytearray(frame)
+    struct.pack_into("<Q", claiming, PREFIX_BYTES - 24, 2**62)
+    return bytes(claiming)
+
+
+def _golden() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(GOLDEN.read_text("utf-8"))
+    return rows
+
+
+@cache
+def _trace() -> trace.Trace:
+    return systems.run(SCENARIO)
+
+
+def _checkpoint() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "checkpoint")
+        checkpoint.save(path, {"tensors/bias": np.zeros(2, np.float32)}, {"step": 1})
+        return path.read_bytes().partition(b"\n")[2]

@@ -1,0 +1,242 @@
+"""What is fuzzed: functions of bytes, each a way in. They return, whatever the bytes are.
+
+An exception that a caller is told to expect is part of that; any other one is a finding.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from blake3 import blake3
+
+from entrenar_py import contract, scenario, trace
+from entrenar_py.contract import Vocabulary
+from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import frames, messages
+from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
+from entrenar_py.protocol.messages import VERSION, Hello, Message
+from entrenar_py.protocol.phases import WorkerPhase
+from entrenar_py.training import checkpoint
+from tests.fuzz.door import (
+    CHALLENGE,
+    FUZZER,
+    HONEST,
+    NONCE,
+    TERMS,
+    Door,
+    Mailbox,
+    feed,
+    hello_of,
+    proved,
+    session_key,
+    worker_end,
+)
+
+KEY = bytes(range(32))
+PAYLOAD_BYTES_MAX = 2**12
+ITEM = struct.Struct("<BHH")  # of a script: tag, bytes of the header, bytes of the payload
+NUM_SCENARIOS = 20  # that are looked at of one entry
+COMPLETED = do.Finish("completed")
+
+
+# --- the wire ---------------------------------------------------------------------------------
+
+
+def read_frames(data: bytes) -> None:
+    """Bytes from the wire: what is taken for a message is what a writer would have written.
+
+    The first byte says whether there is a key.
+    """
+    key, stream = KEY if data[:1] > b"\x7f" else NO_KEY, data[1:]
+    decoder, encoder = Decoder(lambda kind: PAYLOAD_BYTES_MAX, key), Encoder(key)
+    written = bytearray()
+
+    def buffer() -> memoryview:
+        place = decoder.buffer()
+        assert 0 < place.nbytes <= max(HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX)
+        return place
+
+    def filled(num_bytes: int) -> None:
+        received = decoder.filled(num_bytes)
+        if received is not None:
+            written.extend(b"".join(encoder.encode(received.message, received.payload)))
+
+    with suppress(ProtocolError):
+        feed(buffer, filled, stream)
+    assert stream.startswith(bytes(written))
+
+
+def read_header(data: bytes) -> None:
+    """A message's tag and header: what is read is what would be written."""
+    with suppress(ProtocolError):
+        message = messages.parse(data[0] if data else 0, data[1:])
+        assert messages.dump(message) == data[1:]
+
+
+# --- the door ---------------------------------------------------------------------------------
+
+
+def knock(data: bytes) -> None:
+    """A stranger says anything while a step is computed: nobody notices."""
+    door = Door(0)
+    door.say(data)
+    peers = door.end.machine.peers
+    assert peers[HONEST].rank == 0
+    assert FUZZER not in peers or peers[FUZZER].rank is None, "without a proof there is no rank"
+    _require_undisturbed(door)
+
+
+def greet(data: bytes) -> None:
+    """Someone who has the secret says any hello: it is let in if it agrees, and nobody notices."""
+    try:
+        hello = messages.parse(Hello.tag, data)
+    except ProtocolError:
+        return
+    assert isinstance(hello, Hello)
+    door = Door(0)
+    door.say(b"".join(Encoder().encode(proved(hello))))
+    agrees = (hello.run, hello.manifest, hello.data) == (TERMS.run, TERMS.manifest, TERMS.data)
+    entitled = agrees and hello.version == VERSION and hello.rank in (None, 1)
+    assert (FUZZER in door.end.machine.peers) == entitled
+    _require_undisturbed(door)
+
+
+def take_part(data: bytes) -> None:
+    """One that was let in says anything, in frames that are sound (see `spoken`).
+
+    It is believed what it may say, and can halt the run; what it may not costs its connection, and
+    the run ends without it.
+    """
+    door, hello = Door(0, 1), hello_of(1)
+    door.say(b"".join(Encoder().encode(hello)))
+    for frame in spoken(data, session_key(hello), direction=frames.TO_COORDINATOR):
+        door.say(frame)
+        door.work()
+    finish = door.finish()
+    assert finish is not None
+    assert finish.status in ("completed", "halted")
+
+
+def listen(data: bytes) -> None:
+    """A coordinator that has the secret says anything to a worker, in frames that are sound."""
+    asked: list[do.Compute] = []
+    end = worker_end(1, Mailbox(), asked.append)
+    end.connected(FUZZER, NONCE)
+
+    def buffer() -> memoryview | None:
+        gone = end.machine.phase in (WorkerPhase.AWAY, WorkerPhase.OVER)
+        return None if gone else end.buffer()
+
+    opening = Encoder(direction=frames.FROM_COORDINATOR).encode(CHALLENGE)
+    feed(buffer, end.filled, b"".join(opening))
+    for frame in spoken(data, session_key(hello_of(1)), direction=frames.FROM_COORDINATOR):
+        feed(buffer, end.filled, frame)
+        while asked:
+            work = asked.pop(0)
+            end.computed(work, end.hands.work(work.step, work.shards))
+
+
+def spoken(data: bytes, key: bytes, *, direction: int) -> Iterator[bytes]:
+    """The frames that follow an opening: sound, but for what the items (ITEM) of `data` say."""
+    number = 1
+    while len(data) >= ITEM.size:
+        tag, header_bytes, payload_bytes = ITEM.unpack_from(data)
+        header, data = data[ITEM.size :][:header_bytes], data[ITEM.size + header_bytes :]
+        payload, data = data[:payload_bytes], data[payload_bytes:]
+        fields = FIELDS.pack(
+            *(frames.MAGIC, VERSION, tag, 1, direction, number),
+            *(len(header), len(payload), len(payload)),
+        )
+        yield fields + frames.checksum_of(key, fields, header, payload) + header + payload
+        number += 1
+
+
+def script(*said: tuple[Message, bytes]) -> bytes:
+    """The items that `spoken` makes these messages of."""
+    items = ((one.tag, messages.dump(one), payload) for one, payload in said)
+    return b"".join(
+        ITEM.pack(tag, len(header), len(payload)) + header + payload
+        for tag, header, payload in items
+    )
+
+
+@cache
+def _undisturbed() -> bytes:
+    door = Door(0)
+    assert door.finish() == COMPLETED
+    return door.weights()
+
+
+def _require_undisturbed(door: Door) -> None:
+    assert door.finish() == COMPLETED
+    assert door.weights() == _undisturbed()
+
+
+# --- what is read beside ------------------------------------------------------------------------
+
+
+def read_events(data: bytes) -> None:
+    """What a worker tells of itself, in a payload: what is read is read again."""
+    with suppress(TraceError):
+        told = trace.dump_events(trace.load_events(data))
+        assert trace.dump_events(trace.load_events(told)) == told
+
+
+def read_trace(data: bytes) -> None:
+    """A stored trace, its chain put right line by line: what stands in the lines is looked at."""
+    chain, lines = "", []
+    for line in data.decode("utf-8", "backslashreplace").split("\n"):
+        body = line.rpartition(',"chain":"')[0] + "}"
+        chain = blake3(f"{chain}\n{body}".encode()).hexdigest(16)
+        lines.append(f'{body[:-1]},"chain":"{chain}"}}\n')
+    with suppress(TraceError):
+        trace.load(_written("".join(lines).encode()))
+
+
+def read_contract(data: bytes) -> None:
+    """A contract, and the scenarios that its clauses ask for."""
+    nothing = Vocabulary(checks=(), mutants=lambda: None)
+    try:
+        loaded = contract.load(_written(data), vocabulary=nothing)
+    except ContractError:
+        return
+    entries = [entry for clause in loaded.invariants for entry in clause.scenarios]
+    for entry in entries:
+        with suppress(UsageError):
+            for one in islice(scenario.expand(entry), NUM_SCENARIOS):
+                assert one.digest
+
+
+def read_checkpoint(data: bytes) -> None:
+    """A checkpoint's content under a digest that is right."""
+    sealed = checkpoint.MAGIC + blake3(data).hexdigest().encode() + b"\n" + data
+    with suppress(CheckpointError):
+        checkpoint.load(_written(sealed))
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _written(data: bytes) -> Path:
+    """A file that holds `data` until the next one is asked for."""
+    path = Path(_folder().name, "fuzzed.yaml")
+    path.write_bytes(data)
+    return path
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    one.__name__: one
+    for one in (
+        *(read_frames, read_header, knock, greet, take_part, listen),
+        *(read_events, read_trace, read_contract, read_checkpoint),
+    )
+}

@@ -1,0 +1,136 @@
+"""Trainings whose workers sit elsewhere: in other namespaces, or behind a relay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+
+import pytest
+
+from entrenar_py.drivers.meddling import Meddling
+from entrenar_py.drivers.processes import Crew, Hand
+from entrenar_py.protocol.effects import Left
+from entrenar_py.protocol.messages import Message
+from entrenar_py.protocol.terms import Run
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import parameter_server, worker_process
+from entrenar_py.systems.parameter_server import ProcessStar
+from entrenar_py.trace import Trace
+from tests.network.hosts import Host, enter
+from tests.systems import stars
+
+RANK = 1  # of the worker whose way is disturbed
+Route = Callable[[str, int], tuple[str, int]]  # the coordinator's address -> where to connect to
+
+
+class Staff:
+    """Worker processes, each with a place of its own; a drop-in for `processes.Crew`.
+
+    `hosts` are the namespaces that ranks live in, `routes` the detours that they take.
+    """
+
+    def __init__(self, hosts: Mapping[int, Host] | None = None) -> None:
+        self._hosts = hosts or {}
+        self.routes: Mapping[int, Route] = {}
+        self._crews: dict[int, Crew] = {}
+        # Started here, and so outside of every namespace: it outlives them.
+        forkserver.set_forkserver_preload(list(worker_process.PRELOAD))
+        forkserver.ensure_running()
+
+    def give(self, job: bytes) -> Hand:
+        """Gives `job` to the process of its rank."""
+        given = json.loads(job)
+        rank = given["rank"]
+        if rank in self.routes:
+            given["host"], given["port"] = self.routes[rank](given["host"], given["port"])
+        return self._crew(rank).give(json.dumps(given).encode())
+
+    def gather(self, timeout_s: float) -> None:
+        """Waits until everyone has answered or died."""
+        for crew in self._crews.values():
+            crew.gather(timeout_s)
+
+    def dismiss(self) -> None:
+        """Ends every process."""
+        for crew in self._crews.values():
+            crew.dismiss()
+
+    def _crew(self, rank: int) -> Crew:
+        if rank not in self._crews:
+            host = self._hosts.get(rank)
+            main = worker_process.main if host is None else partial(_work_in, host.pid)
+            self._crews[rank] = Crew(main, preload=worker_process.PRELOAD)
+        return self._crews[rank]
+
+
+def _work_in(pid: int, pipe: Connection) -> None:
+    """A worker process in the namespace of process `pid`."""
+    enter(pid)
+    worker_process.main(pipe)
+
+
+class Awaiting(ProcessStar):
+    """A run that makes no step before worker RANK is there."""
+
+    def run_of(self, first: int, last: int) -> Run:
+        run = super().run_of(first, last)
+        everyone = run.awaited[first]
+        return replace(run, awaited={step: {RANK} for step in range(last)} | {first: everyone})
+
+
+class Watched(Awaiting):
+    """A run in which `strikes` is called just before message `at` of a step goes to worker RANK.
+
+    `ends` is called `after_s` later, or, where that is None, as soon as the worker was given up.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        at: str,
+        strikes: Callable[[], None],
+        ends: Callable[[], None],
+        after_s: float | None,
+    ) -> None:
+        super().__init__(scenario)
+        self._place, self._strikes, self._ends = (stars.STEP, at), strikes, ends
+        self._after_s = after_s
+        self.struck = False
+        self._ended = False
+
+    def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
+        place = (getattr(message, "step", None), type(message).__name__)
+        if not self.struck and (rank, place) == (RANK, self._place):
+            self.struck = True
+            self._strikes()
+            if self._after_s is not None:
+                asyncio.get_running_loop().call_later(self._after_s, self._end)
+        return super().meddle(rank, up, message)
+
+    def left(self, effect: Left) -> None:
+        super().left(effect)
+        if self.struck and effect.rank == RANK:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._ends()
+
+
+def employ(staff: Staff, patch: pytest.MonkeyPatch, *, host: str | None = None) -> None:
+    """Has `staff` do the work of every run from now on, for a coordinator at address `host`."""
+    patch.setattr(parameter_server, "crew", lambda: staff)
+    if host is not None:
+        patch.setattr(parameter_server, "LOOPBACK", host)
+
+
+def require_right(trace: Trace) -> None:
+    """Returns if every step was made on the reference's bits, once, of its own samples."""
+    assert stars.held(trace) == stars.expected(trace.scenario)

@@ -1,0 +1,188 @@
+"""An hour of training in one simulated run, with a fault every few steps: a part of `make soak`.
+
+`python -m tests.systems.soak_hour` draws the faults from `--seed`. What was recorded is looked at
+as it comes and let go, so that whatever else stays is a leak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from entrenar_py import faults, schedules, systems
+from entrenar_py.drivers import simulated
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.parameter_server_simulated import SimulatedStar
+from entrenar_py.trace import Event, Injected, Membership, Shard, Update
+from tests.systems.stars import SIMULATED
+from tests.test_schedules import table
+
+NUM_STEPS = 2_400
+HOUR_S = 3_600.0
+COMPUTING_S = (0.05, 0.6)  # of a shard: a step takes a second or so
+CALM_STEPS = 10  # before the end: whoever is to come back is back
+FAULT_EVERY = (6, 14)  # steps
+LOOK_EVERY = 100  # steps
+# Between two looks who is there differs, and what is on its way; an unfreed connection or replica a
+# fault would be 200 of them by the end.
+GROWTH_BYTES_MAX = 2**18
+KIB = 2**10
+
+
+def draw(seed: int, num_steps: int = NUM_STEPS) -> Scenario:
+    """Four workers, and at any message any fault that a run survives; some leave for a while."""
+    rng = random.Random(seed)
+    scenario = Scenario(
+        system=SIMULATED,
+        workload="linear",
+        world_size=4,
+        seed=seed,
+        num_shards=8,
+        num_samples=100,
+        batch_size=16,
+        num_steps=num_steps,
+        optimizer="momentum",
+    )
+    drawn: list[Fault] = []
+    step = rng.randint(*FAULT_EVERY)
+    while step < num_steps - CALM_STEPS:
+        drawn += _trouble(rng, step, rng.randrange(scenario.world_size))
+        step += rng.randint(*FAULT_EVERY)
+    return scenario.with_(faults=tuple(drawn))
+
+
+def _trouble(rng: random.Random, step: int, rank: int) -> list[Fault]:
+    kind = rng.choice((*faults.ON_THE_WAY, "leave", "restart"))
+    if kind == "leave":
+        back = step + rng.randrange(1, FAULT_EVERY[0])
+        return [
+            Fault(kind="leave", step=step, rank=rank),
+            Fault(kind="join", step=back, rank=rank),
+        ]
+    if kind == "restart":
+        return [Fault(kind="restart", step=step, at=rng.choice(faults.PLACES))]
+    seconds = rng.choice(schedules.SECONDS) if "seconds" in faults.NEEDED[kind] else None
+    at = rng.choice(faults.PLACES)
+    return [Fault(kind=kind, step=step, rank=rank, at=at, seconds=seconds)]
+
+
+@dataclass
+class Seen:
+    """What a run was, as far as it was looked at."""
+
+    struck: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_rejoins: int = 0
+    made: bytearray = field(default_factory=bytearray)  # 1 for each step; it does not grow
+    wrong: list[str] = field(default_factory=list)
+    bytes_held: list[int] = field(default_factory=list)
+    num_open: dict[str, int] = field(default_factory=dict)  # before the last step
+
+
+class Hour(SimulatedStar):
+    """Looks every LOOK_EVERY steps at what was recorded, and lets it go."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.seen = Seen(made=bytearray(scenario.num_steps))
+        calm = systems.run(schedules.undisturbed(scenario))
+        self._calm_weights = {one.step: one.weights for one in calm.of(Update)}
+        self._calm_ids = {(one.step, one.shard): one.ids for one in calm.of(Shard)}
+
+    def gather(self, step: int) -> None:
+        super().gather(step)
+        if step % LOOK_EVERY == 0 or step == self.scenario.num_steps:
+            self._look()
+        if step == self.scenario.num_steps - 1:
+            end = self.simulation.coordinator
+            self.seen.num_open = {
+                "connections": self.simulation.num_connections,
+                "streams": end.num_streams,
+                "peers": len(end.machine.peers),
+                "workers": len(self.simulation.nodes),
+            }
+
+    def _look(self) -> None:
+        for event in self.recorder.drain():
+            self._judge(event)
+        gc.collect()
+        self.seen.bytes_held.append(tracemalloc.get_traced_memory()[0])
+
+    def _judge(self, event: Event) -> None:
+        """Each step on the undisturbed bits, each shard of its own samples."""
+        seen = self.seen
+        match event:
+            case Update(step=step, rank=rank):
+                seen.made[step] = 1
+                if event.weights != self._calm_weights[step]:
+                    seen.wrong.append(f"step {step}: worker {rank} holds other weights")
+            case Shard(step=step, shard=shard):
+                if event.ids != self._calm_ids[step, shard]:
+                    seen.wrong.append(f"step {step}: shard {shard} is of other samples")
+            case Injected():
+                seen.struck[event.fault["kind"], event.fault.get("at", "")] += 1
+            case Membership(change="joined"):
+                seen.num_rejoins += 1
+
+
+def soak(scenario: Scenario) -> tuple[Hour, float]:
+    """The run of `scenario`, looked at, and how long it took in virtual seconds.
+
+    What is wrong with it stands in `seen.wrong`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulated, "COMPUTING_S", COMPUTING_S)
+        tracemalloc.start()
+        try:
+            star = Hour(scenario)
+            end = star.train().end
+        finally:
+            tracemalloc.stop()
+    seen = star.seen
+    if end.status != "completed":
+        seen.wrong.append(f"it ended {end.status}: {end.reason}")
+    if 0 in seen.made:
+        seen.wrong.append(f"step {seen.made.index(0)} was never made")
+    if set(seen.num_open.values()) != {scenario.world_size}:
+        seen.wrong.append(f"with {scenario.world_size} workers there are {seen.num_open}")
+    first, *_, last = seen.bytes_held[1:]
+    if last - first > GROWTH_BYTES_MAX:
+        seen.wrong.append(f"memory has grown from {first} to {last} bytes")
+    return star, star.simulation.now
+
+
+def main() -> int:
+    """One hour; 1 if anything is wrong with it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.systems.soak_hour")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    began = time.monotonic()
+    star, virtual_s = soak(draw(options.seed))
+    seen = star.seen
+    if virtual_s < HOUR_S:
+        seen.wrong.append(f"that was no hour: {virtual_s:.0f} s")
+    print(table(seen.struck))
+    print(
+        f"{sum(seen.made)} steps in {virtual_s:.0f} s of virtual time "
+        f"({time.monotonic() - began:.0f} s of real time), {seen.struck.total()} faults struck, "
+        f"{seen.num_rejoins} came back; before the last step {seen.num_open}"
+    )
+    held = [seen.bytes_held[1], max(seen.bytes_held), seen.bytes_held[-1]]
+    print(
+        "held, KiB: {} after 100 steps, {} at most, {} at the end".format(*(h // KIB for h in held))
+    )
+    for complaint in seen.wrong[:10]:
+        print(f"WRONG (seed {options.seed}): {complaint}")
+    return 1 if seen.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

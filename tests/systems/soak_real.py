@@ -1,0 +1,158 @@
+"""Real processes over TCP under random real faults, run after run: `make soak-real`.
+
+`python -m tests.systems.soak_real 300` goes on for so many seconds; `--replay SEED` makes one run
+again. Each run has to end on the reference's bits, with no sample lost or drawn twice, and this
+process must hold no more at the end than at the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from entrenar_py import schedules, systems
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import parameter_server
+from entrenar_py.trace import Injected, Membership, Trace
+from tests.systems.holdings import Holdings, holdings, resident_bytes
+from tests.systems.stars import REAL, SOON
+from tests.test_schedules import table
+
+SECONDS = 300
+# After so many runs everything is loaded that runs load, and all that is kept on purpose is there
+# (workloads, compiled expressions, the allocator's arenas).
+NUM_WARM = 20
+# What the allocator may keep of what came and went. A run's trace has some 100 KiB: in five minutes
+# those of 200 runs, if they were not let go, would be more.
+RSS_GROWTH_MIB_MAX = 16
+# Who is away when a run ends is not waited for so long: it is ended, and another takes its place.
+ANSWER_S = 0.5
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds while it has no workers, and how much memory."""
+
+    holdings: Holdings
+    rss_bytes: int
+
+
+@dataclass
+class Soak:
+    """What came of all runs: what struck, by (kind, place); who came back; what was wrong."""
+
+    num_runs: int = 0
+    struck: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_rejoins: int = 0
+    wrong: dict[int, str] = field(default_factory=dict)
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of `seed`: as the simulator's, of what can befall real processes.
+
+    Its seconds are shorter: who is silent for one is given up.
+    """
+    drawn = schedules.draw(seed)
+    kept = tuple(_real(fault) for fault in drawn.faults if fault.kind != "restart")
+    return drawn.with_(system=REAL, faults=kept, options=SOON)
+
+
+def _real(fault: Fault) -> Fault:
+    if fault.seconds is None:
+        return fault
+    longest = max(schedules.SECONDS)
+    return replace(fault, seconds=2.0 if fault.seconds == longest else 0.2)
+
+
+def attempt(seed: int, soak: Soak) -> None:
+    """One run, judged; what it was is added to `soak`."""
+    scenario = draw(seed)
+    run = systems.run(scenario, every_fault=False)
+    complaint = schedules.judge(run, _calm(scenario))
+    soak.num_runs += 1
+    soak.struck.update((e.fault["kind"], e.fault.get("at", "")) for e in run.of(Injected))
+    soak.num_rejoins += sum(event.change == "joined" for event in run.of(Membership))
+    if complaint:
+        soak.wrong[seed] = complaint
+
+
+def _calm(scenario: Scenario) -> Trace:
+    return systems.run(schedules.undisturbed(scenario).with_(options={}))
+
+
+def soak(seconds: float, first_seed: int) -> bool:
+    """Runs for so long and prints what came of it; whether nothing was wrong and nothing grew."""
+    total, began = Soak(), time.monotonic()
+    seed = first_seed
+    while total.num_runs < NUM_WARM:
+        attempt(seed, total)
+        seed += 1
+    before = _held()
+    while time.monotonic() - began < seconds:
+        attempt(seed, total)
+        seed += 1
+    after = _held()
+    for wrong, complaint in total.wrong.items():
+        print(f"seed {wrong}: {complaint}\n  python -m tests.systems.soak_real --replay {wrong}")
+    print(table(total.struck))
+    print(
+        f"{total.num_runs} runs in {time.monotonic() - began:.0f} s from seed {first_seed}, "
+        f"{total.struck.total()} faults struck, {total.num_rejoins} came back, "
+        f"{len(total.wrong)} wrong"
+    )
+    grown = _grown(before, after)
+    print(f"GROWN: {', '.join(grown)}" if grown else "nothing has grown")
+    return not total.wrong and not grown
+
+
+def _held() -> Held:
+    """As it is when all workers were sent home."""
+    parameter_server.crew().dismiss()
+    return Held(holdings(), resident_bytes())
+
+
+def _grown(before: Held, after: Held) -> list[str]:
+    """Prints what was held when, and names what has grown."""
+    rows = [
+        ("MiB resident", before.rss_bytes // MIB, after.rss_bytes // MIB, RSS_GROWTH_MIB_MAX),
+        *(
+            (name, getattr(before.holdings, name), getattr(after.holdings, name), 0)
+            for name in ("files", "processes", "threads", "objects")
+        ),
+    ]
+    print(f"{'held without workers':24}{f'after {NUM_WARM} runs':>16}{'at the end':>16}")
+    for name, first, last, _ in rows:
+        print(f"{name:24}{first:>16}{last:>16}")
+    return [name for name, first, last, most in rows if last - first > most]
+
+
+def replay(seed: int) -> bool:
+    """Makes one run again, and says what it is and what is wrong with it; whether nothing is."""
+    total = Soak()
+    print(json.dumps(draw(seed).to_dict()))
+    attempt(seed, total)
+    print(total.wrong.get(seed, "nothing is wrong"))
+    return not total.wrong
+
+
+def main() -> int:
+    """Soaks as long as the command line says, or replays one seed; 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.systems.soak_real")
+    parser.add_argument("seconds", type=float, nargs="?", default=SECONDS, help="how long")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="make one run again")
+    options = parser.parse_args()
+    parameter_server.ANSWER_S = ANSWER_S
+    if options.replay is not None:
+        return 0 if replay(options.replay) else 1
+    return 0 if soak(options.seconds, options.seed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

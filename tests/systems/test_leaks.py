@@ -1,0 +1,100 @@
+"""Run after run, whatever befell them: a process holds no more afterwards than before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from entrenar_py.drivers.processes import Crew
+from entrenar_py.faults import Fault
+from entrenar_py.systems import parameter_server, worker_process
+from tests.drivers.fakes import (
+    COMPLETED,
+    LOOPBACK,
+    FakeServer,
+    client_of,
+    go,
+    listening,
+    run_of,
+    take_part,
+)
+from tests.systems import stars
+from tests.systems.holdings import holdings
+from tests.systems.stars import REAL, subject
+
+NUM_RUNS = 20
+FAULTS = (
+    ("kill", "TreeNode"),
+    ("kill", "Average"),
+    ("cut", "Computed"),
+    ("cut", "Commit"),
+    ("half_open", "Average"),
+    ("flip", "Staged"),
+    ("truncate", "Assign"),
+    ("duplicate", "Applied"),
+    ("reorder", "TreeNode"),
+)
+
+
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    """The worker processes of these runs alone."""
+    made = Crew(worker_process.main, preload=worker_process.PRELOAD)
+    monkeypatch.setattr(parameter_server, "crew", lambda: made)
+    yield made
+    made.dismiss()
+
+
+@pytest.mark.usefixtures("crew")
+def test_runs_with_faults_leave_nothing_open() -> None:
+    """Neither files nor processes, threads, tasks or connections: as after the first run."""
+    stars.run(subject(REAL))  # everyone is there
+    before = holdings()
+    for number in range(NUM_RUNS):
+        kind, at = FAULTS[number % len(FAULTS)]
+        fault = Fault(kind=kind, step=1, rank=number % 3, at=at)
+        trace = stars.run(subject(REAL, seed=number, num_steps=3, faults=(fault,)))
+        assert stars.held(trace) == stars.expected(trace.scenario)
+    # Whoever was killed last, and is not needed again, was not replaced.
+    after = holdings()
+    assert after.processes <= before.processes
+    assert after.files <= before.files
+    assert (after.threads, after.objects) == (before.threads, before.objects)
+
+
+def test_dismissed_workers_leave_nothing_open(crew: Crew) -> None:
+    """With them go their processes and their pipes."""
+    stars.run(subject(REAL))
+    crew.dismiss()
+    before = holdings()
+    stars.run(subject(REAL))
+    crew.dismiss()
+    assert holdings() == before
+
+
+def test_connections_leave_nothing_open() -> None:
+    """One loop that coordinates again and again, whoever connects and is turned away."""
+
+    async def story() -> None:
+        await _one_run()
+        before, tasks = holdings(), len(asyncio.all_tasks())
+        for _ in range(NUM_RUNS):
+            await _one_run()
+        assert (holdings(), len(asyncio.all_tasks())) == (before, tasks)
+
+    go(story())
+
+
+async def _one_run() -> None:
+    server, port = await listening(run_of(), FakeServer())
+    running = asyncio.ensure_future(server.finish())
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(100)):
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(said)
+        writer.transport.abort()
+    refused = await client_of(1, secret=b"barley").run(LOOPBACK, port, patience_s=5.0)
+    assert refused.status == "failed"
+    finishes = await take_part([client_of(0), client_of(1)], port)
+    assert [await running, *finishes] == [COMPLETED] * 3
