@@ -275,8 +275,7 @@ class WorkerEnd:
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:
             case do.Send(peer, message):
-                for said, content in self._speak(message, self.hands.payload(message)):
-                    self._wire.write(peer, said, self._stream.encoder.encode(said, content))
+                self._send(self._stream, peer, message)
             case do.Secure(_, key):
                 self._stream.secure(key)
             case do.Close(peer, reason):
@@ -301,5 +300,5 @@ class WorkerEnd:
         return []
 
     def _send(self, stream: Stream, peer: Peer, message: Message) -> None:
-        frames = stream.encoder.encode(message, self.hands.payload(message))
-        self._wire.write(peer, message, frames)
+        for said, content in self._speak(message, self.hands.payload(message)):
+            self._wire.write(peer, said, stream.encoder.encode(said, content))

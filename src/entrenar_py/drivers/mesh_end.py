@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from entrenar_py.drivers.ends import Follow, MemberHands, Stream, Wire, WorkerEnd
+from entrenar_py.drivers.meddling import Speak, truthfully
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Peer
@@ -44,8 +45,9 @@ class MeshEnd(WorkerEnd):
         clock: Callable[[], float],
         compute: Callable[[do.Compute], None],
         dial: Callable[[do.Dial], None],
+        speak: Speak = truthfully,
     ) -> None:
-        super().__init__(machine, hands, wire, clock, compute)
+        super().__init__(machine, hands, wire, clock, compute, speak)
         self._dial = dial
         self._links: dict[Peer, Stream] = {}
         self._postponed: list[tuple[Peer, Received]] = []

@@ -121,7 +121,7 @@ class Simulation:
         if self._mesh:
             mesh = MeshWorker(terms, rank=rank, port=self._num_started, **kept)
             hands = cast(MeshHands, member)
-            return MeshEnd(mesh, hands, up, self._clock, up.compute, up.dial)
+            return MeshEnd(mesh, hands, up, self._clock, up.compute, up.dial, speak)
         machine = Worker(terms, rank=rank, **kept)
         return WorkerEnd(machine, member, up, self._clock, up.compute, speak)
 
@@ -374,11 +374,11 @@ class Simulation:
 
     def closed_by_worker(self, node: Node, peer: Peer, reason: str) -> None:
         """The worker says nothing more on a connection."""
-        connection = self._connections.get(peer)
+        own, connection = node.connection, self._connections.get(peer)
+        if own is not None and own.peer == peer:
+            node.connection, connection = None, own  # the coordinator may have closed it before
         if connection is None:
             return
-        if connection is node.connection:
-            node.connection = None
         if connection.to is not None:
             del self._connections[peer]
         if not connection.ended and not connection.dead:

@@ -18,7 +18,7 @@ from entrenar_py.drivers import sockets
 from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import MemberHands
 from entrenar_py.drivers.link import Link
-from entrenar_py.drivers.meddling import Meddle, Speak, unmeddled
+from entrenar_py.drivers.meddling import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.errors import UsageError
@@ -44,9 +44,10 @@ class MeshClient(WorkerClient):
         hands: MeshHands,
         *,
         meddle: Meddle = unmeddled,
+        speak: Speak = truthfully,
         door_context: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(machine, hands, meddle=meddle)
+        super().__init__(machine, hands, meddle=meddle, speak=speak)
         self._door_context = door_context
         self._context: ssl.SSLContext | None = None
         self._door: Door | None = None
@@ -58,7 +59,7 @@ class MeshClient(WorkerClient):
         """What this client drives; machine and hands are a mesh's."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
-        return MeshEnd(machine, mesh, self, time.monotonic, self.compute, self.dial)
+        return MeshEnd(machine, mesh, self, time.monotonic, self.compute, self.dial, speak)
 
     async def run(
         self,

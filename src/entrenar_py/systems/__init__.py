@@ -67,13 +67,13 @@ SYSTEMS: dict[str, System] = {
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger"),
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger"),
         options=("heartbeat_s", "dead_after_s", "block_bytes"),
     ),
     "mesh_simulated": System(
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger", "restart"),
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
         options=("block_bytes",),
     ),
     "matmul": System(

@@ -74,10 +74,10 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
     }
     if job["mesh"]:
         doomed = DoomedInMesh(scenario, suffers, desk)
-        return MeshClient(MeshWorker(terms, port=None, **machine), doomed, meddle=doomed.meddle)
+        worker = MeshWorker(terms, port=None, **machine)
+        return MeshClient(worker, doomed, meddle=doomed.meddle, speak=doomed.speak)
     member = Doomed(scenario, suffers, desk)
-    machine_of = Worker(terms, **machine)
-    return WorkerClient(machine_of, member, meddle=member.meddle, speak=member.speak)
+    return WorkerClient(Worker(terms, **machine), member, meddle=member.meddle, speak=member.speak)
 
 
 def _abandoned() -> None:
