@@ -64,7 +64,11 @@ def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if given.checkpoint is None else given.checkpoint.path
     host = Host(given.scenario, checkpoint_path=path, listeners=listeners)
     first = host.resume() if resume else 0
-    finish = asyncio.run(_serve(given, host, first, resume=resume))
+    if first == given.scenario.num_steps:
+        _open_ledger(given, host, resume=resume)
+        finish = Finish("completed", "it was complete already")
+    else:
+        finish = asyncio.run(_serve(given, host, first, resume=resume))
     host.finish(finish)
     problem = host.broken or host.unsaved
     if problem is not None:
@@ -82,8 +86,6 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
         problem = f"can't listen there ({error.strerror or error})"
         raise UsageError(f"listen={given.listen}: {problem}") from error
     _open_ledger(given, host, resume=resume)  # not before: a port that is taken leaves no file
-    if first == given.scenario.num_steps:
-        return Finish("completed", "it was complete already")
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
     host.give_up = lambda reason: _end_soon(loop, server, reason)

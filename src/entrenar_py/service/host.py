@@ -153,7 +153,9 @@ class Host(Server):
                 self.left(Left(rank, standing.step, "the coordinator died"))
 
     def finish(self, finish: Finish) -> None:
-        """Writes down how the run ended; nothing more is recorded."""
+        """Writes down how the run ended, and its state if nobody has; nothing more is recorded."""
+        if finish.status in ("failed", "halted"):  # else the protocol had it saved
+            self.save(self._step)
         if not self._is_over:
             status = "failed" if finish.status == "stopped" else finish.status
             self.recorder.emit(trace.End(status=status, reason=finish.reason))
