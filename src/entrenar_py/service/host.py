@@ -160,14 +160,19 @@ class Host(Server):
             status = "failed" if finish.status == "stopped" else finish.status
             self.recorder.emit(trace.End(status=status, reason=finish.reason))
         self._write()
-        if self._ledger is not None:
-            self._ledger.close()
+        self.close()
         worker = self.replica.replica
         weights = digest.of(
             self.recorder.tensors(worker.weights), self.recorder.tensors(worker.buffers)
         )
         said = f" ({finish.reason})" if finish.reason else ""
         self.note(finish.status, f"{finish.status}{said}: step {self._step}, weights {weights}")
+
+    def close(self) -> None:
+        """Lets go of the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
 
     def note(self, what: str, text: str) -> None:
         """Tells the listeners."""
