@@ -132,6 +132,15 @@ def test_a_state_is_saved_once(tmp_path: Path) -> None:
     assert notes(heard) == ["saved"]
 
 
+@pytest.mark.parametrize("status", ["failed", "halted"])
+def test_a_run_that_can_not_go_on_keeps_its_state(tmp_path: Path, status: str) -> None:
+    """Nobody came any more, or a value was not finite: what was made until then is not lost."""
+    host = host_of(scenario_of(), checkpoint=tmp_path / "c")
+    train(meet(host), range(3))
+    host.finish(Finish(status, "because"))
+    assert checkpoint.load(tmp_path / "c")[1]["step"] == 3
+
+
 def test_without_a_place_nothing_is_saved() -> None:
     """A run that is stopped then loses its state, as was wished."""
     heard: list[Happening] = []

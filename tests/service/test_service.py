@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from entrenar_py import cli
+from entrenar_py.backends import open_backend
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.service import exits
 from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
@@ -225,3 +227,25 @@ def test_over_tls(star: Cluster) -> None:
     shown = ["--tls-cert", worker.cert, "--tls-key", worker.key]
     assert star.worker(*believing, *shown).code() == coordinator.code() == exits.DONE
     assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
+
+
+@pytest.mark.wgpu
+@pytest.mark.parametrize(
+    ("other", "code", "said"),
+    [
+        ("wgpu", exits.DONE, "verified: trained again on wgpu"),
+        ("cpu", exits.INCONCLUSIVE, "inconclusive: computed on cpu, wgpu"),
+    ],
+)
+def test_a_run_on_other_devices(star: Cluster, other: str, code: int, said: str) -> None:
+    """On one kind it can be replayed bit for bit; on several by nobody, and that is said."""
+    try:
+        open_backend("wgpu")
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    star.configure(wait_for=2, ledger="ledger.jsonl")
+    processes = [star.coordinator(), *(star.worker("--backend", one) for one in ("wgpu", other))]
+    assert [one.code() for one in processes] == 3 * [exits.DONE]
+    verified = star.verify("--replay")
+    assert verified.code() == code
+    assert verified.lines[-1].startswith(said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -63,9 +63,14 @@ def _require_intended(given: Config, *, resume: bool) -> None:
 def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if given.checkpoint is None else given.checkpoint.path
     host = Host(given.scenario, checkpoint_path=path, listeners=listeners)
-    first = host.resume() if resume else 0
-    finish = asyncio.run(_serve(given, host, first, resume=resume))
-    host.finish(finish)
+    with closing(host):
+        first = host.resume() if resume else 0
+        if first == given.scenario.num_steps:
+            _open_ledger(given, host, resume=resume)
+            finish = Finish("completed", "it was complete already")
+        else:
+            finish = asyncio.run(_serve(given, host, first, resume=resume))
+        host.finish(finish)
     problem = host.broken or host.unsaved
     if problem is not None:
         raise SystemFailure(problem)
@@ -76,14 +81,14 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
     server = CoordinatorServer(
         _run_of(given, host, first, resume=resume), host, timing=given.timing, secret=given.secret
     )
+    _open_ledger(given, host, resume=resume)
     try:
         at = await server.listen(*given.listen, context=given.context)
     except OSError as error:
+        if given.ledger is not None and not resume:
+            given.ledger.unlink()  # just made, and in the way the next time
         problem = f"can't listen there ({error.strerror or error})"
         raise UsageError(f"listen={given.listen}: {problem}") from error
-    _open_ledger(given, host, resume=resume)  # not before: a port that is taken leaves no file
-    if first == given.scenario.num_steps:
-        return Finish("completed", "it was complete already")
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
     host.give_up = lambda reason: _end_soon(loop, server, reason)

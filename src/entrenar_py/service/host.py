@@ -150,19 +150,26 @@ class Host(Server):
                 self.left(Left(rank, standing.step, "the coordinator died"))
 
     def finish(self, finish: Finish) -> None:
-        """Writes down how the run ended; nothing more is recorded."""
+        """Writes down how the run ended, and its state if nobody has; nothing more is recorded."""
+        if finish.status in ("failed", "halted"):  # else the protocol had it saved
+            self.save(self._step)
         if not self._is_over:
             status = "failed" if finish.status == "stopped" else finish.status
             self.recorder.emit(trace.End(status=status, reason=finish.reason))
         self._write()
-        if self._ledger is not None:
-            self._ledger.close()
+        self.close()
         worker = self.replica.replica
         weights = digest.of(
             self.recorder.tensors(worker.weights), self.recorder.tensors(worker.buffers)
         )
         said = f" ({finish.reason})" if finish.reason else ""
         self.note(finish.status, f"{finish.status}{said}: step {self._step}, weights {weights}")
+
+    def close(self) -> None:
+        """Lets go of the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
 
     def note(self, what: str, text: str) -> None:
         """Tells the listeners."""

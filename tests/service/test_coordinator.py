@@ -1,0 +1,116 @@
+"""The coordinator's command in this process: what it refuses before anything runs, and a run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import cli, exits
+from entrenar_py.training import checkpoint
+from tests.service.cluster import TRAINING, Cluster, cluster, weights
+
+STATE = {"path": "state", "every_steps": 5}
+
+
+@pytest.fixture
+def star(tmp_path: Path) -> Iterator[Cluster]:
+    """A folder to run in; torch has as many threads afterwards as before."""
+    before = torch.get_num_threads()
+    with cluster(tmp_path) as made:
+        yield made
+    torch.set_num_threads(before)
+
+
+def refusal(star: Cluster, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What is said, in one line, of a command that is invalid."""
+    assert cli.main(["coordinator", str(star.folder / "run.yaml"), *options]) == exits.INVALID
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def test_an_old_checkpoint_is_not_overwritten(
+    star: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever forgot --resume is told, and nothing is touched."""
+    star.configure(checkpoint=STATE)
+    (star.folder / "state").write_bytes(b"precious")
+    assert "it is there already; go on with --resume" in refusal(star, capsys)
+    assert (star.folder / "state").read_bytes() == b"precious"
+
+
+def test_nothing_to_resume(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without checkpoints can't be gone on with."""
+    star.configure()
+    assert "the configuration has no checkpoint to go on from" in refusal(star, capsys, "--resume")
+
+
+def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused by the name of what differs, a damaged one by its digest."""
+    star.configure(checkpoint=STATE)
+    other = Scenario(system="parameter_server", **{**TRAINING, "optimizer": "adamw"})
+    progress = {"step": 1, "scenario": other.to_dict()}
+    checkpoint.save(star.folder / "state", {}, progress)
+    said = refusal(star, capsys, "--resume")
+    assert "it is of a run with optimizer='adamw', this one has optimizer='momentum'" in said
+    (star.folder / "state").write_bytes(b"nonsense")
+    assert "not a checkpoint" in refusal(star, capsys, "--resume")
+
+
+def test_a_port_that_is_taken(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """The system's words; and no ledger is left that would be in the way the next time."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        star.address = at
+        star.configure(ledger="ledger.jsonl")
+        assert f"listen={at}: can't listen there (Address already in use)" in refusal(star, capsys)
+    assert not (star.folder / "ledger.jsonl").exists()
+
+
+def test_a_place_that_is_none(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """For the ledger and the metrics; said before anyone has waited for a worker."""
+    star.configure(ledger="absent/ledger.jsonl")
+    assert "can't be made (No such file or directory)" in refusal(star, capsys)
+    star.configure(metrics="absent/metrics.jsonl")
+    assert "can't be written (No such file or directory)" in refusal(star, capsys)
+
+
+def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Complete, and complete when it is resumed."""
+    path = star.configure(checkpoint=STATE, ledger="ledger.jsonl", metrics="metrics.jsonl")
+    worker = star.worker()
+    done = f"step 12, weights {weights(TRAINING)}"
+    assert cli.main(["coordinator", str(path)]) == exits.DONE
+    assert capsys.readouterr().out.splitlines()[-1] == f"completed: {done}"
+    assert worker.code() == exits.DONE
+    assert cli.main(["coordinator", str(path), "--resume"]) == exits.DONE
+    again = capsys.readouterr().out.splitlines()[-1]
+    assert again == f"completed (it was complete already): {done}"
+
+
+def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run is given up after `gather_s`, its state is kept, and it can be gone on with."""
+    timing = {"heartbeat_s": 0.01, "dead_after_s": 1.0, "gather_s": 0.05}
+    path = star.configure(checkpoint=STATE, timing=timing)
+    assert cli.main(["coordinator", str(path)]) == exits.WRONG
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "s for workers; here are []): step 0, weights " in said
+    assert checkpoint.load(star.folder / "state")[1]["step"] == 0
+
+
+def test_a_worker_in_this_process(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what it computes on, when it takes part, and how it ended."""
+    star.configure()
+    coordinator = star.coordinator()
+    coordinator.until("listens at")
+    given = ["--coordinator", star.address, "--secret-file", str(star.secret)]
+    assert cli.main(["worker", *given]) == exits.DONE
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("worker: backend cpu: ")
+    assert said[1:] == ["worker: takes part as rank 0, from step 0 on", "worker: completed"]
+    assert coordinator.code() == exits.DONE
