@@ -97,8 +97,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
             Group(
                 step=3,
                 round=1,
-                num_shards=8,
-                yours=(0, 1),
+                holders=(0, 0, 2, 2),
                 ranks=(0, 2),
                 addresses=("[::1]:7000", "w2:7000"),
             ),

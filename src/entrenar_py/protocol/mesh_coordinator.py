@@ -173,18 +173,14 @@ class MeshCoordinator(Coordinator):
         for member in members.values():
             if member.phase is Phase.STAGED:
                 member.phase = Phase.READY
-        ranks = {member.in_rank(): member.address for member in members.values()}
-        return [
-            Send(
-                peer,
-                Group(
-                    step=self.step,
-                    round=self._round,
-                    num_shards=self.run.num_shards,
-                    yours=member.to_send(),
-                    ranks=tuple(sorted(ranks)),
-                    addresses=tuple(ranks[rank] for rank in sorted(ranks)),
-                ),
-            )
-            for peer, member in members.items()
-        ]
+        addresses = {member.in_rank(): member.address for member in members.values()}
+        ranks = sorted(addresses)
+        has = {shard: one.in_rank() for one in members.values() for shard in one.to_send()}
+        group = Group(
+            step=self.step,
+            round=self._round,
+            holders=tuple(has[shard] for shard in range(self.run.num_shards)),
+            ranks=tuple(ranks),
+            addresses=tuple(addresses[rank] for rank in ranks),
+        )
+        return [Send(peer, group) for peer in members]

@@ -42,7 +42,7 @@ from entrenar_py.protocol.phases import MESH_WORKER_MAY_HEAR
 from entrenar_py.protocol.phases import WorkerPhase as Phase
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
-from entrenar_py.training import reduction
+from entrenar_py.training import reduction, sharding
 
 IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
 
@@ -65,6 +65,7 @@ class MeshWorker(Worker):
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.links = Links(terms, secret, backend, timing)
         self._group: Group | None = None
+        self._holders: Sequence[int] = ()  # of each shard of `step`, the rank that has it
         self._own: list[TreeNode] = []  # of `step`, all that was computed here
         self._missing: dict[int, set[int]] = {}  # own block not yet averaged -> shards not there
         self._num_postponed = 0
@@ -146,7 +147,7 @@ class MeshWorker(Worker):
         self._require_step(group.step)
         if self.rank not in group.ranks or len(group.ranks) != len(group.addresses):
             raise ProtocolError(f"Group ranks={group.ranks}: without me, or their addresses")
-        self._group = group
+        self._group, self._holders = group, group.holders
         others = dict(zip(group.ranks, group.addresses, strict=True))
         own = self.rank
         del others[own]
@@ -155,7 +156,11 @@ class MeshWorker(Worker):
     def _begin(self, step: int) -> list[Effect]:
         super()._begin(step)
         self._own.clear()
-        return [] if self._group is None else self._start_round()
+        if self._group is None:
+            return []
+        runs = sharding.runs(range(len(self._holders)), self._group.ranks)
+        self._holders = [rank for rank, run in runs.items() for _ in run]
+        return self._start_round()
 
     def _start_round(self) -> list[Effect]:
         """Begins the exchange of `step`, from nothing but what was computed here."""
@@ -164,7 +169,7 @@ class MeshWorker(Worker):
         self.phase = Phase.COMPUTING if self._work else Phase.READY
         self._held.clear()
         own = [block for block in range(self._num_blocks) if self._owner(block) == self.rank]
-        self._missing = {block: set(range(group.num_shards)) for block in own}
+        self._missing = {block: set(range(len(self._holders))) for block in own}
         self._num_postponed = 0
         return [Regroup(), *self._send(self._own), Again()]
 
@@ -181,7 +186,7 @@ class MeshWorker(Worker):
             said = replace(node, round=self._group.round)
             owner = self._owner(node.block)
             if owner == self.rank:
-                effects += [Contribute(said), *self._count(said)]
+                effects += [Contribute(said), *self._count(owner, said)]
             else:
                 effects += self.links.say(owner, said)
         return effects
@@ -204,7 +209,7 @@ class MeshWorker(Worker):
         if rank not in group.ranks or message.block >= self._num_blocks:
             raise ProtocolError(f"{type(message).__name__} block={message.block} of rank {rank}")
         if isinstance(message, TreeNode):
-            return [Keep(rank, message), *self._count(message)]
+            return [Keep(rank, message), *self._count(rank, message)]
         if self._owner(message.block) != rank or message.block in self._held:
             raise ProtocolError(f"Average block={message.block}: not due from rank {rank}")
         return [Hold(self.step, message.block), *self._has(message.block)]
@@ -212,19 +217,20 @@ class MeshWorker(Worker):
     def _postpone(self, peer: Peer) -> list[Effect]:
         """Waits with a message for the round that it is of; there can't be many."""
         self._num_postponed += 1
-        shards = 1 if self._group is None else self._group.num_shards
-        if self._group is not None and self._num_postponed > self._num_blocks * (shards + 1):
+        most = self._num_blocks * (len(self._holders) + 1)
+        if self._group is not None and self._num_postponed > most:
             raise ProtocolError("more of a round to come than a round can have")
         return [Postpone(peer)]
 
-    def _count(self, node: TreeNode) -> list[Effect]:
+    def _count(self, rank: int, node: TreeNode) -> list[Effect]:
         """Counts a node of an own block, which is averaged when all shards are there."""
-        assert self._group is not None
-        under = reduction.shards_under(node.level, node.index, self._group.num_shards)
+        under = reduction.shards_under(node.level, node.index, len(self._holders))
         missing = self._missing.get(node.block, set())
-        if not under or not missing.issuperset(under):
+        theirs = all(self._holders[shard] == rank for shard in under)
+        if not under or not theirs or not missing.issuperset(under):
             raise ProtocolError(
-                f"TreeNode block={node.block} level={node.level} index={node.index}: not due here"
+                f"TreeNode block={node.block} level={node.level} index={node.index}: not due from "
+                f"rank {rank}"
             )
         missing.difference_update(under)
         if missing:

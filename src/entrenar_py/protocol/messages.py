@@ -250,15 +250,15 @@ class Group(Message):
     """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
 
     A new `round` begins whenever somebody has come or gone: what was sent in an earlier one is
-    void, and everyone sends its nodes again, of the shards that are `yours` in this step. Block b
-    is averaged by the worker that is number b mod n of the n `ranks`.
+    void, and everyone sends its nodes again. `holders` is the rank that has each shard of this
+    step; in the next ones each of `ranks` has its run of them. Block b is averaged by the worker
+    that is number b mod n of the n `ranks`.
     """
 
     tag: ClassVar[int] = 30
     step: int
     round: int
-    num_shards: int
-    yours: tuple[int, ...]
+    holders: tuple[int, ...]
     ranks: tuple[int, ...]
     addresses: tuple[str, ...]
 
