@@ -33,6 +33,7 @@ from entrenar_py.protocol.messages import (
     NonFinite,
     Offer,
     Overflow,
+    Partial,
     Refuse,
     Shutdown,
     Staged,
@@ -93,6 +94,10 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Staged(step=0, round=1), b""),
         (Commit(step=0), b""),
         (Applied(step=0), EVENTS),
+        (
+            Partial(step=3, round=1, block=2, hops=1, loss=2.5, weight=8.0),
+            VECTOR,
+        ),
         (
             Group(
                 step=3,

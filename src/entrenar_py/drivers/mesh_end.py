@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from entrenar_py.drivers.ends import Follow, MemberHands, Stream, Wire, WorkerEnd
 from entrenar_py.drivers.meddling import Speak, truthfully
@@ -19,7 +19,8 @@ from entrenar_py.protocol.frames import (
     Received,
 )
 from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import Message, TreeNode
+from entrenar_py.protocol.messages import Message, Partial, TreeNode
+from entrenar_py.protocol.ring_worker import RingWorker
 
 
 class MeshHands(MemberHands, Protocol):
@@ -29,6 +30,14 @@ class MeshHands(MemberHands, Protocol):
     def contribute(self, node: TreeNode) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | None: ...
     def regroup(self) -> None: ...
+
+
+class RingHands(MeshHands, Protocol):
+    """A ring worker's arithmetic (`systems.ring_member`)."""
+
+    def combine(
+        self, block: int, message: Partial | None, payload: Buffer
+    ) -> tuple[float, float]: ...
 
 
 class MeshEnd(WorkerEnd):
@@ -113,6 +122,8 @@ class MeshEnd(WorkerEnd):
                 self.hands.contribute(node)
             case do.Reduce(step, block):
                 return [(one, None) for one in self._reduced(step, block)]
+            case do.Combine(step, block):
+                return [(one, None) for one in self._combined(step, block, received)]
             case do.Regroup():
                 self.hands.regroup()
             case do.Postpone(peer):
@@ -130,6 +141,15 @@ class MeshEnd(WorkerEnd):
             return self.machine.overflowed(step, block)
         loss, weight = reduced
         return self.machine.reduced(step, block, loss, weight)
+
+    def _combined(self, step: int, block: int, received: Received | None) -> list[Effect]:
+        assert isinstance(self.machine, RingWorker)
+        hands = cast(RingHands, self.hands)
+        if received is None or not isinstance(received.message, Partial):
+            loss, weight = hands.combine(block, None, b"")
+        else:
+            loss, weight = hands.combine(block, received.message, received.payload)
+        return self.machine.combined(step, block, loss, weight)
 
     def _again(self) -> list[Follow]:
         told, self._postponed = self._postponed, []

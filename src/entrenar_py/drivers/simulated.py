@@ -89,13 +89,13 @@ class Simulation:
         meddle: Meddle,
         timing: Timing,
         secret: bytes = b"",
-        mesh: bool = False,
+        worker: type[Worker] = Worker,
     ) -> None:
         self.now = 0.0
         self.nodes: list[Node] = []
         self._num_started = 0
         self._run, self._member, self._meddle = run, member, meddle
-        self._mesh = mesh
+        self._worker = worker
         self._timing, self._secret = timing, secret
         self._random = random.Random(seed)
         self._numbers = count()
@@ -118,11 +118,11 @@ class Simulation:
     def _new_end(self, up: _Up, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
         terms, member = self._run.terms, self._member()
         kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
-        if self._mesh:
-            mesh = MeshWorker(terms, rank=rank, port=self._num_started, **kept)
+        if issubclass(self._worker, MeshWorker):
+            mesh = self._worker(terms, rank=rank, port=self._num_started, **kept)
             hands = cast(MeshHands, member)
             return MeshEnd(mesh, hands, up, self._clock, up.compute, up.dial, speak)
-        machine = Worker(terms, rank=rank, **kept)
+        machine = self._worker(terms, rank=rank, **kept)
         return WorkerEnd(machine, member, up, self._clock, up.compute, speak)
 
     def visit(self, guest: Guest) -> None:
@@ -149,7 +149,7 @@ class Simulation:
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
-        kind = MeshCoordinator if self._mesh else Coordinator
+        kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
         machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
         return CoordinatorEnd(machine, hands, _Down(self), self._clock)
 

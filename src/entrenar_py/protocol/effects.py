@@ -179,6 +179,14 @@ class Contribute(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class Combine(Effect):
+    """Add what was computed here to `block` in the message just received, or begin with it."""
+
+    step: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
 class Regroup(Effect):
     """What other workers sent of the step in work is void."""
 

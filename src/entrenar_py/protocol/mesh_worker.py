@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol.effects import (
@@ -32,6 +33,7 @@ from entrenar_py.protocol.messages import (
     Heartbeat,
     Message,
     Overflow,
+    Partial,
     Staged,
     State,
     TreeNode,
@@ -44,6 +46,7 @@ from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.training import reduction, sharding
 
+Exchanged: TypeAlias = TreeNode | Partial | Average
 IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
 
 
@@ -51,6 +54,7 @@ class MeshWorker(Worker):
     """The machine. `port` is where the others reach it."""
 
     may_hear = MESH_WORKER_MAY_HEAR
+    parts: tuple[type[Message], ...] = (TreeNode, Average)  # what workers say to each other
 
     def __init__(
         self,
@@ -116,9 +120,7 @@ class MeshWorker(Worker):
         group = self._group
         assert group is not None, "it was asked for in a round"
         average = Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
-        others = [rank for rank in group.ranks if rank != self.rank]
-        told = [one for rank in others for one in self.links.say(rank, average)]
-        return [*told, *self._has(block)]
+        return [*self._spread(average), *self._has(block)]
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
         """It is not finite: the coordinator halts the run."""
@@ -191,6 +193,12 @@ class MeshWorker(Worker):
                 effects += self.links.say(owner, said)
         return effects
 
+    def _spread(self, average: Average) -> list[Effect]:
+        """Tells everyone else of an own block."""
+        assert self._group is not None
+        others = [rank for rank in self._group.ranks if rank != self.rank]
+        return [one for rank in others for one in self.links.say(rank, average)]
+
     def _owner(self, block: int) -> int:
         """The rank that averages `block`."""
         assert self._group is not None
@@ -198,8 +206,9 @@ class MeshWorker(Worker):
 
     def _exchanged(self, peer: Peer, rank: int, message: Message) -> list[Effect]:
         """A part of the exchange, from `rank`."""
-        if not isinstance(message, TreeNode | Average):
+        if not isinstance(message, self.parts):
             raise ProtocolError(f"{type(message).__name__} from another worker")
+        assert isinstance(message, TreeNode | Partial | Average)
         group = self._group
         if group is None or message.round > group.round or message.step > self.step:
             return self._postpone(peer)
@@ -208,6 +217,10 @@ class MeshWorker(Worker):
         self._require_step(message.step)
         if rank not in group.ranks or message.block >= self._num_blocks:
             raise ProtocolError(f"{type(message).__name__} block={message.block} of rank {rank}")
+        return self._part(peer, rank, message)
+
+    def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
+        """A part of the round in work."""
         if isinstance(message, TreeNode):
             return [Keep(rank, message), *self._count(rank, message)]
         if self._owner(message.block) != rank or message.block in self._held:

@@ -264,6 +264,23 @@ class Group(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Partial(Message):
+    """Worker of a ring, to the next: `block` summed over the `hops` + 1 workers it came through.
+
+    `loss` is summed over the same shards, `weight` what they count.
+    """
+
+    tag: ClassVar[int] = 33
+    carries: ClassVar[str] = "block"
+    step: int
+    round: int
+    block: int
+    hops: int
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable(Message):
     """Worker of a mesh: in `round` I can't exchange anything with `rank`, and why."""
 
@@ -322,7 +339,7 @@ MESSAGES: dict[int, type[Message]] = {
     for kind in (
         *(Challenge, Hello, Welcome, Refuse, Loaded, Offer, Fetch, State, Accept),
         *(Assign, Computed, TreeNode, NonFinite, Average, Staged, Commit, Applied),
-        *(Group, Unreachable, Overflow),
+        *(Group, Partial, Unreachable, Overflow),
         *(Heartbeat, Leave, Halt, Shutdown),
     )
 }

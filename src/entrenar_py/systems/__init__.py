@@ -76,6 +76,18 @@ SYSTEMS: dict[str, System] = {
         faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
         options=("block_bytes",),
     ),
+    "ring": System(
+        what="workers that send blocks around a ring over TCP, each a process of its own",
+        trains=True,
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger"),
+        options=("heartbeat_s", "dead_after_s", "block_bytes"),
+    ),
+    "ring_simulated": System(
+        what="workers that send blocks around a ring, under the same simulator",
+        trains=True,
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger", "restart"),
+        options=("block_bytes",),
+    ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),

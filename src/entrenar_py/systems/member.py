@@ -31,7 +31,7 @@ class Member(Replicas):
         self.rank = -1
         self._shards: list[sharding.Ids] = []
         self._blocks = blocks.Blocks(self.layout.num_elements, 1)
-        self._vectors: dict[tuple[int, int], reduction.Vector] = {}
+        self._nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
         self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is held
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._held: set[int] = set()  # blocks of it
@@ -80,7 +80,7 @@ class Member(Replicas):
         self.recorder.drain()  # of a stay before
         worker = self.take_over(self.rank, payload)
         self.workers = {self.rank: worker}
-        self._vectors.clear()
+        self._nodes.clear()
         self._held.clear()
         self._step = welcome.step
         self._cut()
@@ -100,7 +100,7 @@ class Member(Replicas):
                 return self._problem(halt, leaf)
             leaves.append(leaf)
         nodes = reduction.fold(leaves, self.scenario.num_shards)
-        self._vectors |= {(node.level, node.index): node.vector for node in nodes}
+        self._nodes |= {(node.level, node.index): node for node in nodes}
         return [
             TreeNode(
                 step=step,
@@ -129,7 +129,7 @@ class Member(Replicas):
         self._step = step + 1
         average = self.averaged(self._mean, *self._total)
         self.recorder.emit(self.make(self.workers[self.rank], step, average))
-        self._vectors.clear()
+        self._nodes.clear()
         self._held.clear()
         self.advance(sum(map(len, self._shards)))
         self._cut()
@@ -137,7 +137,7 @@ class Member(Replicas):
     def payload(self, message: Message) -> Buffer:
         """What `message` carries: a node's vector, or what happened since it was last told."""
         if isinstance(message, TreeNode):
-            vector = self._vectors[message.level, message.index]
+            vector = self._nodes[message.level, message.index].vector
             return blocks.payload_of(vector[self._blocks.part(message.block)])
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 

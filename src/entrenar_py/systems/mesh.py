@@ -16,5 +16,5 @@ def run(scenario: Scenario) -> trace.Trace:
 class ProcessMesh(ProcessStar):
     """A run with real processes on this machine, each connected to each."""
 
-    mesh = True
+    topology = "mesh"
     down = (Assign, Commit)

@@ -32,7 +32,7 @@ class MeshMember(Member):
 
     def contribute(self, node: TreeNode) -> None:
         """Counts a block of a node of its own; the node itself may be asked for again."""
-        vector = self._vectors[node.level, node.index][self._blocks.part(node.block)]
+        vector = self._nodes[node.level, node.index].vector[self._blocks.part(node.block)]
         vector.flags.writeable = False
         self._take(self.rank, node, vector, None)
 

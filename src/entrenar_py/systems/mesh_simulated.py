@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from entrenar_py import trace
+from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.mesh_member import MeshMember
 from entrenar_py.systems.parameter_server_simulated import SimulatedStar
@@ -17,4 +18,4 @@ class SimulatedMesh(SimulatedStar):
     """A run in a simulation, in which the workers exchange blocks with each other."""
 
     member = MeshMember
-    mesh = True
+    worker = MeshWorker

@@ -53,7 +53,7 @@ def crew() -> Crew:
 class ProcessStar(Star):
     """A run with real processes on this machine."""
 
-    mesh = False
+    topology = "star"
     # Where a fault strikes in this process.
     down: tuple[type[Message], ...] = (Assign, Average, Commit)
 
@@ -88,7 +88,7 @@ class ProcessStar(Star):
             timing=self._timing,
             secret=self.secret,
             meddle=self.meddle,
-            kind=MeshCoordinator if self.mesh else Coordinator,
+            kind=Coordinator if self.topology == "star" else MeshCoordinator,
         )
         self._address = await server.listen(LOOPBACK, 0)
         self.begin(run)
@@ -124,7 +124,7 @@ class ProcessStar(Star):
             "port": port,
             "secret": self.secret.hex(),
             "timing": asdict(self._timing),
-            "mesh": self.mesh,
+            "topology": self.topology,
             "faults": suffers,
         }
         hand = self._hands[rank] = crew().give(json.dumps(job).encode())

@@ -15,6 +15,7 @@ from entrenar_py.drivers.simulated import Simulation
 from entrenar_py.protocol.effects import Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
@@ -34,7 +35,7 @@ class SimulatedStar(Star):
 
     simulation: Simulation
     member: type[Member] = Member
-    mesh = False
+    worker: type[Worker] = Worker
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -49,7 +50,7 @@ class SimulatedStar(Star):
             seed=int(self._seeds.integers(2**63)),
             meddle=self.meddle,
             timing=Timing(),
-            mesh=self.mesh,
+            worker=self.worker,
         )
         self.begin(run)
         return self.simulation.run(until_s=VIRTUAL_S_MAX)

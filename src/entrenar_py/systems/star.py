@@ -21,7 +21,12 @@ from entrenar_py.systems.server import Server
 
 
 class Star(Server, ABC):
-    """One run: the server, and the scenario's stops and faults as they come up."""
+    """One run: the server, and the scenario's stops and faults as they come up.
+
+    `promises` is what a run of one backend says of itself.
+    """
+
+    promises: tuple[str, ...] = ("bitwise",)
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -51,7 +56,7 @@ class Star(Server, ABC):
                     answer=guest.answer,
                 )
             )
-        promises = ("bitwise",) if self._alike() else ()
+        promises = self.promises if self._alike() else ()
         return self.recorder.finish(promises=promises, status=finish.status, reason=finish.reason)
 
     def _alike(self) -> bool:

@@ -1,7 +1,7 @@
 """What a worker process runs: one job after the other, each a stay in one run, over TCP.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
-`timing`, `mesh`, and `faults`, those that this process is to suffer: it notes each before it does.
+`timing`, `topology`, and `faults`, those that this process is to suffer, each noted before that.
 Its answer says how the job went.
 """
 
@@ -26,12 +26,14 @@ from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
+from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.systems.ring_member import RingMember
 
 # Loaded once, in the parent of all workers.
 PRELOAD = ("entrenar_py.systems.worker_process", "entrenar_py.training.decoder", "torch")
@@ -63,7 +65,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
 
 
 def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
-    """A worker of a mesh, or of a star."""
+    """A worker of a star, a mesh or a ring."""
     scenario, suffers = Scenario.from_dict(job["scenario"]), map(Fault.from_dict, job["faults"])
     terms = Terms(**job["terms"])
     machine: dict[str, Any] = {
@@ -72,9 +74,10 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
         "rank": job["rank"],
         "timing": Timing(**job["timing"]),
     }
-    if job["mesh"]:
-        doomed = DoomedInMesh(scenario, suffers, desk)
-        worker = MeshWorker(terms, port=None, **machine)
+    if job["topology"] != "star":
+        in_ring = job["topology"] == "ring"
+        doomed = (DoomedInRing if in_ring else DoomedInMesh)(scenario, suffers, desk)
+        worker = (RingWorker if in_ring else MeshWorker)(terms, port=None, **machine)
         return MeshClient(worker, doomed, meddle=doomed.meddle, speak=doomed.speak)
     member = Doomed(scenario, suffers, desk)
     return WorkerClient(Worker(terms, **machine), member, meddle=member.meddle, speak=member.speak)
@@ -131,3 +134,7 @@ class Doomed(Member):
 
 class DoomedInMesh(Doomed, MeshMember):
     """The same, in a mesh."""
+
+
+class DoomedInRing(Doomed, RingMember):
+    """The same, in a ring."""

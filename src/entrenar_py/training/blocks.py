@@ -5,6 +5,8 @@ A sum along the tree is elementwise, so its bits do not depend on where the vect
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -104,10 +106,16 @@ class Sums:
         shards lack.
         """
         total = self.root(block)
-        with np.errstate(over="ignore"):
-            np.divide(total.vector, np.float32(total.weight * scale), out=out)
+        finite = average(total, scale, out=out)
         self._free += self._lent.pop(block, [])
-        return (total.loss, total.weight) if _is_finite(out) and np.isfinite(total.loss) else None
+        return (total.loss, total.weight) if finite else None
+
+
+def average(total: Node, scale: float, *, out: Vector) -> bool:
+    """`total` divided by what it counts and by `scale`, into `out`; whether that is finite."""
+    with np.errstate(over="ignore"):
+        np.divide(total.vector, np.float32(total.weight * scale), out=out)
+    return _is_finite(out) and math.isfinite(total.loss)
 
 
 def _is_finite(vector: Vector) -> bool:

@@ -1,0 +1,92 @@
+"""A worker of a ring: every block is summed on its way around, and its average goes around again.
+
+The classic all-reduce, with the steering of a mesh. Each worker sends 2 (N - 1) / N of the vector
+to the next one. Sums are added in the order of the ring: every worker gets the same bits, and so
+does every run, but another number of workers makes other roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol.effects import Again, Combine, Effect, Hold, Peer, Reduce
+from entrenar_py.protocol.mesh_worker import Exchanged, MeshWorker
+from entrenar_py.protocol.messages import Average, Message, Partial, TreeNode
+from entrenar_py.training import reduction
+
+
+class RingWorker(MeshWorker):
+    """The machine. The next one is who stands after it in the group, the first after the last."""
+
+    parts: tuple[type[Message], ...] = (Partial, Average)
+    _is_computed = False  # all that is this worker's in this round
+    _combined: frozenset[int] = frozenset()  # blocks that have passed here
+
+    def combined(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
+        """What came of `block` up to here is there."""
+        assert self._group is not None
+        if self._owner(block) == self.rank:
+            return [Reduce(step, block)]
+        hops = self._hops(block)
+        partial = Partial(
+            step=step, round=self._group.round, block=block, hops=hops, loss=loss, weight=weight
+        )
+        return self.links.say(self._neighbour(1), partial)
+
+    def _start_round(self) -> list[Effect]:
+        self._is_computed, self._combined = False, frozenset()
+        return super()._start_round()
+
+    def _send(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+        """Begins with the blocks that start here, once all is computed: none can be added later."""
+        under = [
+            reduction.shards_under(node.level, node.index, len(self._holders)) for node in self._own
+        ]
+        computed = {shard for shards in under for shard in shards}
+        mine = {shard for shard, rank in enumerate(self._holders) if rank == self.rank}
+        if self._is_computed or computed != mine:
+            return []
+        self._is_computed = True
+        first = [block for block in reversed(range(self._num_blocks)) if not self._hops(block)]
+        return [*(one for block in first for one in self._combine(block)), Again()]
+
+    def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
+        if rank != self._neighbour(-1):
+            raise ProtocolError(f"{type(message).__name__} of rank {rank}: it is not before me")
+        block = message.block
+        if isinstance(message, Average):
+            if block in self._held or self._owner(block) == self.rank:
+                raise ProtocolError(f"Average block={block}: it was there")
+            return [Hold(self.step, block), *self._spread(message), *self._has(block)]
+        assert isinstance(message, Partial)
+        if not self._is_computed:
+            return self._postpone(peer)
+        if message.hops + 1 != self._hops(block) or block in self._combined:
+            raise ProtocolError(f"Partial block={block} hops={message.hops}: not due here")
+        return self._combine(block)
+
+    def _combine(self, block: int) -> list[Effect]:
+        self._combined |= {block}
+        return [Combine(self.step, block)]
+
+    def _spread(self, average: Average) -> list[Effect]:
+        following = self._neighbour(1)
+        return [] if following == self._owner(average.block) else self.links.say(following, average)
+
+    def _hops(self, block: int) -> int:
+        """How many workers a block passes before it comes here; its owner is the last of all."""
+        assert self._group is not None
+        ranks = self._group.ranks
+        return (self._place() - block - 1) % len(ranks)
+
+    def _neighbour(self, places: int) -> int:
+        """The rank that many places further on."""
+        assert self._group is not None
+        ranks = self._group.ranks
+        return ranks[(self._place() + places) % len(ranks)]
+
+    def _place(self) -> int:
+        assert self._group is not None
+        assert self.rank is not None
+        return self._group.ranks.index(self.rank)
