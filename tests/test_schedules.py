@@ -26,7 +26,7 @@ from entrenar_py.schedules import Attempt
 from entrenar_py.trace import End, Event, Halt, Injected, Membership, Shard, Trace, Update
 
 NUM_SCHEDULES = 150
-NUM_UNTIL_FOUND = 50  # of a test run; every mutant is found long before
+NUM_UNTIL_FOUND = 250  # of a test run; every mutant is found long before
 NUM_UNTIL_FOUND_MAX = 2_000  # of a soak
 CHUNK = 50
 PROCESSES = 2
