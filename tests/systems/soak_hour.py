@@ -188,9 +188,7 @@ def main() -> int:
         f"{seen.num_rejoins} came back; before the last step {seen.num_open}"
     )
     held = [seen.bytes_held[1], max(seen.bytes_held), seen.bytes_held[-1]]
-    print(
-        "held, KiB: {} at first, {} at most, {} at the end".format(*(h // KIB for h in held))
-    )
+    print("held, KiB: {} at first, {} at most, {} at the end".format(*(h // KIB for h in held)))
     for complaint in seen.wrong[:10]:
         print(f"WRONG (seed {options.seed}): {complaint}")
     return 1 if seen.wrong else 0
