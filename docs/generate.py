@@ -17,7 +17,9 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
 from entrenar_py.protocol import frames, messages, phases
-from entrenar_py.protocol.messages import MESSAGES, Message
+from entrenar_py.protocol.mesh_worker import MeshWorker
+from entrenar_py.protocol.messages import MESSAGES, Accept, Message
+from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.service import exits, keys
@@ -80,15 +82,18 @@ WIRE_TYPES = {
     "str | None": "text or null",
     "float": "real",
     "tuple[int, ...]": "list of integers",
+    "tuple[str, ...]": "list of texts",
     "Nonce": "32 hex digits",
     "Proof": "64 hex digits",
 }
+# What a worker says to another and to nobody else, or as the coordinator does.
+AMONG_WORKERS = (Accept, *MeshWorker.parts, *RingWorker.parts)
 PAYLOADS = {
     "": "",
     "state": "weights, optimizer state, position",
     "events": "trace events, JSON lines",
     "scenario": "one JSON object",
-    "vector": "float32, one per parameter",
+    "block": "float32, one per parameter of the block",
 }
 
 
@@ -123,6 +128,8 @@ def protocol(page: str) -> str:
         "messages": said(),
         "peer": _legal(phases.PEER_MAY_SAY),
         "worker": _legal(phases.WORKER_MAY_HEAR),
+        "mesh-peer": _legal(phases.MESH_PEER_MAY_SAY),
+        "mesh-worker": _legal(phases.MESH_WORKER_MAY_HEAR),
         "applicant": _legal(phases.APPLICANT_MAY_HEAR),
         "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
         "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
@@ -289,12 +296,15 @@ def said() -> str:
 
 def _who(kind: type[Message]) -> str:
     """Who says it: where both can, either."""
-    to_coordinator = {*phases.ALWAYS, *(one for row in phases.PEER_MAY_SAY.values() for one in row)}
-    tables = (phases.WORKER_MAY_HEAR.values(), phases.APPLICANT_MAY_HEAR.values())
-    to_worker = {one for rows in tables for row in rows for one in row}
-    if kind in to_coordinator & to_worker:
+    by_worker = {*phases.ALWAYS, *AMONG_WORKERS}
+    for peers in (phases.PEER_MAY_SAY, phases.MESH_PEER_MAY_SAY):
+        by_worker |= {one for row in peers.values() for one in row}
+    by_coordinator = {one for row in phases.APPLICANT_MAY_HEAR.values() for one in row}
+    for workers in (phases.WORKER_MAY_HEAR, phases.MESH_WORKER_MAY_HEAR):
+        by_coordinator |= {one for row in workers.values() for one in row}
+    if kind in by_worker & by_coordinator:
         return "either"
-    return "worker" if kind in to_coordinator else "coordinator"
+    return "worker" if kind in by_worker else "coordinator"
 
 
 def _legal(table: Mapping[Any, Sequence[type[Message]]]) -> str:

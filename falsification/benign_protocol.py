@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.coordinator import Member as Seen
 from entrenar_py.protocol.effects import Effect, Keep, Peer
+from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.protocol.messages import TreeNode
 from entrenar_py.protocol.phases import Stage
 from entrenar_py.protocol.worker import Worker

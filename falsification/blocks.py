@@ -10,9 +10,9 @@ import numpy as np
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.coordinator import Member as Seen
 from entrenar_py.protocol.effects import Effect, Hold, Peer, Reduce
 from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Welcome
 from entrenar_py.protocol.phases import Stage
 from entrenar_py.protocol.worker import Worker

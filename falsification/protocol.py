@@ -17,9 +17,9 @@ from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol import frames
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.coordinator import Member as Seen
 from entrenar_py.protocol.effects import Apply, Effect, Keep, Peer, Send
 from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.protocol.messages import (
     Applied,
     Halt,

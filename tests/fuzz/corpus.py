@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import systems, trace
-from entrenar_py.protocol import handshake, messages
+from entrenar_py.protocol import handshake, headers, messages
 from entrenar_py.protocol.frames import PREFIX_BYTES
 from entrenar_py.protocol.messages import (
     Applied,
@@ -57,7 +57,7 @@ def seeds() -> Mapping[str, list[bytes]]:
             for tag, row in zip(messages.MESSAGES, _golden(), strict=True)
         ],
         "knock": [*golden, b"".join(golden), b"GET / HTTP/1.1\r\n\r\n" * 9, _huge(golden[1])],
-        "greet": [messages.dump(one) for one in _hellos()],
+        "greet": [headers.dump(one) for one in _hellos()],
         "take_part": [script(*part_of_a_worker()), *(script(one) for one in _odd_words())],
         "listen": [script(*part_of_a_coordinator()), *(script(one) for one in _odd_orders())],
         "read_events": [trace.dump_events(_trace().events)],

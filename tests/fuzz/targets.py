@@ -19,7 +19,7 @@ from entrenar_py import contract, scenario, trace
 from entrenar_py.contract import Vocabulary
 from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
 from entrenar_py.protocol import effects as do
-from entrenar_py.protocol import frames, messages
+from entrenar_py.protocol import frames, headers
 from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.protocol.messages import VERSION, Hello, Message
 from entrenar_py.protocol.phases import WorkerPhase
@@ -76,8 +76,8 @@ def read_frames(data: bytes) -> None:
 def read_header(data: bytes) -> None:
     """A message's tag and header: what is read is what would be written."""
     with suppress(ProtocolError):
-        message = messages.parse(data[0] if data else 0, data[1:])
-        assert messages.dump(message) == data[1:]
+        message = headers.parse(data[0] if data else 0, data[1:])
+        assert headers.dump(message) == data[1:]
 
 
 # --- the door ---------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def knock(data: bytes) -> None:
 def greet(data: bytes) -> None:
     """Someone who has the secret says any hello: it is let in if it agrees, and nobody notices."""
     try:
-        hello = messages.parse(Hello.tag, data)
+        hello = headers.parse(Hello.tag, data)
     except ProtocolError:
         return
     assert isinstance(hello, Hello)
@@ -160,7 +160,7 @@ def spoken(data: bytes, key: bytes, *, direction: int) -> Iterator[bytes]:
 
 def script(*said: tuple[Message, bytes]) -> bytes:
     """The items that `spoken` makes these messages of."""
-    items = ((one.tag, messages.dump(one), payload) for one, payload in said)
+    items = ((one.tag, headers.dump(one), payload) for one, payload in said)
     return b"".join(
         ITEM.pack(tag, len(header), len(payload)) + header + payload
         for tag, header, payload in items

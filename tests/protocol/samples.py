@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.protocol import messages
+from entrenar_py.protocol import headers
 from entrenar_py.protocol.frames import UNKEYED, Encoder
 from entrenar_py.protocol.messages import (
     VERSION,
@@ -95,10 +95,6 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Commit(step=0), b""),
         (Applied(step=0), EVENTS),
         (
-            Partial(step=3, round=1, block=2, hops=1, loss=2.5, weight=8.0),
-            VECTOR,
-        ),
-        (
             Group(
                 step=3,
                 round=1,
@@ -108,6 +104,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
             ),
             b"",
         ),
+        (Partial(step=3, round=1, block=2, hops=1, loss=2.5, weight=8.0), VECTOR),
         (Unreachable(round=1, rank=2, reason="refused"), b""),
         (Overflow(step=3, block=2), b""),
         (Heartbeat(), b""),
@@ -119,7 +116,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
 
 
 def vectors() -> list[dict[str, Any]]:
-    """The samples as one direction of a connection says them, in the order of their tags."""
+    """The samples as one direction of a connection says them, in the order of `MESSAGES`."""
     encoder, rows = Encoder(KEY), []
     for number, (message, payload) in enumerate(SAMPLES.values()):
         (frame,) = written(encoder, message, payload)
@@ -128,7 +125,7 @@ def vectors() -> list[dict[str, Any]]:
                 "message": type(message).__name__,
                 "number": number,
                 "key": None if isinstance(message, UNKEYED) else KEY.hex(),
-                "header": messages.dump(message).decode(),
+                "header": headers.dump(message).decode(),
                 "payload": payload.hex(),
                 "frame": frame.hex(),
             }

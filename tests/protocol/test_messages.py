@@ -1,202 +1,12 @@
-"""Messages as fields of JSON: what is written is read back; nothing else is."""
+"""What can be said: every kind has its tag, and a text is cut to what a message holds."""
 
 from __future__ import annotations
 
-import json
-import math
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol import frames, messages
-from entrenar_py.protocol.messages import LIST_MAX, MESSAGES, TEXT_CHARS_MAX, Message
-from tests.protocol.speech import INT_MAX, said
-
-KINDS = pytest.mark.parametrize("kind", MESSAGES.values(), ids=lambda kind: kind.__name__)
-HELLO: dict[str, object] = {
-    "backend": "cpu",
-    "data": "d",
-    "manifest": "m",
-    "nonce": "0" * 32,
-    "proof": "a" * 64,
-    "port": None,
-    "rank": None,
-    "run": "r",
-    "version": 1,
-}
-NODE: dict[str, object] = {
-    "block": 0,
-    "index": 0,
-    "level": 0,
-    "loss": 1.0,
-    "round": 0,
-    "step": 0,
-    "weight": 1.0,
-}
-WELCOME: dict[str, object] = {
-    "blocks": 1,
-    "proof": "0" * 64,
-    "rank": 0,
-    "resumed": False,
-    "step": 0,
-}
-
-
-def header(record: object) -> bytes:
-    """`record` in canonical form."""
-    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
-
-
-def refusal(tag: int, sent: bytes) -> str | None:
-    """Why `sent` is refused; None if it is read, as what `dump` writes just so."""
-    try:
-        assert messages.dump(messages.parse(tag, sent)) == sent
-    except ProtocolError as error:
-        return str(error)
-    return None
-
-
-@KINDS
-@given(data=st.data())
-def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) -> None:
-    """Every field, bit for bit: -0.0, NaN and infinities, the largest numbers, any script."""
-    message = data.draw(said(kind))
-    assert repr(messages.parse(kind.tag, messages.dump(message))) == repr(message)
-
-
-@KINDS
-@given(data=st.data())
-def test_two_messages_never_look_alike(kind: type[Message], data: st.DataObject) -> None:
-    """One form for each message, and one message for each form."""
-    one, other = data.draw(said(kind)), data.draw(said(kind))
-    assert (messages.dump(one) == messages.dump(other)) == (repr(one) == repr(other))
-
-
-@KINDS
-@given(junk=st.binary(max_size=60))
-def test_junk_is_refused(kind: type[Message], junk: bytes) -> None:
-    """Any bytes are either canonical, or a ProtocolError that names the message."""
-    complaint = refusal(kind.tag, junk)
-    assert complaint is None or complaint.startswith(kind.__name__)
-
-
-@KINDS
-@given(
-    data=st.data(),
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
-        max_leaves=5,
-    ),
-)
-def test_any_value_in_any_field(kind: type[Message], data: st.DataObject, value: object) -> None:
-    """A field with another value is read as just that, or refused by the field's name."""
-    record = json.loads(messages.dump(data.draw(said(kind, short=True))))
-    name = data.draw(st.sampled_from(sorted(record) or ["odd"]))
-    changed = header(record | {name: value})
-    complaint = refusal(kind.tag, changed)
-    named = f"{kind.__name__} {name}=", f"{kind.__name__} {name!r}: unknown"
-    assert complaint is None or complaint.startswith(named) or "canonical" in complaint
-
-
-@pytest.mark.parametrize(
-    ("tag", "changes", "complaint"),
-    [
-        (2, {"version": True}, "Hello version=True: use a whole number"),
-        (2, {"version": 1.0}, r"Hello version=1.0: use a whole number"),
-        (2, {"version": -1}, "Hello version=-1: use a whole number"),
-        (2, {"version": 2**63}, "Hello version=9223372036854775808: use a whole number"),
-        (2, {"version": None}, "Hello version=None: use a whole number"),
-        (2, {"rank": False}, "Hello rank=False: use a whole number"),
-        (2, {"rank": "0"}, "Hello rank='0': use a whole number"),
-        (2, {"run": 1}, "Hello run=1: use text of at most 1000 characters"),
-        (2, {"run": "x" * (TEXT_CHARS_MAX + 1)}, r"Hello run='x+\.\.\.x+': use text of at most"),
-        (2, {"backend": "\ud800"}, r"Hello backend='\\ud800': use whole characters"),
-        (2, {"nonce": "0" * 31}, "Hello nonce='0.*0': use 32 lower-case hex digits"),
-        (2, {"nonce": "0" * 32 + "\n"}, "Hello nonce=.*: use 32 lower-case hex digits"),
-        (2, {"nonce": "٣" * 32}, "Hello nonce=.*: use 32 lower-case hex digits"),
-        (2, {"proof": "A" * 64}, "Hello proof='A.*': use 64 lower-case hex digits"),
-        (2, {"proof": None}, "Hello proof=None: use 64 lower-case hex digits"),
-        (2, {"more": 1}, "Hello 'more': unknown"),
-        (12, {"loss": 1}, "TreeNode loss=1: use a number with a decimal point"),
-        (12, {"loss": True}, "TreeNode loss=True: use a number"),
-        (12, {"loss": "NaN"}, "TreeNode loss='NaN': use a number"),
-        (12, {"loss": "infinity"}, "TreeNode loss='infinity': use a number"),
-        (12, {"loss": None}, "TreeNode loss=None: use a number"),
-        (12, {"step": [[[]]]}, r"TreeNode step=\[\[\[\]\]\]: use a whole number"),
-        (10, {"step": 0, "shards": "0"}, "Assign shards='0': use a list of at most"),
-        (10, {"step": 0, "shards": [True]}, r"Assign shards=\[True\]: use a whole number"),
-        (10, {"step": 0, "shards": [-1]}, r"Assign shards=\[-1\]: use a whole number"),
-        (10, {"step": 0, "shards": [0] * (LIST_MAX + 1)}, "Assign shards=.*: use a list of at"),
-        (3, {"resumed": 0}, "Welcome resumed=0: use true"),
-        (3, {"blocks": -1}, "Welcome blocks=-1: use a whole number"),
-        (12, {"block": 0.0}, "TreeNode block=0.0: use a whole number"),
-        (23, {"problem": 5}, "Shutdown problem=5: use text"),
-        (16, {}, "Commit 'step': missing"),
-    ],
-)
-def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint: str) -> None:
-    """The message, the field, what was given (never all of a long one) and what is allowed."""
-    usual: dict[str, object] = {2: HELLO, 3: WELCOME, 12: NODE}.get(tag, {})
-    with pytest.raises(ProtocolError, match=f"^{complaint}") as caught:
-        messages.parse(tag, header({**usual, **changes}))
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize(
-    ("sent", "complaint"),
-    [
-        (b"", "its header can't be read"),
-        (b"\xff", "its header can't be read"),
-        (b"{", "its header can't be read"),
-        (b'{"step":1', "its header can't be read"),
-        (b'{"step":1}x', "its header can't be read"),
-        (b'{"step":1,"step":1}', "its header can't be read ('step' stands in it 2 times)"),
-        (b'{"step":' + b"[" * 2000 + b"]" * 2000 + b"}", "its header can't be read"),
-        (b'{"step":' + b"[" * 10**6 + b"]" * 10**6 + b"}", "1000000 times '[' in its header: "),
-        (b'{"step":[' + b"0," * 10**6 + b"0]}", "1000000 times ',' in its header: 67536 are poss"),
-        (b"[" + b"{}," * 3000 + b"{}]", "3001 times '{' in its header: 2001 are possible"),
-        (b'{"step":1' + b',"x":1' * 3000 + b"}", "3001 times ':' in its header: 2002 are possible"),
-        (b'{"step":' + b"9" * 10**6 + b"}", "its header can't be read"),
-        (b'{"step":' + b"[" * 300 + b"]" * 300 + b"}", "use a whole number"),
-        (b'{"step":' + b"9" * 4_000 + b"}", "use a whole number"),
-        (b"[]", "its header is a list"),
-        (b"null", "its header is a NoneType"),
-        (b'{"step": 1}', "not in canonical form"),
-        (b'{"step":1}\n', "not in canonical form"),
-        (b'{"step":01}', "its header can't be read"),
-        (b'{"\\u0073tep":1}', "not in canonical form"),
-        ('{"step":1}'.encode("utf-16"), "not in canonical form"),
-        (b'{"' + b"x" * 10**6 + b'":1}', "'step': missing"),
-        (b'{"step":1,"' + b"x" * 10**6 + b'":1}', "unknown"),
-    ],
-    ids=range(23),
-)
-def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
-    """What is no JSON, too deep, too long, doubled, or written in another way than `dump` does."""
-    with pytest.raises(ProtocolError) as caught:
-        messages.parse(16, sent)
-    assert str(caught.value).startswith("Commit")
-    assert complaint in str(caught.value)
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("spelled", [b"NaN", b"-Infinity", b"1e999", b"1.50", b"1.5e0", b"-0"])
-def test_numbers_have_one_spelling(spelled: bytes) -> None:
-    """The literals that Python's reader takes beyond JSON, and longer spellings, are refused."""
-    assert refusal(12, header(NODE)) is None
-    sent = header(NODE).replace(b'"loss":1.0', b'"loss":' + spelled)
-    with pytest.raises(ProtocolError, match="TreeNode"):
-        messages.parse(12, sent)
-
-
-@pytest.mark.parametrize("tag", [0, 9, 24, 255])
-def test_an_unknown_tag_is_refused(tag: int) -> None:
-    """A tag that no message has is named."""
-    with pytest.raises(ProtocolError, match=f"tag={tag}: no message has it"):
-        messages.parse(tag, b"{}")
+from entrenar_py.protocol import headers, messages
+from entrenar_py.protocol.messages import MESSAGES, TEXT_CHARS_MAX, Message
 
 
 def test_every_message_is_in_the_table_under_its_own_tag() -> None:
@@ -207,25 +17,10 @@ def test_every_message_is_in_the_table_under_its_own_tag() -> None:
     assert all(kind.tag == tag and 0 <= tag < 256 for tag, kind in MESSAGES.items())
 
 
-def test_the_longest_of_everything_fits_a_frame() -> None:
-    """What `parse` allows is no longer than what `frames` allows."""
-    longest = messages.NonFinite(
-        step=INT_MAX,
-        shard=INT_MAX,
-        tensor="\U0001f600" * TEXT_CHARS_MAX,
-        element=INT_MAX,
-        loss=-math.pi * 1e-300,
-        ids=(INT_MAX,) * LIST_MAX,
-    )
-    sent = messages.dump(longest)
-    assert len(sent) <= frames.HEADER_BYTES_MAX
-    assert messages.parse(longest.tag, sent) == longest
-
-
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=3_000))
 def test_a_brief_text_fits(text: str) -> None:
     """It begins and ends as it did; a text that fits is left alone."""
     brief = messages.brief(text)
     assert len(brief) <= TEXT_CHARS_MAX
     assert brief == text or (text.startswith(brief[:400]) and text.endswith(brief[-400:]))
-    messages.parse(21, messages.dump(messages.Leave(reason=brief)))
+    headers.parse(21, headers.dump(messages.Leave(reason=brief)))

@@ -12,6 +12,7 @@ from entrenar_py.protocol.messages import (
     Heartbeat,
     Message,
     NonFinite,
+    Partial,
 )
 from entrenar_py.protocol.phases import (
     ALWAYS,
@@ -40,8 +41,8 @@ HEARD_BY_WORKERS: set[type[Message]] = {
     for kinds in table.values()
     for kind in kinds
 }
-# In a mesh they say these to each other, too.
-SAID_BY_EITHER: set[type[Message]] = {Accept, Average}
+# In a mesh or a ring they say these to each other, and to the coordinator never.
+SAID_AMONG_WORKERS: set[type[Message]] = {Accept, Partial}
 
 
 def test_every_phase_has_its_row() -> None:
@@ -56,12 +57,14 @@ def test_every_phase_has_its_row() -> None:
 
 def test_every_message_is_heard_by_one_side() -> None:
     """Each is legal somewhere, for the side that its docstring does not name as who says it."""
-    assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS | SAID_BY_EITHER
+    assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS | SAID_AMONG_WORKERS
     assert {Heartbeat} == SAID_BY_WORKERS & HEARD_BY_WORKERS
-    for kind in set(MESSAGES.values()) - SAID_BY_EITHER:
+    assert Average.__doc__ is not None
+    assert Average.__doc__.startswith("Who averaged it")
+    for kind in set(MESSAGES.values()) - {Average}:
         assert kind.__doc__ is not None
         who = {(True, False): "Worker", (False, True): "Coordinator", (True, True): "Either"}
-        by = who[kind in SAID_BY_WORKERS, kind in HEARD_BY_WORKERS]
+        by = who[kind in SAID_BY_WORKERS | SAID_AMONG_WORKERS, kind in HEARD_BY_WORKERS]
         assert kind.__doc__.startswith(by), kind
 
 

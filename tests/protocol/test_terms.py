@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.errors import UsageError
-from entrenar_py.protocol import frames, handshake, messages
+from entrenar_py.protocol import frames, handshake, headers, messages
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
 from entrenar_py.protocol.terms import Admission, Answer, Terms, Timing, admit
 from tests.protocol.speech import said
@@ -101,9 +101,9 @@ def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
     changes: dict[str, Any] = {name: text + "x"}
     refusal = answer(hello(**changes))
     assert isinstance(refusal, Refuse)
-    header = messages.dump(refusal)
+    header = headers.dump(refusal)
     assert len(header) <= frames.UNKEYED_HEADER_BYTES_MAX
-    assert messages.parse(Refuse.tag, header) == refusal
+    assert headers.parse(Refuse.tag, header) == refusal
 
 
 @pytest.mark.parametrize(

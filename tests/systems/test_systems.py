@@ -30,7 +30,7 @@ def test_every_system_is_there(name: str) -> None:
 
 def test_an_unknown_system_is_refused() -> None:
     """With the list of those that are known; nothing that merely lies in the folder is run."""
-    for name in ("ring", "recorder", "", "..cli"):
+    for name in ("membership", "recorder", "", "..cli"):
         with pytest.raises(UsageError, match=f"system='{name}': allowed are reference, textbook"):
             systems.run(USUAL.with_(system=name))
 

@@ -44,7 +44,7 @@ def _job(**changes: Any) -> dict[str, Any]:
         "backend": "cpu",
         "host": "127.0.0.1",
         "port": free_port(),
-        "mesh": False,
+        "topology": "star",
         "secret": "00",
         "timing": asdict(Timing(gather_s=0.1)),
         "faults": [],

@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, cast
 
+from entrenar_py.drivers.connections import Connection, Node, feed
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, Speak, bent, truthfully
@@ -36,44 +36,6 @@ COMPUTING_S = (0.001, 0.05)
 RECONNECT_S = 0.5
 TICK_S = 0.5
 FAREWELL_S = 1.0  # how long the last messages may take
-
-
-@dataclass(slots=True)
-class Direction:
-    """One way of a connection: when its last bytes arrive, and what waits to be reordered."""
-
-    arrives: float = 0.0
-    held: bytes = b""
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A worker's process. `connection` is that to the coordinator, `frozen_until` when it goes on;
-    `calling`: it will connect soon.
-    """
-
-    end: WorkerEnd
-    number: int
-    connection: Connection | None = None
-    alive: bool = True
-    frozen_until: float = 0.0
-    calling: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """From a worker to the coordinator, or to worker `to`; both call it `peer`.
-
-    `dead`: nothing passes. `ended`: nothing more is said on it.
-    """
-
-    peer: int
-    node: Node
-    to: Node | None = None
-    up: Direction = field(default_factory=Direction)
-    down: Direction = field(default_factory=Direction)
-    dead: bool = False
-    ended: bool = False
 
 
 class Simulation:
@@ -260,7 +222,7 @@ class Simulation:
         end = self.coordinator
 
         def arrive(piece: bytes) -> None:
-            _feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), piece)
+            feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), piece)
 
         for place, piece in enumerate(pieces, start=1):
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
@@ -310,18 +272,18 @@ class Simulation:
         peer, node, end = connection.peer, connection.node, self.coordinator
 
         def to_coordinator() -> None:
-            _feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), data)
+            feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), data)
 
         def to_worker() -> None:
             def buffer() -> memoryview | None:
                 return node.end.buffer() if node.connection is connection else None
 
-            _feed(buffer, node.end.filled, data)
+            feed(buffer, node.end.filled, data)
 
         def to_link(there: Node) -> None:
             mesh = there.end
             assert isinstance(mesh, MeshEnd)
-            _feed(lambda: mesh.buffer_of(peer), lambda num: mesh.filled_from(peer, num), data)
+            feed(lambda: mesh.buffer_of(peer), lambda num: mesh.filled_from(peer, num), data)
 
         def arrive() -> None:
             if connection.dead:
@@ -436,18 +398,3 @@ class _Up:
 def _lose_link(node: Node, connection: Connection, reason: str) -> None:
     assert isinstance(node.end, MeshEnd)
     node.end.lost_link(connection.peer, reason)
-
-
-def _feed(
-    buffer: Callable[[], memoryview | None], filled: Callable[[int], None], data: bytes
-) -> None:
-    """Writes `data` to a decoder, as much at a time as it takes; drops it if it takes none."""
-    left = memoryview(data)
-    while left.nbytes:
-        place = buffer()
-        if place is None:
-            return
-        num_bytes = min(place.nbytes, left.nbytes)
-        place[:num_bytes] = left[:num_bytes]
-        left = left[num_bytes:]
-        filled(num_bytes)

@@ -14,28 +14,13 @@ and is computed again by whoever comes; the same bits come out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import terms
-from entrenar_py.protocol.effects import (
-    Apply,
-    Close,
-    Deliver,
-    Effect,
-    Finish,
-    Gather,
-    Joined,
-    Keep,
-    Left,
-    Peer,
-    Reduce,
-    Save,
-    Secure,
-    Send,
-    Stop,
-)
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
     VERSION,
     Applied,
@@ -64,38 +49,6 @@ from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.training import reduction, sharding
 
 
-@dataclass(slots=True)
-class Member:
-    """One connection. `rank` is known once it was let in.
-
-    It delivers what it was assigned, first Computed, then the blocks of the shards' nodes from the
-    last to the first. In a mesh the others do; they reach it at `address`, and it stays with it
-    what was `delivered`.
-    """
-
-    challenge: Challenge
-    phase: Phase
-    heard: float
-    said: float  # when it was last told that we live
-    rank: int | None = None
-    proof: str = ""  # ours, for its welcome
-    assigned: list[tuple[int, ...]] = field(default_factory=list)  # and not wholly delivered
-    delivering: bool = False  # the first of them: its Computed came
-    covered: dict[int, set[int]] = field(default_factory=dict)  # block -> shards of it that came
-    delivered: list[int] = field(default_factory=list)
-    host: str = ""
-    address: str = ""
-
-    def to_send(self) -> tuple[int, ...]:
-        """The shards of the step in work whose nodes it has or will have."""
-        return (*self.delivered, *(shard for shards in self.assigned for shard in shards))
-
-    def in_rank(self) -> int:
-        """The rank of one that was let in."""
-        assert self.rank is not None
-        return self.rank
-
-
 class Coordinator:
     """The machine. Times are seconds on any clock that does not go back."""
 
@@ -118,10 +71,10 @@ class Coordinator:
     def connected(self, peer: Peer, nonce: str, now: float, host: str = "") -> list[Effect]:
         """A new connection, from `host`; `nonce` is 32 random hex digits."""
         if self.stage is Stage.OVER:
-            return [Close(peer, "the run is over")]
+            return [do.Close(peer, "the run is over")]
         challenge = Challenge(version=VERSION, nonce=nonce)
         self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
-        return [Send(peer, challenge)]
+        return [do.Send(peer, challenge)]
 
     def heard(self, peer: Peer, now: float) -> None:
         """A whole frame came from `peer`, whatever it is part of; a stranger gains no time."""
@@ -157,7 +110,7 @@ class Coordinator:
         del self._missing[block]
         members = self._members()
         average = Average(step=step, round=0, block=block, loss=loss, weight=weight)
-        told: list[Effect] = [Send(peer, average) for peer in members]
+        told: list[Effect] = [do.Send(peer, average) for peer in members]
         if not self._missing:
             self.stage = Stage.STAGING
             for member in members.values():
@@ -166,7 +119,7 @@ class Coordinator:
 
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""
-        return self._halt(Stop(step, None, reason))
+        return self._halt(do.Stop(step, None, reason))
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, peers to give up, a run to give up."""
@@ -179,12 +132,12 @@ class Coordinator:
             told = member.phase is Phase.CHALLENGED or now - member.said < self.timing.heartbeat_s
             if not told:
                 member.said = now
-                effects.append(Send(peer, Heartbeat()))
+                effects.append(do.Send(peer, Heartbeat()))
         waited = now - self._gathering_since
         if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
             there = sorted(member.in_rank() for member in self._members().values())
             reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
-            effects += self._end(Finish("failed", reason), Shutdown(problem=brief(reason)))
+            effects += self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
         return effects
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
@@ -210,52 +163,38 @@ class Coordinator:
         )
         if isinstance(answer, Refuse):
             del self.peers[peer]
-            return [Send(peer, answer), Close(peer, f"refused: {answer.reason}")]
+            return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
         if isinstance(answer, terms.Answer):
             del self.peers[peer]  # it comes again when it has built what the run needs
-            offer = Send(peer, terms.offer(self.timing, answer.proof))
-            return [Secure(peer, answer.key), offer, Close(peer, "told what the run is")]
+            offer = do.Send(peer, terms.offer(self.timing, answer.proof))
+            return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
-        return [Secure(peer, answer.key), *self._settle(now)]
+        return [do.Secure(peer, answer.key), *self._settle(now)]
 
     def _loaded(self, peer: Peer, member: Member, loaded: Loaded, now: float) -> list[Effect]:
         self._require_step(loaded.step)
         member.phase = Phase.READY
         rank = member.in_rank()
-        kept = [Joined(rank, self.step, late=self._begun), Keep(rank, loaded)]
+        kept = [do.Joined(rank, self.step, late=self._begun), do.Keep(rank, loaded)]
         return [*kept, *self._settle(now)]
 
     # --- a step -----------------------------------------------------------------------------------
 
     def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
         self._require_step(said.step)
-        self._require_assigned(member, said)
-        member.delivering = True
-        return [Keep(member.in_rank(), said)]
+        member.begin_delivery(said)
+        return [do.Keep(member.in_rank(), said)]
 
     def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
         self._require_step(node.step)
         under = reduction.shards_under(node.level, node.index, self.run.num_shards)
-        came = member.covered.setdefault(node.block, set())
-        # Of the first delivery that is open: what is lost with a worker is whole deliveries.
-        owed = set(member.assigned[0]) - came if member.delivering else set[int]()
-        self._require_turn(member, node.block)
-        if not under or not owed.issuperset(under):
-            raise ProtocolError(
-                f"TreeNode block={node.block} level={node.level} index={node.index}: "
-                "its shards are not all owed"
-            )
-        came.update(under)
+        member.take(node, under, self.run.num_blocks)
         effects = self._count(member, node, under)
-        if self._is_whole(member, 0):
-            effects.append(Deliver(member.in_rank()))
-            del member.assigned[0]
-            member.covered.clear()
-            member.delivering = False
-            if not member.assigned:
-                member.phase = Phase.READY
+        if member.is_whole(0):
+            effects.append(do.Deliver(member.in_rank()))
+            member.end_delivery()
         if self._missing.get(node.block) == set():
-            effects.append(Reduce(self.step, node.block))
+            effects.append(do.Reduce(self.step, node.block))
         return effects
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
@@ -263,25 +202,12 @@ class Coordinator:
         if node.block not in self._missing:
             return []
         self._missing[node.block].difference_update(under)
-        return [Keep(member.in_rank(), node)]
-
-    def _is_whole(self, member: Member, block: int) -> bool:
-        """Whether all of `block` of its first delivery came."""
-        return len(member.covered.get(block, ())) == len(member.assigned[0])
+        return [do.Keep(member.in_rank(), node)]
 
     def _non_finite(self, peer: Peer, member: Member, said: NonFinite, now: float) -> list[Effect]:
         self._require_step(said.step)
-        if said.shard not in member.assigned[0]:
-            raise ProtocolError(f"NonFinite shard={said.shard}: it was not assigned")
-        rank = member.in_rank()
-        what = f"loss {said.loss}"
-        if said.tensor is not None:
-            what = f"gradient {said.tensor}[{said.element}]"
-        reason = (
-            f"non-finite {what} on worker {rank}, step {said.step}, shard {said.shard}: "
-            "training halted before any update"
-        )
-        return [Keep(rank, said), *self._halt(Stop(said.step, rank, reason, said))]
+        rank, reason = member.in_rank(), member.why_it_halts(said)
+        return [do.Keep(rank, said), *self._halt(do.Stop(said.step, rank, reason, said))]
 
     def _staged(self, peer: Peer, member: Member, said: Staged, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -291,9 +217,9 @@ class Coordinator:
     def _applied(self, peer: Peer, member: Member, said: Applied, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.phase = Phase.READY
-        first = [] if self._made else [Apply(self.step)]
+        first = [] if self._made else [do.Apply(self.step)]
         self._made = True
-        return [*first, Keep(member.in_rank(), said), *self._settle(now)]
+        return [*first, do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
         return self._drop(peer, f"left: {said.reason}", now)
@@ -350,7 +276,7 @@ class Coordinator:
     def _gather(self, step: int, now: float) -> list[Effect]:
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
-        return [Gather(step)]
+        return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:
         """Saves if it is time, lets in who waits, then hands out the step; None to wait."""
@@ -361,16 +287,16 @@ class Coordinator:
             return self._fetch(now)
         if due:
             self._saved = self.step
-            return [Save(self.step)]
+            return [do.Save(self.step)]
         if over:
-            return self._end(Finish("completed"), Shutdown(problem=None))
+            return self._end(do.Finish("completed"), Shutdown(problem=None))
         if self._stopping is not None:
             return self._stopped(self.step, self._stopping)
         for member in waiting.values():
             member.phase = Phase.LOADING
         if waiting:
             self._gathering_since = now  # who was let in has its own time to load
-            return [Send(peer, self._welcome(member)) for peer, member in waiting.items()]
+            return [do.Send(peer, self._welcome(member)) for peer, member in waiting.items()]
         members = self._members()
         there = {member.rank for member in members.values()}
         loading = any(member.phase is Phase.LOADING for member in self.peers.values())
@@ -403,15 +329,15 @@ class Coordinator:
                 member = members[peer_of[rank]]
                 member.assigned.append(tuple(run))
                 member.phase = Phase.COMPUTING
-                effects.append(Send(peer_of[rank], Assign(step=self.step, shards=tuple(run))))
+                effects.append(do.Send(peer_of[rank], Assign(step=self.step, shards=tuple(run))))
         return effects
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         """Ends a connection, for whatever reason, and goes on without it."""
         member = self.peers.pop(peer)
-        effects: list[Effect] = [Close(peer, reason)]
+        effects: list[Effect] = [do.Close(peer, reason)]
         if member.phase in MEMBERS and self.stage is not Stage.OVER:
-            effects.append(Left(member.in_rank(), self.step, reason))
+            effects.append(do.Left(member.in_rank(), self.step, reason))
             members = self._members()
             if members:
                 effects += self._replace(member, members)
@@ -425,21 +351,21 @@ class Coordinator:
         orphaned = [shard for shards in lost.assigned for shard in shards]
         return self._assign(orphaned, members) if orphaned else []
 
-    def _halt(self, stop: Stop) -> list[Effect]:
+    def _halt(self, stop: do.Stop) -> list[Effect]:
         halt = Halt(step=stop.step, reason=brief(stop.reason))
-        return [stop, *self._end(Finish("halted", stop.reason), halt)]
+        return [stop, *self._end(do.Finish("halted", stop.reason), halt)]
 
     def _stopped(self, step: int, reason: str) -> list[Effect]:
         farewell = Shutdown(problem=brief(reason))
-        saved = [Save(step)] if self._has_state() else []
-        return [*saved, *self._end(Finish("stopped", reason), farewell)]
+        saved = [do.Save(step)] if self._has_state() else []
+        return [*saved, *self._end(do.Finish("stopped", reason), farewell)]
 
-    def _end(self, finish: Finish, farewell: Message) -> list[Effect]:
+    def _end(self, finish: do.Finish, farewell: Message) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""
         self.stage = Stage.OVER
         there = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
-        told = [Send(peer, farewell) for peer in there]
-        closed = [Close(peer, finish.reason or finish.status) for peer in self.peers]
+        told = [do.Send(peer, farewell) for peer in there]
+        closed = [do.Close(peer, finish.reason or finish.status) for peer in self.peers]
         self.peers.clear()
         return [*told, *closed, finish]
 
@@ -458,7 +384,7 @@ class Coordinator:
         members = self._members()
         for member in members.values():
             member.phase = phase
-        return [Send(peer, message) for peer in members]
+        return [do.Send(peer, message) for peer in members]
 
     def _welcome(self, member: Member) -> Welcome:
         resumed = self.run.resumed and not self._begun
@@ -466,15 +392,6 @@ class Coordinator:
         return Welcome(
             rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
         )
-
-    def _require_turn(self, member: Member, block: int) -> None:
-        """The last block goes first: so nobody owes any more when all are averaged."""
-        if block != self.run.num_blocks - 1 and not self._is_whole(member, block + 1):
-            raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
-
-    def _require_assigned(self, member: Member, said: Computed) -> None:
-        if said.shards != member.assigned[0] or member.delivering:
-            raise ProtocolError(f"Computed shards={said.shards}: not assigned, or said before")
 
     def _require_step(self, step: int) -> None:
         if step != self.step:

@@ -37,8 +37,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol import messages
-from entrenar_py.protocol.messages import MESSAGES, VERSION, Message
+from entrenar_py.protocol import headers
+from entrenar_py.protocol.messages import MESSAGES, VERSION, Challenge, Hello, Message, Refuse
 
 MAGIC = b"ENTP"
 CHUNK_BYTES = 2**20
@@ -60,7 +60,7 @@ Room = Callable[[Message, int], memoryview]
 # Before a session has a key these three alone may come, and they never have it.
 NO_KEY = bytes(32)
 TO_COORDINATOR, FROM_COORDINATOR = 0, 1
-UNKEYED = (messages.Challenge, messages.Hello, messages.Refuse)
+UNKEYED = (Challenge, Hello, Refuse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Encoder:
         """The frames of `message`: each its prefix with the header, then a view of its chunk."""
         whole = memoryview(payload).cast("B")
         assert message.carries or not whole.nbytes, f"{message} carries nothing"
-        header = messages.dump(message)
+        header = headers.dump(message)
         assert len(header) <= header_bytes_max(type(message)), f"{type(message)} is too long"
         key = NO_KEY if isinstance(message, UNKEYED) else self.key
         for start in range(0, max(whole.nbytes, 1), CHUNK_BYTES):
@@ -209,7 +209,7 @@ class Decoder:
     def _end_header(self) -> None:
         _, _, tag, *_, chunk_bytes, whole_bytes = FIELDS.unpack_from(self._prefix)
         if self._received is None:
-            message = messages.parse(tag, bytes(self._header))
+            message = headers.parse(tag, bytes(self._header))
             self._received = Received(message, self._room_for(message, whole_bytes))
             self._at = 0
         self._chunk = self._received.payload[self._at : self._at + chunk_bytes]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import replace
 
-from entrenar_py.protocol import messages
+from entrenar_py.protocol import headers
 from entrenar_py.protocol.messages import Challenge, Hello
 
 NONCE_BYTES = 16
@@ -32,5 +32,5 @@ def session_key(secret: bytes, challenge: Challenge, hello: Hello) -> bytes:
 
 
 def _mac(secret: bytes, use: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    said = [use, messages.dump(challenge), messages.dump(replace(hello, proof=""))]
+    said = [use, headers.dump(challenge), headers.dump(replace(hello, proof=""))]
     return hmac.digest(secret, b"\n".join(said), "sha256")

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.coordinator import Coordinator, Member
+from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Deliver, Effect, Finish, Keep, Peer, Send, Stop
+from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
     Applied,
     Computed,
@@ -60,7 +61,7 @@ class MeshCoordinator(Coordinator):
 
     def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
         self._require_step(said.step)
-        self._require_assigned(member, said)
+        member.require_assigned(said)
         member.delivered += member.assigned.pop(0)
         if not member.assigned:
             member.phase = Phase.READY

@@ -48,7 +48,7 @@ class Member(Replicas):
         match message:
             case Welcome(blocks=count) if count > self.layout.num_elements:
                 raise ProtocolError(
-                    f"Welcome blocks={count} of {self.layout.num_elements} elements"
+                    f"Welcome blocks={count}: there are {self.layout.num_elements} elements"
                 )
             case Average(block=block) | TreeNode(block=block) if block < self._blocks.count:
                 due = self._blocks.num_bytes(block)

@@ -12,7 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from entrenar_py import trace
-from entrenar_py.protocol import effects, frames, handshake, messages
+from entrenar_py.protocol import effects, frames, handshake, headers, messages
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.frames import CHUNK_BYTES, Decoder, Encoder, Received
 from entrenar_py.protocol.messages import Challenge, Heartbeat, Hello, Message, TreeNode
@@ -87,7 +87,7 @@ def _carried(message: Message, payload: bytes, most: int, rng: random.Random) ->
 
 
 def _digest(message: Message, payload: bytes) -> str:
-    return str(blake3(messages.dump(message) + b"\n" + payload).hexdigest(16))
+    return str(blake3(headers.dump(message) + b"\n" + payload).hexdigest(16))
 
 
 def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
@@ -135,7 +135,7 @@ def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "another session's key", b"".join(Encoder(bytes(32)).encode(node, ODD_FLOATS))
     yield TWICE, right + right
     yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4
-    foreign = messages.dump(Heartbeat())
+    foreign = headers.dump(Heartbeat())
     many = (b"{}," * 2**19, b'{"step":[' + b"0," * 2**19, b"9" * 2**20, b"[[]," * 2**15)
     for text in (b"[]", b"nonsense", b'{"step":1}', b"[" * 10_000, foreign, *many):
         yield f"header {text[:12]!r}", _with_header(text)
