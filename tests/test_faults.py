@@ -35,11 +35,8 @@ FROZEN: dict[str, Any] = {"kind": "freeze", "step": 0, "rank": 0, "at": "Commit"
 
 
 def _given(kind: str, names: tuple[str, ...]) -> dict[str, Any]:
-    given = {name: GIVEN[name] for name in names}
-    return {
-        **given,
-        **{name: value for name, value in OTHERS.get(kind, {}).items() if name in given},
-    }
+    fitting = {**GIVEN, **OTHERS.get(kind, {})}
+    return {name: fitting[name] for name in names}
 
 
 @pytest.mark.parametrize("kind", KINDS)

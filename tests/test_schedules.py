@@ -28,7 +28,7 @@ from tests.systems.between import Between
 
 NUM_SCHEDULES = 150
 NUM_BETWEEN = 80
-NUM_UNTIL_FOUND = 50  # of a test run; every mutant is found long before
+NUM_UNTIL_FOUND = 250  # of a test run; every mutant is found long before
 NUM_UNTIL_FOUND_MAX = 2_000  # of a soak
 CHUNK = 50
 PROCESSES = 2

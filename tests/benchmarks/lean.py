@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from threading import Semaphore
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from entrenar_py.protocol.messages import (
     Computed,
     Loaded,
     Message,
+    Partial,
     TreeNode,
     Welcome,
 )
+from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Run, Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.training import blocks, reduction
@@ -73,11 +76,11 @@ class _Reducing:
 
 
 class LeanServer(_Reducing):
-    """The coordinator's hands; `times` are when each step began."""
+    """The coordinator's hands. Every step waits until it is let go, and says when it is made."""
 
     def __init__(self, num_elements: int, num_blocks: int, num_shards: int) -> None:
         super().__init__(num_elements, num_blocks, num_shards)
-        self.times: list[float] = []
+        self.go, self.made = Semaphore(0), Semaphore(0)
 
     def sizes(self) -> dict[type[Message], int]:
         return {TreeNode: self.blocks.num_bytes_max, Loaded: 0, Computed: 0, Applied: 0}
@@ -98,7 +101,8 @@ class LeanServer(_Reducing):
 
     def gather(self, step: int) -> None:
         self.sums.clear()
-        self.times.append(time.perf_counter())
+        self.made.release()
+        self.go.acquire()  # nothing else is to be done in this process
 
     def reduce(self, block: int) -> tuple[float, float]:
         return self.average(block)
@@ -154,24 +158,63 @@ class LeanMember(_Reducing):
         return self.part(message.block) if isinstance(message, Average) else b""
 
 
+class LeanRing(LeanMember):
+    """The same in a ring."""
+
+    def __init__(self, num_elements: int, num_blocks: int, num_shards: int) -> None:
+        super().__init__(num_elements, num_blocks, num_shards)
+        self._passing: dict[int, reduction.Node] = {}
+
+    def combine(self, block: int, message: Partial | None, payload: Buffer) -> tuple[float, float]:
+        vector, weight = self._gradient[self.blocks.part(block)], 1.0
+        if message is not None:
+            came = blocks.vector_of(payload)
+            vector, weight = np.add(came, vector, out=came), 1.0 + message.weight
+        self._passing[block] = reduction.Node(0, 0, vector, 0.0, weight)
+        return 0.0, weight
+
+    def reduce(self, block: int) -> tuple[float, float]:
+        total = self._passing[block]
+        assert blocks.average(total, 1.0, out=self.mean[self.blocks.part(block)])
+        return total.loss, total.weight
+
+    def sizes(self) -> dict[type[Message], int]:
+        return {**super().sizes(), Partial: self.blocks.num_bytes_max}
+
+    def payload(self, message: Message) -> Buffer:
+        if isinstance(message, Partial):
+            return blocks.payload_of(self._passing[message.block].vector)
+        return super().payload(message)
+
+
+WORKERS: dict[str, tuple[type[Worker], type[LeanMember]]] = {
+    "parameter_server": (Worker, LeanMember),
+    "mesh": (MeshWorker, LeanMember),
+    "ring": (RingWorker, LeanRing),
+}
+
+
 def main(pipe: Connection) -> None:
     """Does jobs: each one stay in one run."""
     desk = Job(pipe)
     while (given := desk.next()) is not None:
         job: dict[str, Any] = json.loads(given)
-        hands = LeanMember(job["num_elements"], job["num_blocks"], job["world_size"])
+        kind, of = WORKERS[job["system"]]
+        hands = of(job["num_elements"], job["num_blocks"], job["world_size"])
         kept: dict[str, Any] = {"secret": SECRET, "backend": "cpu", "rank": job["rank"]}
-        kept["timing"] = TIMING
-        client: WorkerClient = (
-            MeshClient(MeshWorker(TERMS, port=None, **kept), hands)
-            if job["mesh"]
-            else WorkerClient(Worker(TERMS, **kept), hands)
+        machine = kind(TERMS, timing=TIMING, port=None, **kept)
+        client = (
+            MeshClient(machine, hands)
+            if isinstance(machine, MeshWorker)
+            else WorkerClient(machine, hands)
         )
         finish = asyncio.run(client.run(LOOPBACK, job["port"], patience_s=20.0))
         desk.answer(f"{finish.status} {finish.reason}".encode())
 
 
-async def coordinate(hands: LeanServer, job: dict[str, Any], give: Any, num_steps: int) -> Finish:
+async def coordinate(
+    hands: LeanServer, job: dict[str, Any], give: Callable[[bytes], object], num_steps: int
+) -> Finish:
     """One run: `give` gets each worker's job."""
     world_size = job["world_size"]
     run = Run(
@@ -182,7 +225,7 @@ async def coordinate(hands: LeanServer, job: dict[str, Any], give: Any, num_step
         num_blocks=job["num_blocks"],
         awaited={0: range(world_size)},
     )
-    kind = MeshCoordinator if job["mesh"] else Coordinator
+    kind = Coordinator if job["system"] == "parameter_server" else MeshCoordinator
     server = CoordinatorServer(run, hands, timing=TIMING, secret=SECRET, kind=kind)
     _, port = await server.listen(LOOPBACK, 0)
     for rank in range(world_size):

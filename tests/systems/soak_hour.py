@@ -22,20 +22,22 @@ from entrenar_py.drivers import simulated
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.parameter_server_simulated import SimulatedStar
-from entrenar_py.trace import Event, Injected, Membership, Shard, Update
+from entrenar_py.trace import Admission, Event, Injected, Membership, Shard, Update
 from tests.systems.stars import SIMULATED
 from tests.test_schedules import table
 
-NUM_STEPS = 2_400
+NUM_STEPS = 1_000
 HOUR_S = 3_600.0
-COMPUTING_S = (0.05, 0.6)  # of a shard: a step takes a second or so
+COMPUTING_S = (0.2, 2.0)  # of a shard: a step takes some seconds
 CALM_STEPS = 10  # before the end: whoever is to come back is back
-FAULT_EVERY = (6, 14)  # steps
-LOOK_EVERY = 100  # steps
+FAULT_EVERY = (3, 6)  # steps
+LOOK_EVERY = 50  # steps
 # Between two looks who is there differs, and what is on its way; an unfreed connection or replica a
 # fault would be 200 of them by the end.
 GROWTH_BYTES_MAX = 2**18
 KIB = 2**10
+# Those that must be turned away whoever is there.
+UNINVITED = [one for one in faults.STRANGERS if one not in ("taken_rank", "one_too_many")]
 
 
 def draw(seed: int, num_steps: int = NUM_STEPS) -> Scenario:
@@ -61,7 +63,7 @@ def draw(seed: int, num_steps: int = NUM_STEPS) -> Scenario:
 
 
 def _trouble(rng: random.Random, step: int, rank: int) -> list[Fault]:
-    kind = rng.choice((*faults.ON_THE_WAY, "leave", "restart"))
+    kind = rng.choice((*faults.ON_THE_WAY, "leave", "restart", "lie", "stranger"))
     if kind == "leave":
         back = step + rng.randrange(1, FAULT_EVERY[0])
         return [
@@ -70,6 +72,12 @@ def _trouble(rng: random.Random, step: int, rank: int) -> list[Fault]:
         ]
     if kind == "restart":
         return [Fault(kind="restart", step=step, at=rng.choice(faults.PLACES))]
+    if kind == "lie":
+        value = rng.choice(tuple(faults.LIES))
+        at = rng.choice(faults.LIE_PLACES[value])
+        return [Fault(kind="lie", step=step, rank=rank, at=at, value=value)]
+    if kind == "stranger":
+        return [Fault(kind="stranger", step=step, value=rng.choice(UNINVITED))]
     seconds = rng.choice(schedules.SECONDS) if "seconds" in faults.NEEDED[kind] else None
     at = rng.choice(faults.PLACES)
     return [Fault(kind=kind, step=step, rank=rank, at=at, seconds=seconds)]
@@ -112,11 +120,11 @@ class Hour(SimulatedStar):
 
     def _look(self) -> None:
         for event in self.recorder.drain():
-            self._judge(event)
+            self.judge(event)
         gc.collect()
         self.seen.bytes_held.append(tracemalloc.get_traced_memory()[0])
 
-    def _judge(self, event: Event) -> None:
+    def judge(self, event: Event) -> None:
         """Each step on the undisturbed bits, each shard of its own samples."""
         seen = self.seen
         match event:
@@ -129,6 +137,8 @@ class Hour(SimulatedStar):
                     seen.wrong.append(f"step {step}: shard {shard} is of other samples")
             case Injected():
                 seen.struck[event.fault["kind"], event.fault.get("at", "")] += 1
+            case Admission() if event.let_in:
+                seen.wrong.append(f"the stranger {event.case} was let in")
             case Membership(change="joined"):
                 seen.num_rejoins += 1
 
@@ -143,10 +153,12 @@ def soak(scenario: Scenario) -> tuple[Hour, float]:
         tracemalloc.start()
         try:
             star = Hour(scenario)
-            end = star.train().end
+            left = star.train()
         finally:
             tracemalloc.stop()
-    seen = star.seen
+    seen, end = star.seen, left.end
+    for event in left.events:  # what came after the last look
+        star.judge(event)
     if end.status != "completed":
         seen.wrong.append(f"it ended {end.status}: {end.reason}")
     if 0 in seen.made:
@@ -176,9 +188,7 @@ def main() -> int:
         f"{seen.num_rejoins} came back; before the last step {seen.num_open}"
     )
     held = [seen.bytes_held[1], max(seen.bytes_held), seen.bytes_held[-1]]
-    print(
-        "held, KiB: {} after 100 steps, {} at most, {} at the end".format(*(h // KIB for h in held))
-    )
+    print("held, KiB: {} at first, {} at most, {} at the end".format(*(h // KIB for h in held)))
     for complaint in seen.wrong[:10]:
         print(f"WRONG (seed {options.seed}): {complaint}")
     return 1 if seen.wrong else 0

@@ -126,9 +126,8 @@ def test_nothing_is_lost_or_repeated(kind: str, at: str) -> None:
 
 def test_who_leaves_and_joins() -> None:
     """A worker that is killed for good, and one that comes later."""
-    leave, join = (
-        Fault(kind=kind, step=step, rank=2) for kind, step in (("leave", 1), ("join", 3))
-    )
+    leave = Fault(kind="leave", step=1, rank=2)
+    join = Fault(kind="join", step=3, rank=2)
     trace = stars.require_right(subject(REAL, faults=(leave, join)))
     assert stars.changes(trace) == [(1, 2, "left"), (3, 2, "joined")]
 

@@ -172,7 +172,7 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
     model, model_unknown = evidence.shards(group[0]), missing.unknown_steps(group[0])
     for trace in group[1:]:
         unknown = model_unknown | missing.unknown_steps(trace)
-        ordered = all("bitwise" in one.promises for one in (group[0], trace))
+        ordered = all(one.draws_by_shard for one in (group[0], trace))
         arranged = list if ordered else sorted
         for step, shards in sorted(evidence.shards(trace).items()):
             if step not in model or step in unknown:

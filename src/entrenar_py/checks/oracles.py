@@ -89,12 +89,12 @@ def same_masks(model: Trace, trace: Trace) -> bool:
         return False
     mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
     known = trace.scenario.workload != "own" or None not in mine
-    return "bitwise" in trace.promises or (mine == theirs and known)
+    return trace.draws_by_shard or (mine == theirs and known)
 
 
 def other_masks(trace: Trace) -> str:
     """Why a trace under dropout is not compared with a single device."""
-    if "bitwise" in trace.promises:
+    if trace.draws_by_shard:
         return "not compared with a single device, whose dropout draws other masks"
     system = trace.scenario.system
     if all(shard.draws is None for shard in trace.of(Shard)):

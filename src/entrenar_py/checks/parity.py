@@ -91,7 +91,7 @@ def compare_with_oracle(
                 num_gradients.append(count)
             followed.add(oracles.without_dropout(trace.scenario))
     for trace in masked:
-        excused = "bitwise" in trace.promises or oracles.without_dropout(trace.scenario) in followed
+        excused = trace.draws_by_shard or oracles.without_dropout(trace.scenario) in followed
         if excused or not followed:
             tally.note(oracles.other_masks(trace))
         else:

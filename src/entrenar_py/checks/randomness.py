@@ -32,7 +32,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         _orders_differ(tally, trace)
         _initial_agrees(tally, trace)
     for group in evidence.groups(kept, "world_size", "faults", "stops", "mutant"):
-        _same_for_any_worker_count(tally, [t for t in group if "bitwise" in t.promises])
+        _same_for_any_worker_count(tally, [t for t in group if t.draws_by_shard])
     return tally.finding(
         nothing="no random draws, no second epoch and no second worker were seen: record "
         "Start.weights on two ranks, Shard.draws under dropout, or Shard.ids over two epochs"

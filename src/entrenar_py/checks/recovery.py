@@ -74,7 +74,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 def _drops_otherwise(trace: Trace) -> bool:
     """Whether dropout's masks may depend on who is there."""
-    return trace.scenario.dropout > 0 and "bitwise" not in trace.promises
+    return trace.scenario.dropout > 0 and not trace.draws_by_shard
 
 
 def _tell_masks(tally: Tally, trace: Trace, followed: Collection[Scenario]) -> None:

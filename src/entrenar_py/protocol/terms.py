@@ -56,8 +56,8 @@ class Timing:
     """How long is waited, in seconds.
 
     Either end says something every `heartbeat_s`, whatever it does, and is dead after
-    `dead_after_s` of silence. A new connection has `hello_s` to prove itself. When there are
-    too few workers a run waits for `gather_s`, and ends then.
+    `dead_after_s` of silence. A connection has `hello_s` to be made, and as long to prove itself.
+    When there are too few workers a run waits for `gather_s`, and ends then.
     """
 
     heartbeat_s: float = 5.0

@@ -16,4 +16,4 @@ class ProcessRing(ProcessMesh):
     """A run with real processes on this machine, each connected to the next."""
 
     topology = "ring"
-    promises = ()
+    promises = ("draws",)

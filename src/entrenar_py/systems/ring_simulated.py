@@ -19,4 +19,4 @@ class SimulatedRing(SimulatedStar):
 
     member = RingMember
     worker = RingWorker
-    promises = ()
+    promises = ("draws",)

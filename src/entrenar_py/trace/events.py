@@ -321,13 +321,19 @@ class Trace:
     """The events of one run of `scenario`, in order.
 
     `environment` holds versions and devices. `promises` are what the system claims for itself:
-    "bitwise" (the same bits for any number of workers of one backend).
+    "bitwise" (the same bits for any number of workers of one backend), or at least "draws" (what is
+    drawn, samples and masks, is keyed by logical shard and not by who computes it).
     """
 
     scenario: Scenario
     environment: Mapping[str, Any]
     promises: tuple[str, ...]
     events: tuple[Event, ...]
+
+    @property
+    def draws_by_shard(self) -> bool:
+        """Whether it promises the same draws for any number of workers."""
+        return bool({"bitwise", "draws"}.intersection(self.promises))
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of one kind, in order."""
