@@ -23,6 +23,8 @@ SYSTEMS = (STAR, MESH)
 # Shorter and longer than the 30 s of silence after which either end is given up.
 SECONDS = (0.2, 3.0, 20.0, 50.0)
 NUM_FAULTS_MAX = 4
+# By workload; the vectors have 8 and 1,580 bytes.
+BLOCK_BYTES = {"linear": (4, 16, 2**20), "mlp": (160, 640, 2**20)}
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
 _VALUES = ("nan", "inf", "-inf")
 _CONTRACT = "distributed-training-v1"
@@ -64,9 +66,10 @@ def draw(seed: int, system: str | None = None) -> Scenario:
     num_samples = rng.randint(8, 40)
     num_steps = rng.randint(3, 8)
     stops = rng.sample(range(1, num_steps), rng.choice((0, 0, 0, 1, 2)))
+    workload = rng.choice(("linear", "linear", "linear", "mlp"))
     scenario = Scenario(
         system=system,
-        workload=rng.choice(("linear", "linear", "linear", "mlp")),
+        workload=workload,
         width=4,
         world_size=world_size,
         seed=rng.randrange(2**32),
@@ -81,7 +84,7 @@ def draw(seed: int, system: str | None = None) -> Scenario:
         clip_norm=rng.choice((None, None, 0.05)),
         dropout=rng.choice((0.0, 0.0, 0.2)),
         stops=tuple(sorted(stops)),
-        options={"block_bytes": rng.choice((4, 16, 2**20))},
+        options={"block_bytes": rng.choice(BLOCK_BYTES[workload])},
     )
     for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
         scenario = _and_one(scenario, rng)
