@@ -25,8 +25,9 @@ from tests.protocol.stations import NOTHING, Payload, Said, Station, Wire
 class Mesh:
     """One coordinator, any number of workers, and time that passes when it is told to."""
 
-    def __init__(self, run: Run, *, timing: Timing = TIMING) -> None:
+    def __init__(self, run: Run, *, timing: Timing = TIMING, host: str = "host") -> None:
         self.run, self.timing, self.now = run, timing, 0.0
+        self._host = host  # where all workers are
         self.coordinator = MeshCoordinator(run, secret=SECRET, timing=timing, now=0.0)
         self.stations: list[Station] = []
         self.wires: list[Wire] = []
@@ -54,7 +55,7 @@ class Mesh:
         wire = station.wire = self._wire(station, None)
         peer = wire.peer
         self._below(station, station.machine.connected(peer, self._nonce(), self.now))
-        self._above(self.coordinator.connected(peer, self._nonce(), self.now, "host"))
+        self._above(self.coordinator.connected(peer, self._nonce(), self.now, self._host))
 
     def answer(self, station: Station, dial: do.Dial) -> None:
         """Somebody is at the address, or it is refused."""
@@ -74,11 +75,16 @@ class Mesh:
             return
         said = wire.queues[end].popleft()
         if end is None:
-            self._above(self.coordinator.receive(wire.peer, said[0], self.now), said)
+            self.say_above(wire, *said)
         elif wire.to is None:
             self._below(end, end.machine.receive(said[0], self.now), said)
         else:
             self._below(end, end.machine.receive_from(wire.peer, said[0], self.now), said)
+
+    def say_above(self, wire: Wire, message: Message, payload: Payload = NOTHING) -> None:
+        """The coordinator gets this message, whoever wrote it."""
+        effects = self.coordinator.receive(wire.peer, message, self.now)
+        self._above(effects, (message, payload))
 
     def work(self, station: Station) -> None:
         """A worker ends its first computation."""

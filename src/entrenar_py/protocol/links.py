@@ -43,13 +43,13 @@ class Link:
 
 @dataclass(slots=True)
 class Links:
-    """All of one worker's. `own` is its rank; `addresses` those of the others of its group."""
+    """All of one worker's. `own` is its rank, once it has a group; `addresses` are the others'."""
 
     terms: Terms
     secret: bytes
     backend: str
     timing: Timing
-    own: int = 0
+    own: int | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)
     _links: dict[Peer, Link] = field(default_factory=dict)
     _dialing: set[Dial] = field(default_factory=set)
@@ -150,7 +150,7 @@ class Links:
 
     def close(self) -> list[Effect]:
         """Ends them all."""
-        self.addresses = {}
+        self.own, self.addresses = None, {}
         self._dialing.clear()
         self._waiting.clear()
         return [one for peer in list(self._links) for one in self._close(peer, "the stay is over")]

@@ -70,6 +70,8 @@ class MeshCoordinator(Coordinator):
     def _staged(self, peer: Peer, member: Member, said: Staged, now: float) -> list[Effect]:
         self._require_step(said.step)
         if said.round == self._round:  # and not on its way when the round ended
+            if member.assigned:
+                raise ProtocolError(f"Staged: its shards {member.assigned[0]} are not computed")
             member.phase = Phase.STAGED
         return self._settle(now)
 
