@@ -164,13 +164,25 @@ def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> 
         member.require(average, bytes(due + more))
 
 
+@pytest.mark.parametrize("num_bytes", [4, 148, 156, 604])
+def test_room_of_another_size_is_elsewhere(num_bytes: int) -> None:
+    """What a damaged prefix says of a block, or one who lies: the average is not touched."""
+    member = _in_blocks(160)
+    average = by_hand.average_of(0, 3)
+    right = member.room(average, 152)
+    assert np.shares_memory(right, member.room(average, 152))
+    other = member.room(average, num_bytes)
+    assert other.nbytes == num_bytes
+    assert not np.shares_memory(right, other)
+
+
 def test_a_vector_has_no_more_blocks_than_elements() -> None:
     """A coordinator that says so is not believed, before anything is made of it."""
     hands = by_hand.met(stars.in_blocks("parameter_server", 160, world_size=1))
     welcome = by_hand.welcome_of(hands.server, 0, 0)
     payload = hands.server.payload(welcome)
     hands.members[0].require(replace(welcome, blocks=151), payload)
-    with pytest.raises(ProtocolError, match="Welcome blocks=152: there are 151 elements"):
+    with pytest.raises(ProtocolError, match="Welcome blocks=152 of 151 elements"):
         hands.members[0].require(replace(welcome, blocks=152), payload)
 
 
