@@ -11,7 +11,7 @@ from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Hold, Peer, Reduce
-from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Welcome
 from entrenar_py.protocol.phases import Stage
@@ -89,14 +89,16 @@ def received_again(self: Coordinator, peer: Peer, message: Message, now: float) 
     return _receive(self, peer, message, now)
 
 
-def added_again(self: Sums, rank: int, block: int, node: reduction.Node) -> None:
+def added_again(
+    self: Sums, rank: int, block: int, node: reduction.Node, payload: Buffer | None = None
+) -> None:
     """Adds a node to what there is of it."""
     nodes = self._open.get(rank, {}).get(block, [])
     for place, earlier in enumerate(nodes):
         if (earlier.level, earlier.index) == (node.level, node.index):
             nodes[place] = _plus(earlier, node)
             return
-    _take(self, rank, block, node)
+    _take(self, rank, block, node, payload)
 
 
 # --- when it is averaged, and by what it is divided -------------------------------------------
@@ -125,6 +127,11 @@ def divided_by_the_last_weight(self: Server, block: int) -> tuple[float, float] 
 
 
 # --- what a worker holds ----------------------------------------------------------------------
+
+
+def room_apart(self: Member, message: Message, num_bytes: int) -> memoryview:
+    """Receives every payload beside what is held, not in its place."""
+    return new_room(message, num_bytes)
 
 
 def cleared(self: Member, welcome: Welcome, payload: Buffer) -> None:
@@ -251,6 +258,7 @@ VARIANTS = (
         source="classic (off by one in a countdown)",
         plants={
             f"{WORKER}.Worker._hold": staged_without_the_last,
+            f"{MEMBER}.Member.room": room_apart,
             f"{MEMBER}.Member.load": cleared,
         },
         scenario=star(options=_IN_BLOCKS),
@@ -264,6 +272,7 @@ VARIANTS = (
         plants={
             f"{WORKER}.Worker._enter": remembers_its_blocks,
             f"{WORKER}.Worker._hold": held_already,
+            f"{MEMBER}.Member.room": room_apart,
         },
         scenario=star(faults=(_at("cut", "Staged"),), options=_IN_BLOCKS),
         invariants=("F-DP-001", "F-WP-005"),
