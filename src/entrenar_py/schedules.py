@@ -23,6 +23,8 @@ SYSTEM = "parameter_server_simulated"
 SECONDS = (0.2, 3.0, 20.0, 50.0)
 NUM_FAULTS_MAX = 4
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
+# Two blocks or one; eight, three or one. Each costs messages, and time.
+BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20)}
 _VALUES = ("nan", "inf", "-inf")
 _CONTRACT = "distributed-training-v1"
 _CHECKS = ("replica_identity", "coverage", "finiteness", "recovery")
@@ -60,9 +62,10 @@ def draw(seed: int) -> Scenario:
     num_samples = rng.randint(8, 40)
     num_steps = rng.randint(3, 8)
     stops = rng.sample(range(1, num_steps), rng.choice((0, 0, 0, 1, 2)))
+    workload = rng.choice(("linear", "linear", "linear", "mlp"))
     scenario = Scenario(
         system=SYSTEM,
-        workload=rng.choice(("linear", "linear", "linear", "mlp")),
+        workload=workload,
         width=4,
         world_size=world_size,
         seed=rng.randrange(2**32),
@@ -77,7 +80,7 @@ def draw(seed: int) -> Scenario:
         clip_norm=rng.choice((None, None, 0.05)),
         dropout=rng.choice((0.0, 0.0, 0.2)),
         stops=tuple(sorted(stops)),
-        options={"block_bytes": rng.choice((4, 16, 2**20))},
+        options={"block_bytes": rng.choice(BLOCK_BYTES[workload])},
     )
     for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
         scenario = _and_one(scenario, rng)
