@@ -182,7 +182,7 @@ def test_a_vector_has_no_more_blocks_than_elements() -> None:
     welcome = by_hand.welcome_of(hands.server, 0, 0)
     payload = hands.server.payload(welcome)
     hands.members[0].require(replace(welcome, blocks=151), payload)
-    with pytest.raises(ProtocolError, match="Welcome blocks=152 of 151 elements"):
+    with pytest.raises(ProtocolError, match="Welcome blocks=152: there are 151 elements"):
         hands.members[0].require(replace(welcome, blocks=152), payload)
 
 
