@@ -1,4 +1,4 @@
-"""Random schedules of faults: the parameter server ends right under each, and no mutant does.
+"""Random schedules of faults: star and mesh end right under each, and no mutant does.
 
 `python -m tests.test_schedules 10000 --mutants` tries so many schedules instead of a test run's
 few, and as many as it takes to find each mutant; `--replay SEED` tries one alone.
@@ -23,7 +23,6 @@ from entrenar_py import faults, mutants, schedules, systems
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.schedules import Attempt
-from entrenar_py.systems.server import Server
 from entrenar_py.trace import End, Event, Halt, Injected, Membership, Shard, Trace, Update
 from tests.systems.between import Between
 
@@ -34,17 +33,20 @@ NUM_UNTIL_FOUND_MAX = 2_000  # of a soak
 CHUNK = 50
 PROCESSES = 2
 
-_STAR = {n: v for n, v in mutants.catalogue().items() if v.scenario.system == schedules.SYSTEM}
-MUTANTS = [name for name, variant in _STAR.items() if not variant.benign]
-BENIGN = [name for name, variant in _STAR.items() if variant.benign]
+_VARIANTS = {n: v for n, v in mutants.catalogue().items() if v.scenario.system in schedules.SYSTEMS}
+MUTANTS = [name for name, variant in _VARIANTS.items() if not variant.benign]
+BENIGN = [name for name, variant in _VARIANTS.items() if variant.benign]
 
 
 # --- schedules --------------------------------------------------------------------------------
 
 
-def test_the_parameter_server_ends_right() -> None:
+@pytest.mark.parametrize("turn", range(len(schedules.SYSTEMS)), ids=schedules.SYSTEMS)
+def test_every_system_ends_right(turn: int) -> None:
     """Under every schedule; and what was planned really struck, of every kind."""
-    found = survey(range(NUM_SCHEDULES))
+    seeds = range(turn, NUM_SCHEDULES * len(schedules.SYSTEMS), len(schedules.SYSTEMS))
+    assert {schedules.draw(seed).system for seed in seeds} == {schedules.SYSTEMS[turn]}
+    found = survey(seeds)
     assert found.wrong == {}
     assert {kind for kind, _ in found.struck} >= {"leave", "join", "restart", *faults.ON_THE_WAY}
     assert {place for _, place in found.struck} >= set(faults.PLACES)
@@ -54,7 +56,7 @@ def test_it_ends_right_whoever_is_lost_between_blocks() -> None:
     """Each fault strikes at one of two blocks; some are averaged by then, and sent again."""
     num_again = 0
     for seed in range(NUM_BETWEEN):
-        scenario = _between_blocks(schedules.draw(seed))
+        scenario = _between_blocks(schedules.draw(seed, schedules.STAR))
         star = Between(scenario, block=seed % 2)
         run, calm = star.train(), systems.run(schedules.undisturbed(scenario))
         assert schedules.judge(run, calm) == "", seed
@@ -88,15 +90,23 @@ def test_schedules_are_possible_and_differ() -> None:
     for scenario in drawn:
         systems.require_possible(scenario)
         assert Scenario.from_dict(json.loads(json.dumps(scenario.to_dict()))) == scenario
-    assert {scenario.world_size for scenario in drawn} == {1, 2, 3, 4, 5}
+    for system, sizes in ((schedules.STAR, {1, 2, 3, 4, 5}), (schedules.MESH, {2, 3, 4, 5})):
+        assert {one.world_size for one in drawn if one.system == system} == sizes
+    assert not any(_strikes_last(one) for one in drawn if one.system == schedules.MESH)
+    assert any(_strikes_last(one) for one in drawn if one.system == schedules.STAR)
     assert {len(scenario.faults) for scenario in drawn} == {0, 1, 2, 3, 4}
     assert {fault.kind for scenario in drawn for fault in scenario.faults} >= set(
-        systems.SYSTEMS[schedules.SYSTEM].faults
+        systems.SYSTEMS[schedules.STAR].faults
     ) - {"huge_gradient"}
-    blocks = {Server(one).blocks.count for one in drawn[:100]}
-    assert blocks == {1, 2, 3, 8}
+    sizes_drawn = {(one.workload, one.options["block_bytes"]) for one in drawn}
+    assert sizes_drawn == {(name, n) for name, of in schedules.BLOCK_BYTES.items() for n in of}
     assert any(scenario.stops and scenario.faults for scenario in drawn)
     assert max(max(_places(scenario).values(), default=0) for scenario in drawn) >= 3
+
+
+def _strikes_last(scenario: Scenario) -> bool:
+    """Whether something befalls the worker of the highest rank."""
+    return any(fault.rank == scenario.world_size - 1 for fault in scenario.faults)
 
 
 def _places(scenario: Scenario) -> Counter[tuple[int | None, int | None]]:
@@ -114,7 +124,7 @@ def _attempt(halted: bool) -> tuple[Trace, Trace]:
     """A run of three steps in which worker 1 died in step 1, and its training undisturbed."""
     kill = Fault(kind="kill", step=1, rank=1, at="Assign")
     scenario = Scenario(
-        system=schedules.SYSTEM,
+        system=schedules.STAR,
         workload="linear",
         world_size=2,
         seed=0,
@@ -202,13 +212,18 @@ def test_random_schedules_find_every_mutant(name: str) -> None:
     """And the seed alone finds it again."""
     found = find(name, NUM_UNTIL_FOUND)
     assert found is not None
-    assert schedules.attempt(found.seed, mutant=name).complaint == found.complaint
+    assert _attempt_with(name, found.seed).complaint == found.complaint
 
 
 @pytest.mark.parametrize("name", BENIGN)
 def test_no_schedule_makes_a_benign_variant_wrong(name: str) -> None:
     """Other ways to be right stay right when something goes wrong."""
-    assert [schedules.attempt(seed, mutant=name).complaint for seed in range(12)] == [""] * 12
+    assert [_attempt_with(name, seed).complaint for seed in range(12)] == [""] * 12
+
+
+def _attempt_with(name: str, seed: int) -> Attempt:
+    """The schedule of `seed` for the system in which the variant called `name` is planted."""
+    return schedules.attempt(seed, mutant=name, system=_VARIANTS[name].scenario.system)
 
 
 # --- the soak ---------------------------------------------------------------------------------
@@ -236,7 +251,7 @@ def survey(seeds: Sequence[int]) -> Survey:
 
 def find(name: str, num_schedules: int = NUM_UNTIL_FOUND_MAX) -> Attempt | None:
     """The first of so many schedules under which the mutant called `name` is complained of."""
-    tried = (schedules.attempt(seed, mutant=name) for seed in range(num_schedules))
+    tried = (_attempt_with(name, seed) for seed in range(num_schedules))
     return next((one for one in tried if one.complaint), None)
 
 
@@ -252,7 +267,7 @@ def table(struck: Mapping[tuple[str, str], int]) -> str:
 
 def replay(seed: int, mutant: str | None) -> bool:
     """Tries one schedule, and says what it is and what is wrong with it; whether nothing is."""
-    tried = schedules.attempt(seed, mutant=mutant)
+    tried = schedules.attempt(seed) if mutant is None else _attempt_with(mutant, seed)
     print(json.dumps(tried.scenario.to_dict()))
     print(tried.complaint or "nothing is wrong")
     return not tried.complaint

@@ -1,4 +1,4 @@
-"""Random schedules of faults for the simulated parameter server, and whether a run ended right.
+"""Random schedules of faults for the simulated star and mesh, and whether a run ended right.
 
 A seed is a scenario, and a scenario is its run: `attempt(seed)` again replays what it found.
 """
@@ -18,12 +18,13 @@ from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.trace import Halt, Trace, Update
 from entrenar_py.verdict import Verdict
 
-SYSTEM = "parameter_server_simulated"
+STAR, MESH = "parameter_server_simulated", "mesh_simulated"
+SYSTEMS = (STAR, MESH)
 # Shorter and longer than the 30 s of silence after which either end is given up.
 SECONDS = (0.2, 3.0, 20.0, 50.0)
 NUM_FAULTS_MAX = 4
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
-# Two blocks or one; eight, three or one. Each costs messages, and time.
+# By workload: two blocks or one; eight, three or one. Each costs messages, and time.
 BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20)}
 _VALUES = ("nan", "inf", "-inf")
 _CONTRACT = "distributed-training-v1"
@@ -40,9 +41,9 @@ class Attempt:
     complaint: str
 
 
-def attempt(seed: int, *, mutant: str | None = None) -> Attempt:
+def attempt(seed: int, *, mutant: str | None = None, system: str | None = None) -> Attempt:
     """Runs the schedule of `seed`, with `mutant` planted if there is one, and judges it."""
-    scenario = draw(seed).with_(mutant=mutant)
+    scenario = draw(seed, system).with_(mutant=mutant)
     # A worker that one fault took away is not there for the next: that one does not strike then.
     run = systems.run(scenario, every_fault=False)
     calm = systems.run(undisturbed(scenario))
@@ -52,19 +53,22 @@ def attempt(seed: int, *, mutant: str | None = None) -> Attempt:
 # --- a schedule -------------------------------------------------------------------------------
 
 
-def draw(seed: int) -> Scenario:
+def draw(seed: int, system: str | None = None) -> Scenario:
     """The scenario of `seed`: a small training, up to NUM_FAULTS_MAX faults of any kind, stops.
 
-    It can be run, and can end: somebody is always there, or on the way back.
+    It can be run, and can end: somebody is always there, or on the way back. In a mesh that is not
+    enough, since the state is with the workers: nothing strikes the one of the highest rank. Where
+    no `system` is given, seeds draw SYSTEMS in turn.
     """
     rng = random.Random(seed)
-    world_size = rng.randint(1, 5)
+    system = system or SYSTEMS[seed % len(SYSTEMS)]
+    world_size = rng.randint(1 + (system == MESH), 5)
     num_samples = rng.randint(8, 40)
     num_steps = rng.randint(3, 8)
     stops = rng.sample(range(1, num_steps), rng.choice((0, 0, 0, 1, 2)))
     workload = rng.choice(("linear", "linear", "linear", "mlp"))
     scenario = Scenario(
-        system=SYSTEM,
+        system=system,
         workload=workload,
         width=4,
         world_size=world_size,
@@ -93,7 +97,8 @@ def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
     if before and before[0].rank is not None and rng.random() < AGAIN:
         rank, step = before[0].rank, before[0].step
     else:
-        rank, step = rng.randrange(scenario.world_size), rng.randrange(scenario.num_steps)
+        num_struck = scenario.world_size - (scenario.system == MESH)
+        rank, step = rng.randrange(num_struck), rng.randrange(scenario.num_steps)
     try:
         more = scenario.with_(faults=(*scenario.faults, _fault(scenario, rng, rank, step)))
         systems.require_possible(more)

@@ -212,7 +212,8 @@ class MeshWorker(Worker):
         group = self._group
         if group is None or message.round > group.round or message.step > self.step:
             return self._postpone(peer)
-        if message.round < group.round:
+        # What is of an earlier step was needed then: who says it now withholds what is due.
+        if message.round < group.round and message.step == self.step:
             return []  # was on its way when the round ended
         self._require_step(message.step)
         if rank not in group.ranks or message.block >= self._num_blocks:
