@@ -11,6 +11,7 @@ from entrenar_py.mutants import Variant
 from . import (
     accumulation,
     benign,
+    benign_mesh,
     benign_protocol,
     blocks,
     checkpoint,
@@ -23,6 +24,7 @@ from . import (
     loss,
     manifests,
     membership,
+    mesh,
     non_finite,
     optimizer,
     protocol,
@@ -34,12 +36,14 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks),
+    *(wire, protocol, blocks, mesh),
 )
 
 
 def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
     return [
-        variant for family in (*_MUTANTS, benign, benign_protocol) for variant in family.VARIANTS
+        variant
+        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh)
+        for variant in family.VARIANTS
     ]

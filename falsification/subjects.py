@@ -15,6 +15,9 @@ REFERENCE = "entrenar_py.systems.reference"
 REPLICAS = "entrenar_py.systems.replicas"
 COORDINATOR = "entrenar_py.protocol.coordinator"
 WORKER = "entrenar_py.protocol.worker"
+MESH_COORDINATOR = "entrenar_py.protocol.mesh_coordinator.MeshCoordinator"
+MESH_WORKER = "entrenar_py.protocol.mesh_worker.MeshWorker"
+MESH_MEMBER = "entrenar_py.systems.mesh_member.MeshMember"
 FRAMES = "entrenar_py.protocol.frames"
 SERVER = "entrenar_py.systems.server"
 MEMBER = "entrenar_py.systems.member"
@@ -51,6 +54,11 @@ def reference(**changes: Any) -> Scenario:
 def star(**changes: Any) -> Scenario:
     """The same three workers, each talking to a parameter server under the simulator."""
     return reference(**{"system": "parameter_server_simulated", **changes})
+
+
+def mesh(**changes: Any) -> Scenario:
+    """The same three workers under the simulator, exchanging blocks with each other."""
+    return reference(**{"system": "mesh_simulated", "options": {"block_bytes": 400}, **changes})
 
 
 def visit(scenario: Scenario, *, epoch: int = 0) -> list[int]:
