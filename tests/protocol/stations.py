@@ -1,0 +1,48 @@
+"""The workers of a bare mesh, and the wires between them, as plain records.
+
+The payload of a block of a node is the shards under it, that of an average the step that it is of;
+a state is the steps that were made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.mesh_worker import MeshWorker
+from entrenar_py.protocol.messages import Message
+
+Payload: TypeAlias = tuple[int, ...]
+Said: TypeAlias = tuple[Message, Payload]
+NOTHING: Payload = ()
+
+
+@dataclass(eq=False)
+class Station:
+    """A worker: what it holds of the step in work, and the steps that it made or was given."""
+
+    machine: MeshWorker
+    number: int
+    wire: Wire | None = None  # to the coordinator
+    state: Payload = NOTHING
+    sums: dict[int, list[int]] = field(default_factory=dict)  # own block -> shards that came
+    held: set[int] = field(default_factory=set)
+    jobs: deque[do.Compute] = field(default_factory=deque)
+    postponed: list[tuple[do.Peer, Said]] = field(default_factory=list)
+    finished: do.Finish | None = None
+
+
+@dataclass(eq=False)
+class Wire:
+    """A connection: who made it, and to whom, None for the coordinator. What is said to each of the
+    two is on its way. `dead`: nothing passes. `closed`: by whom, if by one of them.
+    """
+
+    peer: int
+    maker: Station
+    to: Station | None
+    queues: dict[Station | None, deque[Said]]
+    dead: bool = False
+    closed: set[Station | None] = field(default_factory=set)

@@ -1,0 +1,223 @@
+"""Coordinator and workers of a mesh, bare: any legal order, any losses, and the run ends right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from entrenar_py.protocol.effects import Finish, Send
+from entrenar_py.protocol.messages import Average, Group, Heartbeat, Message, TreeNode
+from entrenar_py.protocol.phases import Stage
+from tests.protocol.mesh import Mesh
+from tests.protocol.samples import SAMPLES
+from tests.protocol.star import run_of
+from tests.protocol.stations import NOTHING, Station, Wire
+from tests.protocol.test_star import PATIENT
+
+KINDS = st.sampled_from(tuple(SAMPLES))
+GONE = "nobody is left who holds the state before step"
+
+
+class Disorder(RuleBasedStateMachine):
+    """Anything legal, in any order; what must hold is asserted in `mesh`."""
+
+    mesh: Mesh
+
+    @initialize(
+        shards=st.integers(1, 6),
+        blocks=st.integers(1, 4),
+        steps=st.integers(1, 4),
+        world=st.integers(1, 4),
+        first=st.integers(0, 1),
+        saves=st.sets(st.integers(1, 3)),
+        num_workers=st.integers(1, 4),
+    )
+    def begin(
+        self,
+        shards: int,
+        blocks: int,
+        steps: int,
+        world: int,
+        first: int,
+        saves: set[int],
+        num_workers: int,
+    ) -> None:
+        """A run of any shape, and its first workers."""
+        run = run_of(
+            num_shards=shards,
+            num_blocks=blocks,
+            num_steps=first + steps,
+            world_size=world,
+            first_step=first,
+            saves=saves,
+        )
+        self.mesh = Mesh(run, timing=PATIENT)
+        for _ in range(num_workers):
+            self.mesh.arrive()
+
+    @precondition(lambda self: len(self.mesh.stations) < 6)
+    @rule(rank=st.none() | st.integers(0, 3))
+    def arrive(self, rank: int | None) -> None:
+        """One more worker, with a wish or without: there may be more than places."""
+        self.mesh.arrive(rank if rank is None else rank % self.mesh.run.world_size)
+
+    @precondition(lambda self: bool(self.mesh.ready()))
+    @rule(choice=st.integers(min_value=0), times=st.integers(1, 30))
+    def happen(self, choice: int, times: int) -> None:
+        """Something that is on its way arrives, some work is done, somebody is dialed."""
+        for turn in range(times):
+            if actions := self.mesh.ready():
+                actions[(choice >> turn) % len(actions)]()
+
+    @precondition(lambda self: bool(self._open()))
+    @rule(choice=st.integers(min_value=0), half=st.booleans())
+    def break_off(self, choice: int, half: bool) -> None:
+        """A connection is cut, or nothing more passes and nobody is told."""
+        wire = self._open()[choice % len(self._open())]
+        if half:
+            wire.dead = True
+        else:
+            self.mesh.cut(wire)
+
+    @rule(choice=st.integers(min_value=0))
+    def come_back(self, choice: int) -> None:
+        """A worker that is away connects again."""
+        away = [one for one in self.mesh.stations if one.wire is None and one.finished is None]
+        if away:
+            self.mesh.connect(away[choice % len(away)])
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 12.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        """Time passes, for longer than some have patience."""
+        self.mesh.wait(seconds)
+
+    @precondition(lambda self: bool(self._links()))
+    @rule(choice=st.integers(min_value=0), kind=KINDS)
+    def lie(self, choice: int, kind: type[Message]) -> None:
+        """What a worker says to another that makes no sense ends that link at most."""
+        wire = self._links()[choice % len(self._links())]
+        assert wire.to is not None
+        there = set(self.mesh.coordinator.peers)
+        wire.queues[wire.to].clear()  # it says nothing else: this is what comes next
+        wire.queues[wire.to].append((SAMPLES[kind][0], NOTHING))
+        self.mesh.hear(wire, wire.to)
+        assert wire.to in wire.closed or issubclass(kind, TreeNode | Average | Heartbeat)
+        assert set(self.mesh.coordinator.peers) == there
+
+    def teardown(self) -> None:
+        """In a fair world it ends, with every step made once and the same for everyone."""
+        if not hasattr(self, "mesh"):
+            return
+        mesh = self.mesh
+        finish = mesh.finish()
+        if finish.status == "failed":
+            assert finish.reason.startswith(GONE)
+            assert mesh.all_lost
+            return
+        assert finish.status == "completed"
+        for station in mesh.stations:
+            assert station.state == tuple(range(len(station.state)))
+            if station.finished is not None and station.state:
+                assert station.finished.status == "completed"
+
+    def _open(self) -> list[Wire]:
+        return [one for one in self.mesh.wires if not one.dead and not one.closed]
+
+    def _links(self) -> list[Wire]:
+        """Those between workers that have proved themselves to each other."""
+        return [one for one in self._open() if one.to is not None and _is_ready(one)]
+
+
+def _is_ready(wire: Wire) -> bool:
+    assert wire.to is not None
+    ends = (wire.maker.machine.links, wire.to.machine.links)
+    return all(one.rank_of(wire.peer) is not None for one in ends)
+
+
+def test_disorder() -> None:
+    """Any order of arrivals, deliveries, losses, lies and waits."""
+    run_state_machine_as_test(
+        Disorder, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(("num_shards", "num_blocks"), [(1, 1), (4, 2), (7, 1), (7, 5)])
+def test_a_run_in_order(num_workers: int, num_shards: int, num_blocks: int) -> None:
+    """Any number of workers make the same steps, in one round, also with fewer shards or blocks."""
+    run = run_of(
+        world_size=num_workers,
+        num_shards=num_shards,
+        num_blocks=num_blocks,
+        num_steps=3,
+        awaited={0: range(num_workers)},
+    )
+    mesh = Mesh(run)
+    for rank in range(num_workers):
+        mesh.arrive(rank)
+    assert mesh.finish() == Finish("completed")
+    assert [one.state for one in mesh.stations] == [(0, 1, 2)] * num_workers
+    assert {one.round for one in groups(mesh)} == {1}
+
+
+def groups(mesh: Mesh) -> list[Group]:
+    """Every round that was told of."""
+    told = [one.message for one in mesh.effects if isinstance(one, Send)]
+    return [one for one in told if isinstance(one, Group)]
+
+
+def started(num_workers: int = 3, **changes: object) -> tuple[Mesh, list[Station]]:
+    """A mesh whose workers compute the first step."""
+    run = run_of(**{"num_blocks": 3, "awaited": {0: range(num_workers)}, **changes})
+    mesh = Mesh(run)
+    stations = [mesh.arrive(rank) for rank in range(num_workers)]
+    mesh.until(lambda: mesh.coordinator.stage is Stage.COMPUTING)
+    return mesh, stations
+
+
+def wire_of(station: Station) -> Wire:
+    """The connection of a worker to the coordinator."""
+    assert station.wire is not None
+    return station.wire
+
+
+def test_all_is_lost_with_the_last() -> None:
+    """The run fails, and says so, since nobody holds what was learned."""
+    mesh, stations = started(2)
+    mesh.until(lambda: mesh.coordinator.step == 1)
+    for station in stations:
+        mesh.cut(wire_of(station))
+    reason = f"{GONE} 1: go on from the last checkpoint"
+    assert mesh.finished == Finish("failed", reason)
+
+
+def test_the_first_step_is_never_lost() -> None:
+    """The coordinator still holds what all began with: whoever comes goes on from there."""
+    mesh, stations = started(2)
+    for station in stations:
+        mesh.cut(wire_of(station))
+    assert mesh.finish() == Finish("completed")
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_two_who_can_t_reach_each_other(half: bool) -> None:
+    """Their step begins again in another round, over a new connection; nobody is given up."""
+    mesh, stations = started()
+    mesh.until(lambda: any(one.to is stations[1] and one.queues[stations[1]] for one in mesh.wires))
+    (link,) = [one for one in mesh.wires if one.maker is stations[0] and one.to is stations[1]]
+    if half:
+        link.dead = True
+    else:
+        mesh.cut(link)
+    assert mesh.finish() == Finish("completed")
+    assert [one.state for one in mesh.stations] == [(0, 1)] * 3
+    assert {one.round for one in groups(mesh)} > {1}
+    assert all(set(one.ranks) == {0, 1, 2} for one in groups(mesh))
