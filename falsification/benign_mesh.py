@@ -43,6 +43,7 @@ VARIANTS = (
         summary="the nodes of the first block go to their owner first",
         plants={f"{MESH_WORKER}._send": first_block_first},
         scenario=_BACK.with_(optimizer="adamw", learning_rate=0.01),
-        tried=_TRIED,
+        # A link that breaks takes nobody away: there is no recovery to look at.
+        tried=tuple(one for one in _TRIED if one != "F-DP-006"),
     ),
 )

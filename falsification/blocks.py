@@ -129,15 +129,15 @@ def divided_by_the_last_weight(self: Server, block: int) -> tuple[float, float] 
 # --- what a worker holds ----------------------------------------------------------------------
 
 
+def room_apart(self: Member, message: Message, num_bytes: int) -> memoryview:
+    """Receives every payload beside what is held, not in its place."""
+    return new_room(message, num_bytes)
+
+
 def cleared(self: Member, welcome: Welcome, payload: Buffer) -> None:
     """Begins a stay with an average of zeros."""
     _load(self, welcome, payload)
     self._mean[:] = 0
-
-
-def elsewhere(self: Member, message: Message, num_bytes: int) -> memoryview:
-    """Room for a payload that is not where it is to lie: what is not held is not there."""
-    return new_room(message, num_bytes)
 
 
 def staged_without_the_last(self: Worker, average: Average) -> list[Effect]:
@@ -258,8 +258,8 @@ VARIANTS = (
         source="classic (off by one in a countdown)",
         plants={
             f"{WORKER}.Worker._hold": staged_without_the_last,
+            f"{MEMBER}.Member.room": room_apart,
             f"{MEMBER}.Member.load": cleared,
-            f"{MEMBER}.Member.room": elsewhere,
         },
         scenario=star(options=_IN_BLOCKS),
         invariants=("F-DP-005",),
@@ -272,7 +272,7 @@ VARIANTS = (
         plants={
             f"{WORKER}.Worker._enter": remembers_its_blocks,
             f"{WORKER}.Worker._hold": held_already,
-            f"{MEMBER}.Member.room": elsewhere,
+            f"{MEMBER}.Member.room": room_apart,
         },
         scenario=star(faults=(_at("cut", "Staged"),), options=_IN_BLOCKS),
         invariants=("F-DP-001", "F-WP-005"),

@@ -146,8 +146,9 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--system",
         metavar="NAME",
-        help="the trainer, instead of the contract's: reference, textbook, parameter_server "
-        "(real processes over TCP) or parameter_server_simulated",
+        help="the trainer, instead of the contract's: reference, textbook, or one with real "
+        "processes over TCP (parameter_server, mesh, ring) or the same in virtual time "
+        "(parameter_server_simulated, mesh_simulated, ring_simulated)",
     )
     group.add_argument(
         "--world-size",

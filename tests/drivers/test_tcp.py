@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import resource
 import socket
@@ -107,6 +108,28 @@ def test_nobody_listens() -> None:
         assert finish.status == "failed"
         assert f"no coordinator at {LOOPBACK}:{port}: " in finish.reason
         assert "Connect call failed" in finish.reason
+
+    go(story())
+
+
+def test_nobody_takes_the_connection_up() -> None:
+    """A network that says nothing is given up in time, as one that says no."""
+
+    async def story() -> None:
+        with contextlib.ExitStack() as stack:
+            full = stack.enter_context(socket.socket())
+            full.bind((LOOPBACK, 0))
+            full.listen(0)
+            port = full.getsockname()[1]
+            for _ in range(2):  # it holds one: who comes after these is not answered at all
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    one.connect((LOOPBACK, port))
+            client = client_of(0, timing=replace(IMPATIENT, hello_s=0.2))
+            finish = await client.run(LOOPBACK, port, patience_s=0.1)
+        where = f"no coordinator at {LOOPBACK}:{port}"
+        assert finish == do.Finish("failed", f"{where}: no answer within 0.2 s")
 
     go(story())
 

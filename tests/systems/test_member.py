@@ -13,6 +13,7 @@ from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.messages import (
     Applied,
+    Assign,
     Average,
     Commit,
     Computed,
@@ -36,6 +37,11 @@ def _in_blocks(block_bytes: int) -> Member:
     return by_hand.met(stars.in_blocks("parameter_server", block_bytes, world_size=1)).members[0]
 
 
+def _average(loss: float = 1.0, weight: float = 8.0) -> Average:
+    """The whole of a step's gradient, in one block."""
+    return Average(step=0, round=0, block=0, loss=loss, weight=weight)
+
+
 def _nodes(member: Member, *shards: int) -> list[tuple[TreeNode, np.ndarray[Any, Any]]]:
     """What `member` would send for `shards` of step 0."""
     outcome = member.work(0, shards)
@@ -53,6 +59,26 @@ def test_its_nodes_are_the_tree_s() -> None:
     total, loss = leaves[0][1] + leaves[1][1], leaves[0][0].loss + leaves[1][0].loss
     assert together[0][1].tobytes() == total.tobytes()
     assert together[0][0].loss == loss
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (Assign(step=0, shards=(7, 8)), r"Assign shards=\(7, 8\): use each once, of 0 to 7"),
+        (Assign(step=0, shards=(2, 2)), "use each once"),
+        (_average(weight=0.0), r"Average weight=0\.0 loss=1\.0: use finite numbers"),
+        (_average(weight=float("inf")), "a weight > 0"),
+        (_average(loss=float("nan")), "loss=nan: use finite numbers"),
+    ],
+)
+def test_what_is_of_no_such_run_is_refused(message: Message, complaint: str) -> None:
+    """Shards that are not there, and numbers that make no mean."""
+    member = _alone()
+    vector = bytes(member.vector_bytes)
+    member.require(Assign(step=0, shards=(0, 7)), b"")
+    member.require(_average(loss=-1.0), vector)
+    with pytest.raises(ProtocolError, match=complaint):
+        member.require(message, b"" if isinstance(message, Assign) else vector)
 
 
 @pytest.mark.parametrize("block_bytes", [4, 12, 160, 2**20])
@@ -136,6 +162,18 @@ def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> 
     reason = f"Average with a payload of {due + more} bytes: {due} are due"
     with pytest.raises(ProtocolError, match=reason):
         member.require(average, bytes(due + more))
+
+
+@pytest.mark.parametrize("num_bytes", [4, 148, 156, 604])
+def test_room_of_another_size_is_elsewhere(num_bytes: int) -> None:
+    """What a damaged prefix says of a block, or one who lies: the average is not touched."""
+    member = _in_blocks(160)
+    average = by_hand.average_of(0, 3)
+    right = member.room(average, 152)
+    assert np.shares_memory(right, member.room(average, 152))
+    other = member.room(average, num_bytes)
+    assert other.nbytes == num_bytes
+    assert not np.shares_memory(right, other)
 
 
 def test_a_vector_has_no_more_blocks_than_elements() -> None:

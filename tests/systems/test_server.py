@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,21 @@ def test_a_shard_at_a_time_is_the_same() -> None:
         by_hand.deliver(hands, shard % 3, 0, (shard,))
     by_hand.make(hands, 0)
     assert _held(hands) == stars.expected(scenario)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(1.0, -4.0), (1.0, 17.0), (1.0, float("nan")), (float("nan"), 4.0), (float("inf"), 4.0)],
+)
+def test_a_node_weighs_what_a_batch_can(loss: float, weight: float) -> None:
+    """One that weighs less than nothing, or more than 16 samples, would bend the mean."""
+    server = Server(_subject(batch_size=16))
+    right = TreeNode(step=0, round=0, block=0, level=0, index=0, loss=1.0, weight=16.0)
+    payload = bytearray(server.vector_bytes)
+    server.require(0, right, payload)
+    server.require(0, replace(right, weight=0.0), payload)
+    with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):
+        server.require(0, replace(right, loss=loss, weight=weight), payload)
 
 
 def test_half_a_delivery_does_not_count() -> None:

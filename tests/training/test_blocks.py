@@ -144,6 +144,32 @@ def test_a_step_begins_with_nothing() -> None:
         sums.root(0)
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_memory_is_used_again(first: int) -> None:
+    """Though blocks have two sizes, and all may come before any is averaged."""
+    cutting, sums = Blocks(NUM_ELEMENTS, 4), Sums(2)
+    order = [first, *(block for block in cutting.order() if block != first)]
+    places: list[set[int]] = []
+    for _ in range(10):
+        rooms = []
+        for block in order:
+            for leaf in leaves(2):
+                room = sums.room(cutting.num_bytes(block))
+                vector = blocks.vector_of(room)
+                vector[:] = leaf.vector[cutting.part(block)]
+                node = Node(0, leaf.index, vector, leaf.loss, leaf.weight)
+                sums.take(leaf.index, block, node, room)
+                rooms.append(room)
+        out = np.empty(NUM_ELEMENTS, np.float32)
+        for block in order:
+            sums.average(block, 1.0, out=out[cutting.part(block)])
+        whole = reduction.root(leaves(2), 2)
+        assert out.tobytes() == (whole.vector / np.float32(whole.weight)).tobytes()
+        places.append({np.frombuffer(room, np.uint8).ctypes.data for room in rooms})
+        sums.clear()
+    assert all(place == places[1] for place in places[1:])
+
+
 # --- how it travels, and its average --------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from entrenar_py.protocol.messages import (
     Average,
     Message,
     NonFinite,
+    Partial,
     TreeNode,
     Welcome,
 )
@@ -45,13 +46,13 @@ class Member(Replicas):
     def require(self, message: Message, payload: Buffer) -> None:
         """Returns if `message` can be done here and has its payload; ProtocolError if not."""
         due = self.sizes().get(type(message), 0)
-        match message:
-            case Welcome(blocks=count) if count > self.layout.num_elements:
-                raise ProtocolError(
-                    f"Welcome blocks={count}: there are {self.layout.num_elements} elements"
-                )
-            case Average(block=block) | TreeNode(block=block) if block < self._blocks.count:
-                due = self._blocks.num_bytes(block)
+        if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
+            num_elements = self.layout.num_elements
+            raise ProtocolError(
+                f"Welcome blocks={message.blocks}: there are {num_elements} elements"
+            )
+        if isinstance(message, Average | TreeNode | Partial) and message.block < self._blocks.count:
+            due = self._blocks.num_bytes(message.block)
         if len(payload) != due:
             raise ProtocolError(
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
@@ -70,7 +71,9 @@ class Member(Replicas):
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Memory for the payload of `message`, which may never be whole: where it is to lie."""
         if isinstance(message, Average) and self._is_due(message):
-            return blocks.payload_of(self._mean[self._blocks.part(message.block)])[:num_bytes]
+            place = blocks.payload_of(self._mean[self._blocks.part(message.block)])
+            if place.nbytes == num_bytes:  # `require` refuses any other number, when it is read
+                return place
         return new_room(message, num_bytes)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:

@@ -18,3 +18,7 @@ class ProcessMesh(ProcessStar):
 
     topology = "mesh"
     down = (Assign, Commit)
+
+    def num_owners(self) -> int:
+        """Every worker averages its share of the blocks."""
+        return self.scenario.world_size

@@ -67,13 +67,24 @@ class Server(Replicas):
         return backends.open_backend("cpu").linear
 
     def _num_blocks(self) -> int:
-        """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
-        block_bytes = self.scenario.options.get("block_bytes", BLOCK_BYTES)
+        """In how many parts the reduced vector travels: none is longer than `block_bytes`.
+
+        Where that is not given, everyone who averages has as many.
+        """
+        if "block_bytes" not in self.scenario.options:
+            owners = self.num_owners()
+            wanted = -(-self.vector_bytes // (BLOCK_BYTES * owners)) * owners
+            return min(wanted, self.layout.num_elements)
+        block_bytes = self.scenario.options["block_bytes"]
         if type(block_bytes) is not int or block_bytes < 4:
             raise UsageError(
                 f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4"
             )
         return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
+
+    def num_owners(self) -> int:
+        """How many average blocks: the server alone does."""
+        return 1
 
     @property
     def _state_bytes(self) -> int:

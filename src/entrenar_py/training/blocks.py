@@ -60,12 +60,18 @@ class Sums:
         self._open: dict[int, dict[int, list[Node]]] = {}  # rank -> block -> nodes
         self._lent: dict[int, list[Memory]] = {}  # block -> memory of its nodes
         self._free: list[Memory] = []
+        self._room_bytes = 0  # the most that was asked for
 
     def room(self, num_bytes: int) -> memoryview:
         """Memory for a node that will be taken, not zeroed."""
-        fits = self._free and self._free[-1].nbytes >= num_bytes
-        memory = self._free.pop() if fits else np.empty(num_bytes, np.uint8)
-        return memory.data[:num_bytes]
+        # Blocks have two sizes. All memory is of the larger one, so that any fits any: else some
+        # would lie unused, and more be got with each step.
+        self._room_bytes = max(self._room_bytes, num_bytes)
+        while self._free:
+            memory = self._free.pop()
+            if memory.nbytes >= num_bytes:
+                return memory.data[:num_bytes]
+        return np.empty(self._room_bytes, np.uint8).data[:num_bytes]
 
     def take(self, rank: int, block: int, node: Node, payload: Buffer | None = None) -> None:
         """A node of the delivery that `rank` has begun; its vector is only `block` of it.

@@ -1,0 +1,87 @@
+"""The ring, simulated and over TCP: one set of bits for all ranks and runs, near the tree's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from entrenar_py import faults
+from entrenar_py.faults import PLACES, Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Tensors, Trace
+from tests.checks import traces
+from tests.systems import stars
+
+REAL, SIMULATED = "ring", "ring_simulated"
+BREAKS = ("kill", "cut", "half_open", "duplicate", "truncate", "flip")
+
+
+def subject(system: str, block_bytes: int, **changes: object) -> Scenario:
+    """Three workers of 604 bytes of parameters, in blocks; with values, to be compared."""
+    options = {"block_bytes": block_bytes, **(stars.SOON if system == REAL else {})}
+    usual = {"workload": "mlp", "width": 1, "options": options, "detail": "values"}
+    return stars.subject(system, **{**usual, **changes})
+
+
+def require_near(one: list[Tensors], other: list[Tensors]) -> None:
+    """Returns if two runs differ by no more than another order of addition explains."""
+    for mine, theirs in zip(one, other, strict=True):
+        for name, tensor in mine.items():
+            ours, reference = tensor.values(), theirs[name].values()
+            assert ours is not None
+            assert reference is not None
+            assert np.allclose(ours, reference, rtol=0, atol=1e-5), name
+
+
+def digests(trace: Trace) -> list[dict[str, str]]:
+    """Of the weights after each step."""
+    return [{name: one.digest for name, one in held.items()} for held in stars.held(trace)]
+
+
+@pytest.mark.parametrize("system", [REAL, SIMULATED])
+@pytest.mark.parametrize("block_bytes", [40, 160, 2**20])
+def test_a_calm_run_loses_nobody(system: str, block_bytes: int) -> None:
+    """All blocks go around, every replica holds the same bits, and another run has them too."""
+    scenario = subject(system, block_bytes)
+    trace = traces.run(scenario)
+    assert stars.changes(trace) == []
+    require_near(stars.held(trace), stars.expected(scenario))
+    again = traces.run(scenario.with_(repeat=1))
+    assert digests(again) == digests(trace)
+
+
+def test_simulated_and_real_have_the_same_bits() -> None:
+    """The order of the ring is no matter of time."""
+    assert digests(traces.run(subject(REAL, 160))) == digests(traces.run(subject(SIMULATED, 160)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_any_number_of_workers(world_size: int) -> None:
+    """One worker adds as the tree does; more are near it."""
+    scenario = subject(SIMULATED, 40, world_size=world_size)
+    trace = traces.run(scenario)
+    assert stars.changes(trace) == []
+    require_near(stars.held(trace), stars.expected(scenario))
+    assert trace.promises == ("draws",)
+
+
+@pytest.mark.parametrize("at", [place for place in PLACES if place != "TreeNode"])
+@pytest.mark.parametrize("kind", BREAKS)
+def test_what_breaks_a_connection(kind: str, at: str) -> None:
+    """The round begins again, with or without worker 1; nothing is lost."""
+    scenario = subject(SIMULATED, 160, faults=(Fault(kind=kind, step=2, rank=1, at=at),))
+    require_near(stars.held(traces.run(scenario)), stars.expected(scenario))
+
+
+def test_what_breaks_is_tried() -> None:
+    """No kind that breaks a connection, or a process, is forgotten here."""
+    assert set(BREAKS) < set(faults.ON_THE_WAY)
+
+
+@pytest.mark.parametrize("at", ["Computed", "Average", "Commit"])
+def test_a_worker_that_is_killed_for_real(at: str) -> None:
+    """The others go on and it comes back; the run ends near the undisturbed one."""
+    scenario = subject(REAL, 160, faults=(Fault(kind="kill", step=2, rank=1, at=at),))
+    trace = traces.run(scenario)
+    require_near(stars.held(trace), stars.expected(scenario))
+    assert (3, 1, "joined") in stars.changes(trace)
