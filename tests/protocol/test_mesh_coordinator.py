@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.applicant import Applicant
 from entrenar_py.protocol.effects import Effect
 from entrenar_py.protocol.mesh_coordinator import ROUNDS_MAX
 from entrenar_py.protocol.messages import (
     MESSAGES,
     Assign,
+    Challenge,
     Computed,
     Fetch,
     Group,
     Halt,
+    Hello,
     Message,
+    Offer,
     Overflow,
+    Refuse,
     Staged,
     State,
     Unreachable,
@@ -26,7 +31,7 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import ALWAYS, MESH_PEER_MAY_SAY, PeerPhase, Stage
 from tests.protocol.mesh import Mesh
 from tests.protocol.samples import SAMPLES
-from tests.protocol.star import run_of
+from tests.protocol.star import SECRET, run_of
 from tests.protocol.stations import Station, Wire
 
 PLACES = [phase for phase in MESH_PEER_MAY_SAY if phase is not PeerPhase.CHALLENGED]
@@ -283,6 +288,18 @@ def test_a_worker_that_can_t_be_reached_is_sent_away() -> None:
     mesh.until(lambda: station.wire is None)
     closed = [one for one in mesh.effects if isinstance(one, do.Close)]
     assert closed == [do.Close(0, "Hello port=null: in a mesh every worker can be reached")]
+
+
+def test_who_asks_what_the_run_is_needs_no_port() -> None:
+    """It is answered as in a star; and who does not know the secret is told no more than there."""
+    for secret, kind in ((SECRET, Offer), (b"open barley", Refuse)):
+        machine = Mesh(run_of()).coordinator
+        (challenge,) = sent(machine.connected("asks", "0" * 32, 0.0), Challenge)
+        asks = Applicant("coordinator", "1" * 32, secret=secret, backend="cpu")
+        (hello,) = sent(asks.receive(challenge), Hello)
+        assert hello.port is None
+        (answer,) = sent(machine.receive("asks", hello, 0.0), kind)
+        assert answer == Refuse(reason="wrong secret", retry=False) or secret == SECRET
 
 
 @pytest.mark.parametrize(

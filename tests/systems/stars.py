@@ -1,4 +1,4 @@
-"""Runs of the parameter server, and what the reference says that must come out of them."""
+"""Runs of stars and meshes, and what the reference says that must come out of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
 REAL, SIMULATED = "parameter_server", "parameter_server_simulated"
+MESH, MESH_SIMULATED = "mesh", "mesh_simulated"
 # Who is silent is given up soon, so that a test need not wait for it.
 SOON = {"heartbeat_s": 0.1, "dead_after_s": 1.0}
 STEP = 2  # in which something befalls worker 1
@@ -26,14 +27,20 @@ def subject(system: str, **changes: Any) -> Scenario:
         "seed": 0,
         "num_steps": 5,
         "optimizer": "momentum",
-        "options": SOON if system == REAL else {},
+        "options": _options(system),
     }
     return Scenario(system=system, **{**usual, **changes})
 
 
+def _options(system: str) -> dict[str, Any]:
+    """In a mesh two blocks, so that workers 0 and 1 average one each."""
+    blocks = {"block_bytes": 4} if system in (MESH, MESH_SIMULATED) else {}
+    return {**(SOON if system in (REAL, MESH) else {}), **blocks}
+
+
 def in_blocks(system: str, block_bytes: int, **changes: Any) -> Scenario:
     """The same with 151 parameters, that is 604 bytes, which travel in blocks."""
-    options = {**(SOON if system == REAL else {}), "block_bytes": block_bytes}
+    options = {**_options(system), "block_bytes": block_bytes}
     return subject(system, workload="mlp", width=1, options=options, **changes)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import terms
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Deliver, Effect, Finish, Keep, Peer, Send, Stop
 from entrenar_py.protocol.member import Member
@@ -51,7 +52,9 @@ class MeshCoordinator(Coordinator):
         self._num_rounds = 0  # that this step was begun again for them
 
     def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
-        if hello.port is None:
+        ours, secret = self.run.terms, self.secret
+        entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
+        if entitled and hello.port is None:  # a stranger learns nothing; who asks has none yet
             raise ProtocolError("Hello port=null: in a mesh every worker can be reached")
         host = f"[{member.host}]" if ":" in member.host else member.host
         member.address = f"{host}:{hello.port}"

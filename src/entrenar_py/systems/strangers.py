@@ -16,6 +16,7 @@ from entrenar_py.protocol.terms import Terms
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62
 PACE_S = 1.0
+PORT = 1  # at which it says that it hears others, as who takes part in a mesh must
 OTHER = "0" * 64  # as long as a digest, and of nothing
 
 
@@ -54,7 +55,7 @@ def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Chall
             data=terms.data,
             backend="cpu",
             rank=rank,
-            port=None,
+            port=PORT,
             nonce=challenge.nonce[::-1],
             proof="",
         )

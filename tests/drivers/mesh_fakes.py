@@ -1,0 +1,89 @@
+"""A mesh without arithmetic: hands that remember what came, as those in `fakes`."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.drivers.tcp_mesh import MeshClient
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
+from entrenar_py.protocol.mesh_worker import MeshWorker
+from entrenar_py.protocol.messages import Average, Message, State, TreeNode
+from entrenar_py.protocol.terms import Run, Timing
+from tests.drivers.fakes import LOOPBACK, SECRET, TERMS, TIMING, FakeMember, FakeServer
+
+
+class FakeMeshServer(FakeServer):
+    """The coordinator's hands, which get the state when it is asked for."""
+
+    def sizes(self) -> Mapping[type[Message], int]:
+        return {State: len(self.content)}
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        if isinstance(message, State):
+            assert payload == self.content
+            self.told.append(f"{rank} gave the state before {message.step}")
+
+
+class FakeMeshMember(FakeMember):
+    """A worker's hands; `rounds` is how often they were told to begin again."""
+
+    rounds = 0
+
+    def sizes(self) -> Mapping[type[Message], int]:
+        return {**super().sizes(), TreeNode: len(self.content)}
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        assert payload == self.content
+
+    def contribute(self, node: TreeNode) -> None:
+        """Nothing is added."""
+
+    def reduce(self, block: int) -> tuple[float, float] | None:
+        self.held.append(block)
+        return 1.0, 1.0
+
+    def regroup(self) -> None:
+        self.held.clear()
+        self.rounds += 1
+
+    def payload(self, message: Message) -> Buffer:
+        carried = isinstance(message, TreeNode | Average | State)
+        return self.content if carried else b""
+
+
+def mesh_worker_of(rank: int | None, *, timing: Timing = TIMING, **changes: Any) -> MeshWorker:
+    """The machine of a worker of a mesh that asks for `rank`."""
+    usual: dict[str, Any] = {"secret": SECRET, "backend": "cpu", "port": None}
+    return MeshWorker(TERMS, rank=rank, timing=timing, **{**usual, **changes})
+
+
+def mesh_client_of(
+    rank: int | None,
+    hands: FakeMeshMember | None = None,
+    *,
+    meddle: Meddle = unmeddled,
+    door_context: ssl.SSLContext | None = None,
+    timing: Timing = TIMING,
+) -> MeshClient:
+    """A worker that can connect to a coordinator, and to others."""
+    machine = mesh_worker_of(rank, timing=timing)
+    return MeshClient(machine, hands or FakeMeshMember(), meddle=meddle, door_context=door_context)
+
+
+async def mesh_listening(
+    run: Run,
+    hands: FakeMeshServer,
+    *,
+    timing: Timing = TIMING,
+    host: str = LOOPBACK,
+    context: ssl.SSLContext | None = None,
+) -> tuple[CoordinatorServer, int]:
+    """A coordinator of a mesh that listens, and its port."""
+    server = CoordinatorServer(run, hands, timing=timing, secret=SECRET, kind=MeshCoordinator)
+    _, port = await server.listen(host, 0, context=context)
+    return server, port
