@@ -42,6 +42,7 @@ class MeshMember(Member):
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is not None:
             self._total = averaged
+            self._held.add(block)  # nobody else's average takes its place
         return averaged
 
     def room(self, message: Message, num_bytes: int) -> memoryview:

@@ -1,0 +1,135 @@
+"""A worker of a mesh, bare: what ends a link, and who hears of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Dial
+from entrenar_py.protocol.links import AGAIN
+from entrenar_py.protocol.messages import (
+    MESSAGES,
+    Average,
+    Heartbeat,
+    Message,
+    TreeNode,
+)
+from entrenar_py.protocol.phases import MESH_WORKER_MAY_HEAR, WorkerPhase
+from tests.protocol.mesh_situations import (
+    NONCE,
+    PEER,
+    TO_2,
+    average,
+    complaint,
+    hello_of,
+    linked,
+    node,
+)
+from tests.protocol.samples import SAMPLES
+
+# --- what another worker may not say ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peer", "said", "complaint_"),
+    [
+        ("in", node(3, 0, 0), "not due from rank 0"),  # a block of rank 0's
+        ("in", node(4, 0, 1), "not due from rank 0"),  # a shard of mine
+        ("in", node(4, 1, 0), "not due from rank 0"),  # one of its and one of mine
+        ("in", node(4, 3, 0), "not due from rank 0"),  # above the root
+        ("in", node(4, 0, 9), "not due from rank 0"),  # no such shard
+        ("out", node(4, 0, 0), "not due from rank 2"),  # a shard of rank 0's
+        ("in", node(5, 0, 0), "TreeNode block=5 of rank 0"),  # no such block
+        ("in", average(6), "Average block=6 of rank 0"),
+        ("in", average(4), "Average block=4: not due from rank 0"),  # a block of mine
+        ("in", average(2), "Average block=2: not due from rank 0"),  # a block of rank 2's
+    ],
+)
+def test_what_is_not_due_ends_the_link(peer: str, said: Message, complaint_: str) -> None:
+    """And the round: whoever said it has not said what is due."""
+    (closed, told, *rest) = linked().receive_from(peer, said, 0.0)
+    assert isinstance(closed, do.Close)
+    assert complaint_ in closed.reason
+    assert told == complaint(0 if peer == "in" else 2, closed.reason)
+    assert rest == []
+
+
+@pytest.mark.parametrize("said", [node(4, 0, 0), average(3)])
+def test_nothing_is_due_twice(said: Message) -> None:
+    """A node or an average that came counts once."""
+    machine = linked()
+    assert machine.receive_from("in", said, 0.0) != []
+    assert isinstance(machine.receive_from("in", said, 0.0)[0], do.Close)
+
+
+EXCHANGED = (TreeNode, Average, Heartbeat)
+
+
+@pytest.mark.parametrize("kind", [one for one in MESSAGES.values() if one not in EXCHANGED])
+def test_workers_say_nothing_else_to_each_other(kind: type[Message]) -> None:
+    """What the coordinator may say another worker may not."""
+    (closed, *_) = linked().receive_from("in", SAMPLES[kind][0], 0.0)
+    assert closed == do.Close("in", f"{kind.__name__} from another worker")
+
+
+ILLEGAL = [
+    (phase, kind)
+    for phase in (WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED)
+    for kind in MESSAGES.values()
+    if kind not in MESH_WORKER_MAY_HEAR[phase]
+]
+
+
+@pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
+def test_what_is_not_legal_ends_the_stay(phase: WorkerPhase, kind: type[Message]) -> None:
+    """And with it all links: whoever comes back is told of everyone anew."""
+    machine = linked()
+    machine.phase = phase
+    effects = machine.receive(SAMPLES[kind][0], 0.0)
+    reason = f"{kind.__name__} to a worker that is {phase}"
+    over = [do.Close(peer, "the stay is over") for peer in ("in", "out")]
+    assert effects == [do.Close(PEER, reason), *over]
+    assert machine.receive_from("in", Heartbeat(), 0.0) == []
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+def test_a_link_that_is_lost_is_complained_of() -> None:
+    """So is one that can't be made; not that of a stranger, nor twice."""
+    machine = linked()
+    assert machine.lost_link("in", "cut") == [do.Close("in", "cut"), complaint(0, "cut")]
+    assert machine.lost_link("in", "cut") == []
+    assert machine.undialable(TO_2, "refused") == [complaint(2, "refused")]
+    assert machine.undialable(Dial(2, "elsewhere:2"), "refused") == []
+    machine.accepted("stranger", NONCE, 0.0)
+    effects = machine.receive_from("stranger", Heartbeat(), 0.0)
+    assert [type(one) for one in effects] == [do.Close]
+
+
+def test_who_connects_again_is_complained_of() -> None:
+    """What it had been told over the old link may be lost."""
+    machine = linked()
+    machine.accepted("in 2", NONCE, 0.0)
+    effects = machine.receive_from("in 2", hello_of(0), 0.0)
+    assert effects[0] == do.Close("in", AGAIN)
+    assert effects[-1] == complaint(0, AGAIN)
+
+
+def test_a_silent_worker_is_complained_of() -> None:
+    """After `dead_after_s`; frames keep it alive, whatever they are part of."""
+    machine = linked()
+    machine.heard(20.0)
+    machine.heard_from("in", 20.0)
+    reason = "silent for 30.0 s"
+    assert do.Close("out", reason) not in machine.tick(29.9)
+    assert machine.tick(30.0)[-2:] == [do.Close("out", reason), complaint(2, reason)]
+
+
+def test_there_is_nobody_to_complain_to_between_stays() -> None:
+    """Links that break while it is away are of no round."""
+    machine = linked()
+    over = [do.Close(peer, "the stay is over") for peer in ("in", "out")]
+    assert machine.lost("cut") == [do.Close(PEER, "cut"), *over]
+    assert machine.lost_link("in", "cut") == []
+    assert machine.undialable(TO_2, "refused") == []
