@@ -129,7 +129,7 @@ def test_faults_wait_by_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "promised"), [(("cpu", "cpu"), ("bitwise",)), (("cpu", "wgpu"), ())]
+    ("served", "promised"), [(("cpu", "cpu"), ("bitwise",)), (("cpu", "wgpu"), ("draws",))]
 )
 def test_bits_are_promised_by_who_served(
     monkeypatch: pytest.MonkeyPatch, served: tuple[str, ...], promised: tuple[str, ...]
