@@ -121,14 +121,7 @@ def average(total: Node, scale: float, *, out: Vector) -> bool:
     """`total` divided by what it counts and by `scale`, into `out`; whether that is finite."""
     with np.errstate(over="ignore"):
         np.divide(total.vector, np.float32(total.weight * scale), out=out)
-    return _is_finite(out) and math.isfinite(total.loss)
-
-
-def _is_finite(vector: Vector) -> bool:
-    """Whether all elements are. One that is not makes the sum so, too; but so may overflow."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = vector.sum()
-    return bool(np.isfinite(total) or np.isfinite(vector).all())
+    return bool(np.isfinite(out).all()) and math.isfinite(total.loss)
 
 
 def payload_of(vector: Vector) -> memoryview:
