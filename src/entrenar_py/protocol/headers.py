@@ -9,7 +9,6 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 from entrenar_py.errors import ProtocolError
@@ -18,7 +17,7 @@ from entrenar_py.protocol.messages import LIST_MAX, MESSAGES, TEXT_CHARS_MAX, Me
 
 def dump(message: Message) -> bytes:
     """The fields of `message` as one canonical JSON object: sorted keys, no spaces, ASCII."""
-    record = {name: _plain(getattr(message, name)) for name, _ in _fields(type(message))}
+    record = {name: _plain(getattr(message, name)) for name, _ in _FIELDS[type(message)]}
     return _ENCODER.encode(record).encode()
 
 
@@ -32,16 +31,16 @@ def parse(tag: int, header: bytes) -> Message:
         raise ProtocolError(f"tag={tag}: no message has it")
     _require_few(kind, header)
     try:
-        record = _DECODER.decode(header.decode("latin-1"))
+        record = _DECODER.decode(header.decode("ascii"))
     except (RecursionError, ValueError) as error:
         raise ProtocolError(f"{kind.__name__}: its header can't be read ({error})") from error
     if not isinstance(record, dict):
         raise ProtocolError(f"{kind.__name__}: its header is a {type(record).__name__}")
-    names = {name for name, _ in _fields(kind)}
+    names = {name for name, _ in _FIELDS[kind]}
     for problem, odd in (("missing", names - set(record)), ("unknown", set(record) - names)):
         if odd:
             raise ProtocolError(f"{kind.__name__} {reprlib.repr(min(odd))}: {problem}")
-    values = {name: _checked(kind, name, wanted, record[name]) for name, wanted in _fields(kind)}
+    values = {name: _checked(kind, name, wanted, record[name]) for name, wanted in _FIELDS[kind]}
     message = kind(**values)
     if dump(message) != header:
         raise ProtocolError(f"{kind.__name__}: its header is not in canonical form")
@@ -50,7 +49,7 @@ def parse(tag: int, header: bytes) -> Message:
 
 def _require_few(kind: type[Message], header: bytes) -> None:
     """ProtocolError for more values than a header can have: JSON would make 25 bytes of each."""
-    num_fields = len(_fields(kind)) + 1  # one more is better named than counted
+    num_fields = len(_FIELDS[kind]) + 1  # one more is better named than counted
     in_texts = TEXT_CHARS_MAX * num_fields  # where such a mark is no structure
     for mark, most in ((b",", LIST_MAX), (b":", num_fields), (b"[", num_fields), (b"{", 1)):
         if header.count(mark) > most + in_texts:
@@ -60,10 +59,10 @@ def _require_few(kind: type[Message], header: bytes) -> None:
             )
 
 
-@cache
-def _fields(kind: type[Message]) -> list[tuple[str, str]]:
-    """Name and type of each."""
-    return [(field.name, str(field.type)) for field in fields(kind)]
+# Name and type of each field.
+_FIELDS = {
+    kind: [(field.name, str(field.type)) for field in fields(kind)] for kind in MESSAGES.values()
+}
 
 
 def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
