@@ -64,6 +64,6 @@ class Thread:
 
     def forget(self) -> None:
         """Returns when nothing is done there; of what was given, nothing more will be heard."""
-        for task in self._tasks:
+        for task in reversed(self._tasks):  # the last ones first: they are not begun
             task.stop()
         self._tasks.clear()
