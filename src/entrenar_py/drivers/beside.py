@@ -67,3 +67,8 @@ class Thread:
         for task in reversed(self._tasks):  # the last ones first: they are not begun
             task.stop()
         self._tasks.clear()
+
+    def close(self) -> None:
+        """Ends the thread; nothing more can be given to it."""
+        self.forget()
+        self._thread.shutdown()

@@ -285,7 +285,7 @@ class Link:
             if task is not None:
                 task.stop()
         if self._threads is not None:
-            self._threads.shutdown(wait=False)
+            self._threads.shutdown()
         sock.close()
         self._queue.clear()
         self._pieces.clear()

@@ -52,7 +52,8 @@ class CoordinatorServer:
         kind: type[Coordinator] = Coordinator,
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
-        self.end = CoordinatorEnd(machine, hands, self, time.monotonic, Thread())
+        self._beside = Thread()
+        self.end = CoordinatorEnd(machine, hands, self, time.monotonic, self._beside)
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
         self._numbers = count()
@@ -113,6 +114,7 @@ class CoordinatorServer:
             self._door.close()
             for link in self._peers:
                 link.abort()
+            self._beside.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """Has the run end: when the step in work is made, or `at_once`."""

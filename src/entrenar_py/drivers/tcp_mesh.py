@@ -60,8 +60,8 @@ class MeshClient(WorkerClient):
         """What this client drives; machine and hands are a mesh's."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
-        clock, beside = time.monotonic, Thread()
-        return MeshEnd(machine, mesh, self, clock, self.compute, self.dial, speak, beside)
+        clock, self._beside = time.monotonic, Thread()
+        return MeshEnd(machine, mesh, self, clock, self.compute, self.dial, speak, self._beside)
 
     async def run(
         self,
@@ -87,6 +87,7 @@ class MeshClient(WorkerClient):
                 task.cancel()
             for link in list(self._links):
                 link.abort()
+            self._beside.close()
 
     def prepare(self, sock: socket.socket) -> None:
         """Listens where this host can be reached as the coordinator is."""
