@@ -18,15 +18,13 @@ from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
-from entrenar_py.protocol import terms
+from entrenar_py.protocol.attendance import Attendance
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
-    VERSION,
     Applied,
     Assign,
     Average,
-    Challenge,
     Commit,
     Computed,
     Halt,
@@ -36,7 +34,6 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
-    Refuse,
     Shutdown,
     Staged,
     TreeNode,
@@ -49,16 +46,15 @@ from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.training import reduction, sharding
 
 
-class Coordinator:
+class Coordinator(Attendance):
     """The machine. Times are seconds on any clock that does not go back."""
 
     may_say = PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
-        self.run, self.secret, self.timing = run, secret, timing
+        super().__init__(run, secret=secret, timing=timing)
         self.step = run.first_step
         self.stage = Stage.GATHERING
-        self.peers: dict[Peer, Member] = {}
         self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
@@ -72,15 +68,7 @@ class Coordinator:
         """A new connection, from `host`; `nonce` is 32 random hex digits."""
         if self.stage is Stage.OVER:
             return [do.Close(peer, "the run is over")]
-        challenge = Challenge(version=VERSION, nonce=nonce)
-        self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
-        return [do.Send(peer, challenge)]
-
-    def heard(self, peer: Peer, now: float) -> None:
-        """A whole frame came from `peer`, whatever it is part of; a stranger gains no time."""
-        member = self.peers.get(peer)
-        if member is not None and member.phase is not Phase.CHALLENGED:
-            member.heard = now
+        return self._challenge(peer, nonce, now, host)
 
     def receive(self, peer: Peer, message: Message, now: float) -> list[Effect]:
         """A whole message. What is not legal now ends that connection, and nothing else."""
@@ -124,15 +112,11 @@ class Coordinator:
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, peers to give up, a run to give up."""
         effects: list[Effect] = []
-        for peer in [peer for peer, m in self.peers.items() if self._is_silent(m, now)]:
+        for peer in self._silent(now):
             if peer in self.peers:  # the run may end with the first of them
                 silence = now - self.peers[peer].heard
                 effects += self._drop(peer, f"silent for {silence:.1f} s", now)
-        for peer, member in self.peers.items():
-            told = member.phase is Phase.CHALLENGED or now - member.said < self.timing.heartbeat_s
-            if not told:
-                member.said = now
-                effects.append(do.Send(peer, Heartbeat()))
+        effects += self._beat(now)
         waited = now - self._gathering_since
         if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
             there = sorted(member.in_rank() for member in self._members().values())
@@ -153,23 +137,8 @@ class Coordinator:
     # --- joining ----------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
-        answer = terms.admit(
-            hello,
-            member.challenge,
-            self.run.terms,
-            secret=self.secret,
-            world_size=self.run.world_size,
-            taken={other.rank for other in self.peers.values()},
-        )
-        if isinstance(answer, Refuse):
-            del self.peers[peer]
-            return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
-        if isinstance(answer, terms.Answer):
-            del self.peers[peer]  # it comes again when it has built what the run needs
-            offer = do.Send(peer, terms.offer(self.timing, answer.proof))
-            return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
-        member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
-        return [do.Secure(peer, answer.key), *self._settle(now)]
+        effects = self._admit(peer, member, hello)
+        return [*effects, *self._settle(now)]
 
     def _loaded(self, peer: Peer, member: Member, loaded: Loaded, now: float) -> list[Effect]:
         self._require_step(loaded.step)
@@ -363,28 +332,9 @@ class Coordinator:
     def _end(self, finish: do.Finish, farewell: Message) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""
         self.stage = Stage.OVER
-        there = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
-        told = [do.Send(peer, farewell) for peer in there]
-        closed = [do.Close(peer, finish.reason or finish.status) for peer in self.peers]
-        self.peers.clear()
-        return [*told, *closed, finish]
+        return [*self._dismiss(farewell, finish.reason or finish.status), finish]
 
     # --- small things -----------------------------------------------------------------------------
-
-    def _is_silent(self, member: Member, now: float) -> bool:
-        stranger = member.phase is Phase.CHALLENGED
-        patience = self.timing.hello_s if stranger else self.timing.dead_after_s
-        return now - member.heard >= patience
-
-    def _members(self) -> dict[Peer, Member]:
-        return {peer: m for peer, m in self.peers.items() if m.phase in MEMBERS}
-
-    def _tell(self, message: Message, phase: Phase) -> list[Effect]:
-        """Sends `message` to every member, which is in `phase` then."""
-        members = self._members()
-        for member in members.values():
-            member.phase = phase
-        return [do.Send(peer, message) for peer in members]
 
     def _welcome(self, member: Member) -> Welcome:
         resumed = self.run.resumed and not self._begun
