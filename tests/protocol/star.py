@@ -232,6 +232,15 @@ class Star:
                 record.gather(step)
             case do.Deliver(rank):
                 record.deliver(rank)
+            case do.Copy(rank, message):
+                record.copies.take(rank, message)
+            case do.EndCopy(rank, shard):
+                record.copies.end(rank, shard, self.run.num_blocks)
+            case do.Compare(step, shard):
+                ranks, alike = record.copies.compare(shard)
+                return self.coordinator.compared(step, shard, ranks, alike, self.now)
+            case do.Conclude():
+                record.conclude(effect)
             case do.Reduce(step, block):
                 record.reduce(step, block)
                 return self.coordinator.reduced(step, block, 1.0, 1.0, self.now)

@@ -5,6 +5,8 @@ How the run goes on is the coordinator's own affair.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import terms
 from entrenar_py.protocol.effects import Effect, Peer
@@ -21,6 +23,8 @@ from entrenar_py.protocol.phases import MEMBERS
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
+CONVICTIONS_MAX = 2  # a bit that fell over once is forgiven; who is caught so often is not let in
+
 
 class Attendance:
     """Every connection of one coordinator. Times are seconds on any clock that does not go back."""
@@ -28,6 +32,7 @@ class Attendance:
     def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
         self.run, self.secret, self.timing = run, secret, timing
         self.peers: dict[Peer, Member] = {}
+        self._convicted: Counter[int] = Counter()  # rank -> how often an audit caught it
 
     def heard(self, peer: Peer, now: float) -> None:
         """A whole frame came from `peer`, whatever it is part of; a stranger gains no time."""
@@ -50,6 +55,7 @@ class Attendance:
             secret=self.secret,
             world_size=self.run.world_size,
             taken={other.rank for other in self.peers.values()},
+            barred={rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX},
         )
         if isinstance(answer, Refuse):
             del self.peers[peer]

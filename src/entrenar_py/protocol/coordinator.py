@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import audits
 from entrenar_py.protocol import effects as do
-from entrenar_py.protocol.attendance import Attendance
+from entrenar_py.protocol.dealing import Dealing
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
     Applied,
-    Assign,
     Average,
     Commit,
     Computed,
@@ -43,19 +43,16 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
-from entrenar_py.training import reduction, sharding
 
 
-class Coordinator(Attendance):
+class Coordinator(Dealing):
     """The machine. Times are seconds on any clock that does not go back."""
 
     may_say = PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         super().__init__(run, secret=secret, timing=timing)
-        self.step = run.first_step
         self.stage = Stage.GATHERING
-        self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
         self._saved: int | None = None  # the step before which there is a checkpoint
@@ -103,7 +100,26 @@ class Coordinator(Attendance):
             self.stage = Stage.STAGING
             for member in members.values():
                 member.phase = Phase.STAGING
-        return told + self._settle(now)
+        return [*told, *self._reduce_next(), *self._settle(now)]
+
+    def compared(
+        self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
+    ) -> list[Effect]:
+        """Which copies of an audited shard have the same bits; `ranks` gave them (`audits`)."""
+        audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
+        if audit is None or audit.asked or audit.copies != list(ranks):
+            return []  # somebody was dropped in between, and it was asked for anew
+        found = audits.verdict(audit.copies, alike)
+        if found is not None:
+            return self._conclude(shard, found, now)
+        rank = audit.another(self._ranks(), step + shard)
+        if rank is not None:
+            return self._ask(rank, shard)
+        reason = (
+            f"workers {sorted(set(audit.copies))} disagree on shard {shard} of step {step}, and "
+            "nobody can say who is wrong: training halted before any update"
+        )
+        return [do.Conclude(step, shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""
@@ -149,29 +165,14 @@ class Coordinator(Attendance):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
-        self._require_step(said.step)
-        member.begin_delivery(said)
-        return [do.Keep(member.in_rank(), said)]
-
-    def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
-        self._require_step(node.step)
-        under = reduction.shards_under(node.level, node.index, self.run.num_shards)
-        member.take(node, under, self.run.num_blocks)
-        effects = self._count(member, node, under)
-        if member.is_whole(0):
-            effects.append(do.Deliver(member.in_rank()))
-            member.end_delivery()
-        if self._missing.get(node.block) == set():
-            effects.append(do.Reduce(self.step, node.block))
-        return effects
-
-    def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Counts what is new in a node: nothing, of a block that is averaged already."""
-        if node.block not in self._missing:
-            return []
-        self._missing[node.block].difference_update(under)
-        return [do.Keep(member.in_rank(), node)]
+    def _conclude(self, shard: int, found: audits.Verdict, now: float) -> list[Effect]:
+        """Ends an audit, and the stay of who was caught: nothing that it delivered can be used."""
+        effects = self._count_copy(shard, found)
+        if found.culprit is not None:
+            self._convicted[found.culprit] += 1
+            reason = f"caught: shard {shard} of step {self.step} is not what others compute"
+            effects += self._drop(self._ranks()[found.culprit], reason, now)
+        return [*effects, *self._release()]
 
     def _non_finite(self, peer: Peer, member: Member, said: NonFinite, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -199,8 +200,8 @@ class Coordinator(Attendance):
     _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
         Hello: _hello,
         Loaded: _loaded,
-        Computed: _computed,
-        TreeNode: _node,
+        Computed: Dealing._computed,
+        TreeNode: Dealing._node,
         NonFinite: _non_finite,
         Staged: _staged,
         Applied: _applied,
@@ -285,21 +286,7 @@ class Coordinator(Attendance):
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
         """Begins the step."""
         self._begun, self.stage = True, Stage.COMPUTING
-        shards = range(self.run.num_shards)
-        self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
-        return self._assign(shards, members)
-
-    def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
-        """Hands `shards` out in runs; a member that has some takes more behind them."""
-        peer_of = {member.in_rank(): peer for peer, member in members.items()}
-        effects: list[Effect] = []
-        for rank, run in sharding.runs(shards, peer_of).items():
-            if run:
-                member = members[peer_of[rank]]
-                member.assigned.append(tuple(run))
-                member.phase = Phase.COMPUTING
-                effects.append(do.Send(peer_of[rank], Assign(step=self.step, shards=tuple(run))))
-        return effects
+        return self._deal(members)
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         """Ends a connection, for whatever reason, and goes on without it."""
@@ -311,14 +298,6 @@ class Coordinator(Attendance):
             if members:
                 effects += self._replace(member, members)
         return [*effects, *self._settle(now)]
-
-    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Gives to `members` what `lost` had to deliver, and had not wholly."""
-        for block, came in lost.covered.items():
-            if block in self._missing:
-                self._missing[block].update(came)
-        orphaned = [shard for shards in lost.assigned for shard in shards]
-        return self._assign(orphaned, members) if orphaned else []
 
     def _halt(self, stop: do.Stop) -> list[Effect]:
         halt = Halt(step=stop.step, reason=brief(stop.reason))
@@ -342,7 +321,3 @@ class Coordinator(Attendance):
         return Welcome(
             rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
         )
-
-    def _require_step(self, step: int) -> None:
-        if step != self.step:
-            raise ProtocolError(f"step={step}: the run is at step {self.step}")

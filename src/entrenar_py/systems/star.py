@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 
 from entrenar_py import faults, trace
@@ -16,7 +17,7 @@ from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, membership, strangers
+from entrenar_py.systems import AUTO, audited, membership, strangers
 from entrenar_py.systems.server import Server
 
 
@@ -118,7 +119,10 @@ class Star(Server, ABC):
     def run_of(self, first: int, last: int) -> Run:
         """The run from step `first` to before step `last`, as far as nothing has struck yet."""
         self._awaited = {first: set(self._ranks)}
-        for fault in self.waiting("join", "lie", *faults.ON_THE_WAY):
+        wrong = [one for one in self.scenario.faults if one.kind in faults.SILENT]
+        # Each the first time that it may be caught: after the second one it is not let in.
+        caught = {one.rank: one for one in reversed(wrong)}.values()
+        for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *caught):
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.rank is not None, "faults.NEEDED has it"
             # Whom something befalls is waited for before the next step, if there is one.
@@ -138,6 +142,7 @@ class Star(Server, ABC):
             resumed=first > 0,
             awaited=self._awaited,
             saves=saves,
+            audited=partial(audited.shards, self.scenario),
         )
 
     def _join(self, step: int) -> None:
