@@ -79,9 +79,11 @@ class Star:
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def arrive(self, rank: int | None = None, *, secret: bytes = SECRET) -> Station:
+    def arrive(
+        self, rank: int | None = None, *, secret: bytes = SECRET, backend: str = "cpu"
+    ) -> Station:
         """A new worker, which connects."""
-        machine = Worker(TERMS, secret=secret, backend="cpu", rank=rank, timing=self.timing)
+        machine = Worker(TERMS, secret=secret, backend=backend, rank=rank, timing=self.timing)
         station = Station(machine, Follower(WORKER_MOVES, WorkerPhase.CONNECTED))
         self.stations.append(station)
         self.connect(station)

@@ -133,6 +133,19 @@ def test_who_is_alone_is_not_audited() -> None:
     assert of(star, do.Conclude) == [do.Conclude(0, 1, 0), do.Conclude(1, 1, 0)]
 
 
+def test_nobody_is_audited_by_another_backend() -> None:
+    """It would round differently, and be right: who has none of its kind is alone."""
+    run = run_of(awaited={0: range(3)}, audited=lambda step: (0, 2, 3), num_steps=1)
+    star = Star(run)
+    for backend in ("cpu", "cuda", "cpu"):
+        star.arrive(backend=backend)
+    assert finished(star) == "completed"
+    ranks = {shards[0]: set[int]() for _, shards in dealt(star)}
+    for rank, shards in dealt(star):
+        ranks[shards[0]].add(rank)
+    assert (ranks[0], ranks[2], ranks[3]) == ({0, 2}, {1}, {0, 2})
+
+
 def _asked_as_third(star: Star) -> Station:
     """The worker that is to decide, once it was asked."""
     star.until(lambda: len(dealt(star)) > 5)

@@ -55,7 +55,7 @@ class Attendance:
             secret=self.secret,
             world_size=self.run.world_size,
             taken={other.rank for other in self.peers.values()},
-            barred={rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX},
+            barred=self._barred(),
         )
         if isinstance(answer, Refuse):
             del self.peers[peer]
@@ -65,7 +65,12 @@ class Attendance:
             offer = do.Send(peer, terms.offer(self.timing, answer.proof))
             return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
+        member.backend = hello.backend
         return [do.Secure(peer, answer.key)]
+
+    def _barred(self) -> set[int]:
+        """The ranks that nobody may have any more."""
+        return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
 
     def _silent(self, now: float) -> list[Peer]:
         """Those who are to be given up."""

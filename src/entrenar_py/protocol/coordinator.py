@@ -112,7 +112,7 @@ class Coordinator(Dealing):
         found = audits.verdict(audit.copies, alike)
         if found is not None:
             return self._conclude(shard, found, now)
-        rank = audit.another(self._ranks(), step + shard)
+        rank = audit.another(self._witnesses(audit), step + shard)
         if rank is not None:
             return self._ask(rank, shard)
         reason = (
@@ -271,7 +271,8 @@ class Coordinator(Dealing):
         there = {member.rank for member in members.values()}
         loading = any(member.phase is Phase.LOADING for member in self.peers.values())
         too_few = len(there) < (1 if self._begun else self.run.num_awaited)
-        if loading or too_few or not there.issuperset(self.run.awaited.get(self.step, ())):
+        awaited = set(self.run.awaited.get(self.step, ())) - self._barred()
+        if loading or too_few or not there.issuperset(awaited):
             return None
         return self._hand_out(members)
 

@@ -77,13 +77,19 @@ class Dealing(Attendance):
 
     def _pursue(self, shard: int) -> list[Effect]:
         """Has two compute an audited shard, if there are two, and what came compared."""
-        audit, effects, ranks = self._audits[shard], list[Effect](), self._ranks()
+        audit, effects = self._audits[shard], list[Effect]()
         while len(audit.asked) + len(audit.copies) < 2:
-            rank = audit.second(ranks, self.step + shard)
+            rank = audit.second(self._witnesses(audit), self.step + shard)
             if rank is None:
                 break
             effects += self._ask(rank, shard)
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
+
+    def _witnesses(self, audit: Audit) -> list[int]:
+        """Who can be asked: another backend would round differently, and be in the right."""
+        members = {member.in_rank(): member for member in self._members().values()}
+        parts = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
+        return [rank for rank, one in members.items() if not parts or one.backend in parts]
 
     def _count_copy(self, shard: int, found: Verdict) -> list[Effect]:
         """The audit of `shard` is over, and one copy of it counts."""

@@ -29,6 +29,7 @@ class Member:
     covered: dict[int, set[int]] = field(default_factory=dict)  # block -> shards of it that came
     delivered: list[int] = field(default_factory=list)
     host: str = ""
+    backend: str = ""
     address: str = ""
 
     def to_send(self) -> tuple[int, ...]:

@@ -119,10 +119,8 @@ class Star(Server, ABC):
     def run_of(self, first: int, last: int) -> Run:
         """The run from step `first` to before step `last`, as far as nothing has struck yet."""
         self._awaited = {first: set(self._ranks)}
-        wrong = [one for one in self.scenario.faults if one.kind in faults.SILENT]
-        # Each the first time that it may be caught: after the second one it is not let in.
-        caught = {one.rank: one for one in reversed(wrong)}.values()
-        for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *caught):
+        silent = [one for one in self.scenario.faults if one.kind in faults.SILENT]
+        for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *silent):
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.rank is not None, "faults.NEEDED has it"
             # Whom something befalls is waited for before the next step, if there is one.
