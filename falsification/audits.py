@@ -34,7 +34,7 @@ def none_drawn(scenario: Scenario, step: int) -> Collection[int]:
 
 def itself(self: Audit, present: Collection[int], turn: int) -> int | None:
     """Has a worker audit itself."""
-    return next(iter((*self.asked, *self.copies)))
+    return next(iter((*self.asked, *self.copies, *sorted(present))), None)
 
 
 def whoever_said_it(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:

@@ -59,11 +59,12 @@ class Copies:
             self.undecided = True
             assert len({got for _, got in whole}) > 1
             return
-        if len(whole) > 1:
+        wrong = set[int]()
+        if len({rank for rank, _ in whole}) > 1:  # who is alone is believed
+            wrong = {rank for rank, got in whole if got != RIGHT}
             counted = whole[effect.copy][1]
             assert counted == RIGHT
             assert len({rank for rank, got in whole if got == counted}) > 1
-        wrong = {rank for rank, got in whole if got != RIGHT} if len(whole) > 1 else set()
         assert wrong == ({effect.culprit} - {None})
         self.culprits += sorted(wrong)
 

@@ -13,6 +13,8 @@ from entrenar_py.protocol.audits import Audit, Verdict, verdict
     ("copies", "alike", "found"),
     [
         ([1], [0], Verdict(0, None)),
+        ([1, 1], [0, 0], Verdict(0, None)),
+        ([1, 1], [0, 1], None),
         ([1, 2], [0, 0], Verdict(0, None)),
         ([1, 2], [0, 1], None),
         ([1, 2, 0], [0, 1, 1], Verdict(1, 1)),
@@ -37,6 +39,7 @@ def test_verdict(copies: list[int], alike: list[int], found: Verdict | None) -> 
         ([1, 2], {1, 2}, 1),
         ([1, 2, 1], {1, 2}, 2),
         ([1, 2, 1, 2], {1, 2}, None),
+        ([1, 1], {1}, None),
         ([1, 2, 0], {0, 1, 2, 3}, None),
         ([1, 2, 1], {0, 1, 2}, 0),
     ],

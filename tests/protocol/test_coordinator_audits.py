@@ -164,6 +164,17 @@ def test_the_third_may_die() -> None:
     assert star.record.copies.culprits == [2]
 
 
+def test_who_is_left_alone_is_believed() -> None:
+    """The other one of two has died since they disagreed; who says the same again goes on."""
+    star = audited(2, num_steps=1)
+    wrong(star, 1)
+    star.until(lambda: len(of(star, do.Compare)) == 1 and not star.stations[1].jobs)
+    assert dealt(star)[4:] == [(0, (1,))]
+    star.cut(link_of(star.stations[1]))
+    assert finished(star) == "completed"
+    assert star.record.copies.culprits == []
+
+
 def test_an_auditor_that_dies_is_replaced() -> None:
     """By who is left, until its copy is there; a death while an audit is open loses deliveries."""
     star = audited(num_steps=1)

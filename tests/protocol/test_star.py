@@ -51,6 +51,7 @@ class Disorder(RuleBasedStateMachine):
         first=st.integers(0, 1),
         awaited=st.dictionaries(st.integers(0, 3), st.sets(st.just(0)), max_size=2),
         audited=st.lists(st.booleans(), max_size=9),
+        together=st.integers(1, 3),
     )
     def begin(
         self,
@@ -61,8 +62,11 @@ class Disorder(RuleBasedStateMachine):
         first: int,
         awaited: dict[int, set[int]],
         audited: list[bool],
+        together: int,
     ) -> None:
-        """A run of any shape, some of its shards audited, and its first worker."""
+        """A run of any shape, some of its shards audited, and the workers that begin it together:
+        one after the other they would rarely meet.
+        """
 
         def drawn(step: int) -> list[int]:
             return [n for n in range(shards) if audited and audited[(step + n) % len(audited)]]
@@ -73,11 +77,12 @@ class Disorder(RuleBasedStateMachine):
             num_steps=first + steps,
             world_size=world,
             first_step=first,
-            awaited=awaited,
+            awaited={**awaited, first: range(min(together, world))},
             audited=drawn,
         )
         self.star = Star(run, timing=PATIENT)
-        self.star.arrive()
+        for _ in range(together):
+            self.star.arrive()
 
     @precondition(lambda self: len(self.star.stations) < 5)
     @rule(rank=st.none() | st.integers(0, 2))

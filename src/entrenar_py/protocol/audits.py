@@ -61,9 +61,9 @@ def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
     """What two workers agree on, and who does not; None if that can't be said.
 
     Of each copy `copies` is the rank, `alike` the number of the first copy with the same bits. A
-    copy that is alone, since nobody else is there, counts unaudited.
+    worker that is alone, since nobody else is there, counts unaudited.
     """
-    if len(copies) == 1:
+    if len(set(copies)) == len(set(alike)) == 1:
         return Verdict(0, None)
     for first in sorted(set(alike)):
         agreed = {rank for rank, like in zip(copies, alike, strict=True) if like == first}
