@@ -29,6 +29,7 @@ class Dealing(Attendance):
         self.step = run.first_step
         self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
         self._audits: dict[int, Audit] = {}  # shard -> its audit, as long as that is not over
+        self._whole: list[int] = []  # blocks that waited for the last of them
 
     # --- dealing ----------------------------------------------------------------------------------
 
@@ -102,6 +103,7 @@ class Dealing(Attendance):
         """After the last audit: what was delivered stays, and what is whole is averaged."""
         if self._audits:
             return []
+        self._whole = [block for block, missing in self._missing.items() if not missing]
         kept = [one for member in self._members().values() for one in self._keep_whole(member)]
         return [*kept, *self._reduce_next()]
 
@@ -124,7 +126,9 @@ class Dealing(Attendance):
         if member.is_whole(0):
             member.delivered += member.end_delivery()
             effects += self._keep_whole(member)
-        return [*effects, *self._reduce_next()]
+        if self._missing.get(node.block) == set():
+            effects.append(do.Reduce(self.step, node.block))
+        return effects
 
     def _copied(self, member: Member) -> int | None:
         """The audited shard that `member` delivers a copy of; None if it delivers its own."""
@@ -145,9 +149,8 @@ class Dealing(Attendance):
         return [do.Keep(member.in_rank(), node)]
 
     def _reduce_next(self) -> list[Effect]:
-        """Has the next block averaged that is there of every shard: the last one, of several."""
-        whole = [block for block, missing in self._missing.items() if not missing]
-        return [do.Reduce(self.step, max(whole))] if whole else []
+        """Has the last of those blocks averaged; each goes out before the next one is."""
+        return [do.Reduce(self.step, self._whole.pop())] if self._whole else []
 
     def _keep_whole(self, member: Member) -> list[Effect]:
         """What `member` delivered stays, whoever dies; while an audit is open it may not."""
