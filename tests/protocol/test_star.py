@@ -52,6 +52,7 @@ class Disorder(RuleBasedStateMachine):
         awaited=st.dictionaries(st.integers(0, 3), st.sets(st.just(0)), max_size=2),
         audited=st.lists(st.booleans(), max_size=9),
         together=st.integers(1, 3),
+        beside=st.booleans(),
     )
     def begin(
         self,
@@ -63,6 +64,7 @@ class Disorder(RuleBasedStateMachine):
         awaited: dict[int, set[int]],
         audited: list[bool],
         together: int,
+        beside: bool,
     ) -> None:
         """A run of any shape, some of its shards audited, and the workers that begin it together:
         one after the other they would rarely meet.
@@ -80,7 +82,7 @@ class Disorder(RuleBasedStateMachine):
             awaited={**awaited, first: range(min(together, world))},
             audited=drawn,
         )
-        self.star = Star(run, timing=PATIENT)
+        self.star = Star(run, timing=PATIENT, beside=beside)
         for _ in range(together):
             self.star.arrive()
 

@@ -92,15 +92,15 @@ class Coordinator(Dealing):
     ) -> list[Effect]:
         """`block` of the average of `step` is there and finite."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
-        del self._missing[block]
+        self._reducing.remove(block)
         members = self._members()
         average = Average(step=step, round=0, block=block, loss=loss, weight=weight)
         told: list[Effect] = [do.Send(peer, average) for peer in members]
-        if not self._missing:
+        if not (self._missing or self._reducing):
             self.stage = Stage.STAGING
             for member in members.values():
                 member.phase = Phase.STAGING
-        return [*told, *self._reduce_next(), *self._settle(now)]
+        return told + self._settle(now)
 
     def compared(
         self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
@@ -194,9 +194,6 @@ class Coordinator(Dealing):
     def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
         return self._drop(peer, f"left: {said.reason}", now)
 
-    def _heartbeat(self, *_: object) -> list[Effect]:
-        return []
-
     _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
         Hello: _hello,
         Loaded: _loaded,
@@ -206,7 +203,7 @@ class Coordinator(Dealing):
         Staged: _staged,
         Applied: _applied,
         Leave: _leave,
-        Heartbeat: _heartbeat,
+        Heartbeat: lambda *_: [],
     }
 
     # --- how the run goes on ----------------------------------------------------------------------
@@ -246,6 +243,7 @@ class Coordinator(Dealing):
     def _gather(self, step: int, now: float) -> list[Effect]:
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
+        self._reducing.clear()
         return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:

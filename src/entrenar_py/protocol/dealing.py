@@ -27,9 +27,9 @@ class Dealing(Attendance):
     def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
         super().__init__(run, secret=secret, timing=timing)
         self.step = run.first_step
-        self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
+        self._missing: dict[int, set[int]] = {}  # block -> shards not yet there
+        self._reducing: set[int] = set()  # blocks that are there, and not yet averaged
         self._audits: dict[int, Audit] = {}  # shard -> its audit, as long as that is not over
-        self._whole: list[int] = []  # blocks that waited for the last of them
 
     # --- dealing ----------------------------------------------------------------------------------
 
@@ -103,9 +103,9 @@ class Dealing(Attendance):
         """After the last audit: what was delivered stays, and what is whole is averaged."""
         if self._audits:
             return []
-        self._whole = [block for block, missing in self._missing.items() if not missing]
         kept = [one for member in self._members().values() for one in self._keep_whole(member)]
-        return [*kept, *self._reduce_next()]
+        blocks = sorted(self._missing, reverse=True)
+        return [*kept, *(one for block in blocks for one in self._reduce(block))]
 
     # --- what comes -------------------------------------------------------------------------------
 
@@ -126,9 +126,7 @@ class Dealing(Attendance):
         if member.is_whole(0):
             member.delivered += member.end_delivery()
             effects += self._keep_whole(member)
-        if self._missing.get(node.block) == set():
-            effects.append(do.Reduce(self.step, node.block))
-        return effects
+        return [*effects, *self._reduce(node.block)]
 
     def _copied(self, member: Member) -> int | None:
         """The audited shard that `member` delivers a copy of; None if it delivers its own."""
@@ -142,15 +140,19 @@ class Dealing(Attendance):
         return [do.EndCopy(rank, shard), *self._pursue(shard)]
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Counts what is new in a node: nothing, of a block that is averaged already."""
+        """Counts what is new in a node: nothing, of a block that is there already."""
         if node.block not in self._missing:
             return []
         self._missing[node.block].difference_update(under)
         return [do.Keep(member.in_rank(), node)]
 
-    def _reduce_next(self) -> list[Effect]:
-        """Has the last of those blocks averaged; each goes out before the next one is."""
-        return [do.Reduce(self.step, self._whole.pop())] if self._whole else []
+    def _reduce(self, block: int) -> list[Effect]:
+        """Has `block` averaged, if it is there of every shard and was not before."""
+        if self._missing.get(block) != set():
+            return []
+        del self._missing[block]
+        self._reducing.add(block)
+        return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
         """What `member` delivered stays, whoever dies; while an audit is open it may not."""
