@@ -194,6 +194,21 @@ def test_an_owner_that_dies_is_replaced() -> None:
     assert finished(star) == "completed"
 
 
+def test_a_step_that_did_not_happen_has_no_audits() -> None:
+    """All die in it, and of those who come one goes before it begins again: nobody is asked."""
+    star = audited(3, shards=(0, 1, 2, 3), num_steps=1)
+    for link in reversed(list(star.links.values())):
+        star.cut(link)
+    before = len(dealt(star))
+    first, second = star.arrive(0), star.arrive(1)
+    star.until(lambda: all(one.machine.rank is not None for one in (first, second)))
+    star.deliver()
+    assert star.coordinator.stage is Stage.GATHERING
+    star.cut(link_of(first))
+    assert len(dealt(star)) == before
+    assert finished(star) == "completed"
+
+
 def test_who_was_caught_may_come_back_once() -> None:
     """With the whole state; caught a second time it is told that it may not, and stays away."""
     star = audited(num_steps=4, awaited={0: range(3), 1: (0,)})

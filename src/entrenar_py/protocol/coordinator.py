@@ -244,6 +244,7 @@ class Coordinator(Dealing):
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
         self._reducing.clear()
+        self._audits.clear()
         return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:
