@@ -70,6 +70,22 @@ def test_who_is_wrong_for_good_is_not_let_in_a_third_time(system: str) -> None:
     assert all(len(set(one.ranks)) > 1 for one in trace.of(Audit))
 
 
+def test_another_coordinator_does_not_wait_for_it() -> None:
+    """The one that caught it twice has died, and with it what it knew: the run goes on without."""
+    restart = Fault(kind="restart", step=4, at="TreeNode")
+    trace = stars.run(audited(SIMULATED, LASTING, restart, num_steps=6))
+    assert stars.held(trace) == stars.expected(trace.scenario)
+    assert {rank for _, rank, _ in caught(trace)} == {1}
+
+
+def test_what_is_not_finite_is_not_silent() -> None:
+    """Both befall one shard: the guard comes first, and the run halts."""
+    nan = Fault(kind="non_finite_gradient", step=1, rank=1, shard=3, value="nan")
+    trace = stars.run(subject(SIMULATED, faults=(nan, ONCE)))
+    (halt,) = trace.of(Halt)
+    assert (halt.step, halt.rank, halt.shard) == (1, 1, 3)
+
+
 def test_two_that_stay_with_it_halt() -> None:
     """One of the two is wrong in every copy: nobody can say which, and no step is made with it."""
     trace = stars.run(audited(SIMULATED, LASTING, world_size=2))

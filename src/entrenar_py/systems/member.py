@@ -101,10 +101,10 @@ class Member(Replicas):
         for shard in shards:
             ids = self._shards[shard]
             leaf = self.compute(worker, step, shard, ids)
-            self._go_wrong(leaf, step, len(ids))
             halt = self.guard(leaf, worker, step, shard, ids)
             if halt is not None:
                 return self._problem(halt, leaf)
+            self._go_wrong(leaf, step, len(ids))
             leaves.append(leaf)
         nodes = reduction.fold(leaves, self.scenario.num_shards)
         self._nodes |= {(node.level, node.index): node for node in nodes}

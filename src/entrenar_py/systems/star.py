@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 from entrenar_py import faults, trace
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.attendance import CONVICTIONS_MAX
+from entrenar_py.protocol.effects import Conclude, Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
@@ -33,6 +35,7 @@ class Star(Server, ABC):
         super().__init__(scenario)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
         self._ranks = set(membership.initial_ranks(scenario))  # who is there, or on the way back
+        self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # who came uninvited
         self.secret = b""
@@ -89,6 +92,14 @@ class Star(Server, ABC):
         """Also starts who is to join before `step`."""
         super().gather(step)
         self._join(step)
+
+    def conclude(self, effect: Conclude) -> None:
+        """Also notes who is not let in again: another coordinator would wait for it in vain."""
+        super().conclude(effect)
+        if effect.culprit is not None:
+            self._caught[effect.culprit] += 1
+            if self._caught[effect.culprit] >= CONVICTIONS_MAX:
+                self._ranks.discard(effect.culprit)
 
     def waiting(self, *kinds: str) -> list[Fault]:
         """The faults of these kinds that have not struck yet."""
