@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs import ending_tables
 from entrenar_py import faults, systems, trace
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
@@ -89,7 +90,10 @@ def table(scenario: Scenario) -> str:
 
 def page() -> str:
     """docs/faults.md."""
-    return "\n".join([INTRODUCTION, table(STAR), MESH_INTRODUCTION, table(MESH)])
+    parts = [INTRODUCTION, table(STAR), MESH_INTRODUCTION, table(MESH)]
+    parts += [HALTS_INTRODUCTION, ending_tables.halts()]
+    parts += [DEATHS_INTRODUCTION, ending_tables.deaths()]
+    return "\n".join(parts)
 
 
 INTRODUCTION = """\
@@ -114,6 +118,20 @@ MESH_INTRODUCTION = """\
 `TreeNode` and `Average` pass between two workers here. Where that breaks both still have the
 coordinator: nobody leaves, and the step's exchange begins again in another round, which is nothing
 that a trace records.
+"""
+
+HALTS_INTRODUCTION = """\
+## What is not finite
+
+Nobody makes the step, and every worker's own process ends with the one error that names the
+culprit, soon after the coordinator knows.
+"""
+
+DEATHS_INTRODUCTION = """\
+## A coordinator that dies
+
+`entrenar coordinator` with two workers and 400 steps, each a process of its own, as a service
+([how](entrenar.md)).
 """
 
 

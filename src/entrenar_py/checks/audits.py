@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from entrenar_py.checks import evidence, history, missing
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import SILENT, Fault
 from entrenar_py.scenario import Scenario
@@ -86,8 +86,8 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             tally.miss("no run of the same training in which nothing is wrong to compare with")
         else:
             _enough(tally, trace)
-            for audit, wrong in _with_who_was_wrong(trace):
-                _right(tally, trace, audit, wrong)
+            for audit, there, wrong in _with_who_was_there(trace):
+                _right(tally, trace, audit, there, wrong)
             _told(tally, trace)
             _same_weights(tally, models[calm(trace.scenario)], trace)
     return tally.finding(nothing=missing.probed(invariant, "no shard of any run was audited"))
@@ -122,22 +122,26 @@ def _strikes(trace: Trace) -> Strikes:
     return found
 
 
-def _with_who_was_wrong(trace: Trace) -> Iterator[tuple[Audit, set[int]]]:
-    """Each audit, and who of those whose copies it had did go wrong.
+def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:
+    """Each audit, who was there then, and who of those whose copies it had did go wrong.
 
     What went wrong is recorded before the audit that it is in; or the worker left before that, and
     nothing that it computed was used.
     """
+    there: set[int] = set()
     open_at: dict[tuple[int | None, int | None], set[int | None]] = defaultdict(set)
     for event in trace.events:
-        if isinstance(event, Injected) and event.fault.get("kind") in SILENT:
+        if isinstance(event, Start):
+            there.add(event.rank)
+        elif isinstance(event, Injected) and event.fault.get("kind") in SILENT:
             open_at[event.step, event.shard].add(event.rank)
         elif isinstance(event, Membership) and event.change == "left":
+            there.discard(event.rank)
             for ranks in open_at.values():
                 ranks.discard(event.rank)
         elif isinstance(event, Audit):
             struck = open_at.pop((event.step, event.shard), set())
-            yield event, {rank for rank in event.ranks if rank in struck}
+            yield event, set(there), {rank for rank in event.ranks if rank in struck}
 
 
 def _enough(tally: Tally, trace: Trace) -> None:
@@ -158,12 +162,11 @@ def _enough(tally: Tally, trace: Trace) -> None:
         )
 
 
-def _right(tally: Tally, trace: Trace, audit: Audit, wrong: set[int]) -> None:
+def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set[int]) -> None:
     """An audit is by two, names who was wrong, and nobody else."""
     place: dict[str, Any] = {"step": audit.step, "shard": audit.shard}
     where = f"shard {audit.shard} of step {audit.step}"
     place["scenario"] = trace.scenario.to_dict()
-    there = history.members(history.stays(trace), audit.step)
     asked = len(set(audit.ranks))
     if asked < 2:
         if len(there) < 2:

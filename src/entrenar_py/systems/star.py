@@ -94,12 +94,10 @@ class Star(Server, ABC):
         self._join(step)
 
     def conclude(self, effect: Conclude) -> None:
-        """Also notes who is not let in again: another coordinator would wait for it in vain."""
+        """Also notes who is caught."""
         super().conclude(effect)
         if effect.culprit is not None:
             self._caught[effect.culprit] += 1
-            if self._caught[effect.culprit] >= CONVICTIONS_MAX:
-                self._ranks.discard(effect.culprit)
 
     def waiting(self, *kinds: str) -> list[Fault]:
         """The faults of these kinds that have not struck yet."""
@@ -138,6 +136,11 @@ class Star(Server, ABC):
             step = fault.step + (fault.kind != "join")
             if fault.step >= first:
                 self._awaited.setdefault(step, set()).add(fault.rank)
+        # Who is not let in again any more does not come to another coordinator either.
+        barred = {rank for rank, times in self._caught.items() if times >= CONVICTIONS_MAX}
+        self._ranks -= barred
+        for awaited in self._awaited.values():
+            awaited -= barred
         saves = {last} & set(self.scenario.stops)  # from which the next run starts
         if self.waiting("restart"):
             saves |= set(range(first + 1, last + 1))

@@ -2,7 +2,7 @@
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
 `timing`, `topology`, and `faults`, those that this process is to suffer, each noted before that.
-Its answer says how the job went.
+Its answer says how the job went, and when it was over, by the clock of all processes here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,7 +50,8 @@ def main(pipe: Connection) -> None:
         job = json.loads(given)
         with mutants.planted(job["scenario"]["mutant"]) as planting:
             finish = asyncio.run(_stay(desk, job))
-        answer = {"status": finish.status, "reason": finish.reason, "struck": planting.struck}
+            ended = time.monotonic()
+        answer = {**asdict(finish), "struck": planting.struck, "ended_s": ended}
         desk.answer(json.dumps(answer).encode())
 
 
