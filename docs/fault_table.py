@@ -23,12 +23,12 @@ STAR = Scenario(
 # Two blocks: workers 0 and 1 average one each.
 MESH = STAR.with_(system="mesh", options={**STAR.options, "block_bytes": 4})
 SECONDS = (0.3, 3.0)  # shorter and longer than that silence
-STEP, RANK = 2, 1
+STEP, RANK, SHARD = 2, 1, 3
 COLUMNS = ("befalls worker 1 in step 2, or comes then", "at message", "seen", "the run", "weights")
 
 
-def cases() -> Iterator[Fault]:
-    """Every kind at every place."""
+def cases(scenario: Scenario) -> Iterator[Fault]:
+    """Every kind at every place that `scenario` can be struck by."""
     for kind in faults.ON_THE_WAY:
         for seconds in SECONDS if "seconds" in faults.NEEDED[kind] else (None,):
             for at in faults.PLACES:
@@ -39,10 +39,15 @@ def cases() -> Iterator[Fault]:
     for value in faults.STRANGERS:
         rank = RANK if value == "taken_rank" else None
         yield Fault(kind="stranger", step=STEP, rank=rank, value=value)
+    if "audit_share" in systems.SYSTEMS[scenario.system].options:
+        yield Fault(kind="corrupt_gradient", step=STEP, rank=RANK, shard=SHARD, value="0.5")
+        yield Fault(kind="corrupt_worker", step=STEP, rank=RANK, value="0.5")
 
 
 def row(scenario: Scenario, fault: Fault, undisturbed: str) -> str:
     """One line of a table: the run with `fault`, beside the digest without it."""
+    if fault.kind in faults.SILENT:  # nothing but an audit sees them
+        scenario = scenario.with_(options={**scenario.options, "audit_share": 1.0})
     run = systems.run(scenario.with_(faults=(fault,)))
     seen = [
         f"{one.change} in step {one.step}" + (f" ({one.reason})" if one.reason else "")
@@ -63,8 +68,10 @@ def what(fault: Fault) -> str:
 
 
 def place(fault: Fault) -> str:
-    """The message at which it strikes; strangers come when the first shards are handed out."""
-    return fault.at or "Assign"
+    """The message at which it strikes; strangers come when the first shards are handed out, and
+    what goes wrong in a worker does so before it says anything.
+    """
+    return fault.at or ("Computed" if fault.kind in faults.SILENT else "Assign")
 
 
 def weights(run: trace.Trace) -> str:
@@ -76,7 +83,7 @@ def weights(run: trace.Trace) -> str:
 def table(scenario: Scenario) -> str:
     """A row for every case."""
     undisturbed = weights(systems.run(scenario.with_(system="reference", options={})))
-    rows = [row(scenario, fault, undisturbed) for fault in cases()]
+    rows = [row(scenario, fault, undisturbed) for fault in cases(scenario)]
     heading = [f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|---|"]
     return "\n".join([*heading, *rows, ""])
 
@@ -99,7 +106,8 @@ again; whoever comes back gets the whole state. The last column compares the fin
 digest, with those of the undisturbed run in one process. The scenarios are in
 `docs/fault_table.py`.
 
-What the coordinator saw is what one run saw: who notices first, it or the worker, is a race.
+What the coordinator saw is what one run saw: who notices first, it or the worker, is a race. In the
+last two rows of the first table a gradient is wrong, and finite: there all shards are audited.
 
 ## A parameter server
 """

@@ -10,7 +10,9 @@ from entrenar_py.mutants import Variant
 
 from . import (
     accumulation,
+    audits,
     benign,
+    benign_audits,
     benign_mesh,
     benign_protocol,
     blocks,
@@ -36,7 +38,7 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh),
+    *(wire, protocol, blocks, mesh, audits),
 )
 
 
@@ -44,6 +46,6 @@ def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
     return [
         variant
-        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh)
+        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh, benign_audits)
         for variant in family.VARIANTS
     ]

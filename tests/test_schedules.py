@@ -72,7 +72,7 @@ def _between_blocks(scenario: Scenario) -> Scenario:
         else fault
         for fault in scenario.faults
     ]
-    options = {"block_bytes": 4}
+    options = {**scenario.options, "block_bytes": 4}
     return scenario.with_(workload="linear", options=options, faults=tuple(struck))
 
 

@@ -55,14 +55,17 @@ SYSTEMS: dict[str, System] = {
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger"),
-        options=("heartbeat_s", "dead_after_s", "block_bytes"),
+        faults=(*_TRAINING_FAULTS, *faults.SILENT, *faults.ON_THE_WAY, "lie", "stranger"),
+        options=("heartbeat_s", "dead_after_s", "block_bytes", "audit_share"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
-        options=("block_bytes",),
+        faults=(
+            *(*_TRAINING_FAULTS, *faults.SILENT),
+            *(*faults.ON_THE_WAY, "lie", "stranger", "restart"),
+        ),
+        options=("block_bytes", "audit_share"),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",

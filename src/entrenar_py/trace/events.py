@@ -153,6 +153,25 @@ class Injected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Audit(Event):
+    """Each of `ranks` computed logical `shard` of `step`, and what they got was compared.
+
+    `alike` is for each the number of the first one who got the same bits. `culprit` is who got
+    something else than two others, first in `element` of `tensor`; its copy was thrown away. With
+    one rank alone nothing was compared. The Shard event is that of a rank whose copy counts.
+    """
+
+    kind: ClassVar[str] = "audit"
+    step: int
+    shard: int
+    ranks: tuple[int, ...]
+    alike: tuple[int, ...]
+    culprit: int | None = None
+    tensor: str | None = None
+    element: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planted(Event):
     """The scenario's mutant really took part: a function that it replaces was called."""
 
@@ -308,7 +327,7 @@ class End(Event):
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
-        *(Start, Shard, Update, Membership, Injected, Planted, Halt, Saved),
+        *(Start, Shard, Update, Membership, Injected, Audit, Planted, Halt, Saved),
         *(Manifest, Attempt, Product, Memory, Carried, Refused, Admission, End),
     )
 }
