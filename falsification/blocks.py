@@ -121,7 +121,7 @@ def divided_by_the_last_weight(self: Server, block: int) -> tuple[float, float] 
     before = self._total[1]
     reduced = _reduce(self, block)
     if before and not isinstance(reduced, str):
-        self._mean[self.blocks.part(block)] *= np.float32(reduced[1] / before)
+        self._vector[self.blocks.part(block)] *= np.float32(reduced[1] / before)
     return reduced
 
 
@@ -136,7 +136,7 @@ def room_apart(self: Member, message: Message, num_bytes: int) -> memoryview:
 def cleared(self: Member, welcome: Welcome, payload: Buffer) -> None:
     """Begins a stay with an average of zeros."""
     _load(self, welcome, payload)
-    self._mean[:] = 0
+    self._vector[:] = 0
 
 
 def staged_without_the_last(self: Worker, average: Average) -> list[Effect]:

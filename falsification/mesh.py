@@ -162,7 +162,7 @@ def divided_by_its_own(self: MeshMember, block: int) -> tuple[float, float] | No
     reduced = _reduce(self, block)
     own = sum(node.weight for node in self._nodes.values())
     if reduced is not None and own:
-        self._mean[self._blocks.part(block)] *= np.float32(reduced[1] / own)
+        self._vector[self._blocks.part(block)] *= np.float32(reduced[1] / own)
     return reduced
 
 

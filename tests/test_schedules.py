@@ -66,8 +66,9 @@ def test_it_ends_right_whoever_is_lost_between_blocks() -> None:
 
 def _between_blocks(scenario: Scenario) -> Scenario:
     """The same training in two blocks, and what strikes on the way does so at a block."""
+    down = faults.NEW_WEIGHTS if "updates" in scenario.options else "Average"
     struck = [
-        replace(fault, at=("TreeNode", "Average")[(fault.step or 0) % 2])
+        replace(fault, at=("TreeNode", down)[(fault.step or 0) % 2])
         if fault.kind in faults.ON_THE_WAY
         else fault
         for fault in scenario.faults

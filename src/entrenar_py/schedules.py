@@ -15,7 +15,7 @@ from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import CHOICES, Scenario
-from entrenar_py.trace import Halt, Trace, Update
+from entrenar_py.trace import Halt, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 
 STAR, MESH = "parameter_server_simulated", "mesh_simulated"
@@ -25,6 +25,7 @@ SECONDS = (0.2, 3.0, 20.0, 50.0)
 NUM_FAULTS_MAX = 4
 AUDITED = 0.25  # how often a star's shards are audited
 SHARES = (1.0, 1.0, 0.3)
+SERVED = 0.25  # how often a star's server updates
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
 # By workload: two blocks or one; eight, three or one. Each costs messages, and time.
 BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20)}
@@ -90,7 +91,8 @@ def draw(seed: int, system: str | None = None) -> Scenario:
     )
     for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
         scenario = _and_one(scenario, rng)
-    return _audited(scenario, random.Random(f"audits of {seed}"))
+    scenario = _audited(scenario, random.Random(f"audits of {seed}"))
+    return _served(scenario, random.Random(f"updates of {seed}"))
 
 
 def _audited(scenario: Scenario, rng: random.Random) -> Scenario:
@@ -111,6 +113,19 @@ def _audited(scenario: Scenario, rng: random.Random) -> Scenario:
     )
     scenario = scenario.with_(options=options)
     return scenario if len(scenario.faults) == NUM_FAULTS_MAX else _with(scenario, fault)
+
+
+def _served(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Some in which the server updates: what befell averages befalls new weights there."""
+    if scenario.system != STAR or rng.random() > SERVED:
+        return scenario
+    return scenario.with_(
+        options={**scenario.options, "updates": "server"},
+        faults=tuple(
+            replace(one, at=faults.NEW_WEIGHTS) if one.at == "Average" else one
+            for one in scenario.faults
+        ),
+    )
 
 
 def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
@@ -184,7 +199,18 @@ def judge(run: Trace, calm: Trace) -> str:
     bits of `calm`, and no check may say FALSIFIED. What follows from a wrong value that nobody
     audited is not looked at.
     """
-    return next(_complaints(run, calm), "")
+    return next(_complaints(run, _seen_alike(run, calm)), "")
+
+
+def _seen_alike(run: Trace, calm: Trace) -> Trace:
+    """`calm`, without optimizer state where that is the server's, and in no worker's record."""
+    if checks.evidence.workers_update(run.scenario):
+        return calm
+    events = (
+        replace(one, optimizer={}) if isinstance(one, Start | Update) else one
+        for one in calm.events
+    )
+    return replace(calm, events=tuple(events))
 
 
 def _complaints(run: Trace, calm: Trace) -> Iterator[str]:

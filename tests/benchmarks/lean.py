@@ -27,6 +27,7 @@ from entrenar_py.protocol.messages import (
     Message,
     Partial,
     TreeNode,
+    Weights,
     Welcome,
 )
 from entrenar_py.protocol.ring_worker import RingWorker
@@ -90,6 +91,9 @@ class LeanServer(_Reducing):
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None: ...
     def joined(self, effect: Joined) -> None: ...
+    def prepare(self, step: int) -> tuple[float, float]:
+        raise AssertionError("every worker updates")
+
     def apply_average(self, step: int) -> None: ...
     def save(self, step: int) -> None: ...
 
@@ -151,7 +155,7 @@ class LeanMember(_Reducing):
             for shard in shards
         ]
 
-    def hold(self, average: Average, payload: Buffer) -> None: ...
+    def hold(self, message: Average | Weights, payload: Buffer) -> None: ...
 
     def make_held(self, step: int) -> None:
         assert self.mean[0] == self.mean[-1] == 1.0

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Average, Message, Welcome
+from entrenar_py.protocol.messages import Average, Message, Weights, Welcome
 from tests.drivers.fakes import TIMING, FakeMember, FakeServer, client_of, listening, run_of
 
 # The state takes its time, and so may looking at it.
@@ -36,8 +36,8 @@ class LargeMember(FakeMember):
         """The average takes its place."""
         self._num_blocks = welcome.blocks
 
-    def hold(self, average: Average, payload: Buffer) -> None:
-        super().hold(average, payload)
+    def hold(self, message: Average | Weights, payload: Buffer) -> None:
+        super().hold(message, payload)
         self.kept = payload
 
 

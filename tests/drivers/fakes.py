@@ -12,7 +12,14 @@ from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import Buffer, new_room
-from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
+from entrenar_py.protocol.messages import (
+    Average,
+    Message,
+    NonFinite,
+    TreeNode,
+    Weights,
+    Welcome,
+)
 from entrenar_py.protocol.terms import Run, Terms, Timing
 from entrenar_py.protocol.worker import Worker
 
@@ -31,13 +38,14 @@ def run_of(**changes: Any) -> Run:
 
 class FakeServer:
     """The coordinator's hands. The state and each block are `content`; `made` are the steps made,
-    `reduced` the blocks averaged of each.
+    `reduced` the blocks averaged of each, `prepared` those made beside the state in use.
     """
 
     def __init__(self, content: bytes = b"content") -> None:
         self.content = content
         self.made: list[int] = []
         self.reduced: list[list[int]] = [[]]
+        self.prepared: list[int] = []
         self.told: list[str] = []  # who joined and left
         self.stopped: do.Stop | None = None
         self.copies: dict[int, list[int]] = {}  # audited shard -> whose copies are whole
@@ -74,7 +82,7 @@ class FakeServer:
         self.concluded.append(effect)
 
     def payload(self, message: Message) -> Buffer:
-        return self.content if isinstance(message, Welcome | Average) else b""
+        return self.content if isinstance(message, Welcome | Average | Weights) else b""
 
     def joined(self, effect: do.Joined) -> None:
         self.told.append(f"{effect.rank} joined")
@@ -90,6 +98,10 @@ class FakeServer:
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         self.reduced[-1].append(block)
+        return 1.0, 1.0
+
+    def prepare(self, step: int) -> tuple[float, float]:
+        self.prepared.append(step)
         return 1.0, 1.0
 
     def apply_average(self, step: int) -> None:
@@ -114,7 +126,7 @@ class FakeMember:
         self._num_blocks = 0
 
     def sizes(self) -> Mapping[type[Message], int]:
-        return {Welcome: len(self.content), Average: len(self.content)}
+        return dict.fromkeys((Welcome, Average, Weights), len(self.content))
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         return new_room(message, num_bytes)
@@ -138,9 +150,9 @@ class FakeMember:
             for shard in shards
         ]
 
-    def hold(self, average: Average, payload: Buffer) -> None:
+    def hold(self, message: Average | Weights, payload: Buffer) -> None:
         assert payload == self.content
-        self.held.append(average.block)
+        self.held.append(message.block)
 
     def make_held(self, step: int) -> None:
         assert sorted(self.held) == list(range(self._num_blocks))

@@ -32,6 +32,7 @@ from entrenar_py.protocol.messages import (
     Shutdown,
     Staged,
     TreeNode,
+    Weights,
     Welcome,
 )
 from entrenar_py.systems.server import Server
@@ -103,7 +104,10 @@ def _odd_words() -> list[Said]:
 
 def _odd_orders() -> list[Said]:
     halt = Halt(step=0, reason="non-finite")
-    return [(halt, b""), (Refuse(reason="full", retry=True), b""), (Shutdown(problem="lost"), b"")]
+    weights = Weights(step=0, block=0, loss=1.0, weight=8.0)
+    whole = bytes(Server(SCENARIO).vector_bytes)
+    ends = [(Refuse(reason="full", retry=True), b""), (Shutdown(problem="lost"), b"")]
+    return [(halt, b""), (weights, whole), *ends]
 
 
 def _hellos() -> list[messages.Hello]:

@@ -21,6 +21,7 @@ from entrenar_py.protocol.messages import (
     Computed,
     Message,
     TreeNode,
+    Weights,
     Welcome,
 )
 from entrenar_py.protocol.phases import MEMBERS, Stage
@@ -74,6 +75,7 @@ class Record:
         self.staged: set[do.Peer] = set()
         self.averaged: list[int] = []  # the blocks of the step, in the order they were there
         self.spread: set[int] = set()  # those of them that went out
+        self.prepared = False  # the step is made beside the state
         self.copies = Copies()
         self._open: dict[int, list[Delivery]] = {}  # the last of them may be on its way
         self._whole: dict[int, list[int]] = {}  # block -> shards of deliveries that are whole
@@ -137,6 +139,7 @@ class Record:
         self._whole.clear()
         self.averaged.clear()
         self.spread.clear()
+        self.prepared = False
 
     def reduce(self, step: int, block: int) -> None:
         """Every shard of a block is there, once, and no block is averaged twice."""
@@ -150,9 +153,18 @@ class Record:
         assert sorted(came) == list(range(self.run.num_shards))
         self.averaged.append(block)
 
+    def prepare(self, step: int) -> None:
+        """A step is prepared once, of all its blocks, and only where the coordinator updates."""
+        assert self.run.server_updates
+        assert (self.stage, step) == (Stage.COMPUTING, len(self.state))
+        assert sorted(self.averaged) == list(range(self.run.num_blocks))
+        assert not self.prepared
+        self.prepared = True
+
     def apply(self, step: int) -> None:
         """A step is made at most once, and only when it was committed."""
         assert (self.stage, step) == (Stage.APPLYING, len(self.state))
+        assert self.prepared == self.run.server_updates
         self.state += (self._added(step),)
 
     def payload(self, peer: do.Peer, message: Message, machine: Coordinator) -> Payload:
@@ -162,8 +174,9 @@ class Record:
                 return self.state
             case Assign():
                 self.enter(Stage.COMPUTING)
-            case Average(step=step, block=block):
+            case Average(step=step, block=block) | Weights(step=step, block=block):
                 assert block in self.averaged, "it is there of every shard"
+                assert isinstance(message, Weights) == self.prepared == self.run.server_updates
                 self.spread.add(block)
                 if len(self.spread) == self.run.num_blocks:
                     self.enter(Stage.STAGING)

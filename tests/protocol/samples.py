@@ -40,6 +40,7 @@ from entrenar_py.protocol.messages import (
     State,
     TreeNode,
     Unreachable,
+    Weights,
     Welcome,
 )
 from tests.protocol.speech import KEY, written
@@ -91,6 +92,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
             EVENTS,
         ),
         (Average(step=0, round=1, block=2, loss=-0.0, weight=24.0), VECTOR),
+        (Weights(step=0, block=2, loss=0.5, weight=24.0), VECTOR),
         (Staged(step=0, round=1), b""),
         (Commit(step=0), b""),
         (Applied(step=0), EVENTS),

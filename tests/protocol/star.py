@@ -65,7 +65,8 @@ class Station:
 class Star:
     """One coordinator, any number of workers, and time that passes when it is told to.
 
-    Blocks are averaged at once, unless that is to happen `beside` everything else.
+    Blocks are averaged and steps prepared at once, unless that is to happen `beside` everything
+    else.
     """
 
     def __init__(self, run: Run, *, timing: Timing = TIMING, beside: bool = False) -> None:
@@ -78,7 +79,7 @@ class Star:
         self.all_links: list[Link] = []
         self.effects: list[Effect] = []  # all of the coordinator's
         self.finished: do.Finish | None = None
-        self.reducing: deque[do.Reduce] = deque()
+        self.reducing: deque[do.Reduce | do.Prepare] = deque()
         self._beside = beside
         self._peers = count()
 
@@ -143,9 +144,13 @@ class Star:
         self._below(station, station.machine.computed(asked, said))
 
     def reduce(self) -> None:
-        """The first of the blocks that are being averaged is."""
-        one = self.reducing.popleft()
-        self._above(self.coordinator.reduced(one.step, one.block, 1.0, 1.0, self.now))
+        """The first of the blocks that are being averaged is, or the step is prepared."""
+        self._above(self._reduced(self.reducing.popleft()))
+
+    def _reduced(self, asked: do.Reduce | do.Prepare) -> list[Effect]:
+        if isinstance(asked, do.Prepare):
+            return self.coordinator.prepared(asked.step, 1.0, 1.0, self.now)
+        return self.coordinator.reduced(asked.step, asked.block, 1.0, 1.0, self.now)
 
     def cut(self, link: Link) -> None:
         """A connection breaks: what was on its way is lost, and both ends hear of it."""
@@ -254,12 +259,15 @@ class Star:
                 return self.coordinator.compared(step, shard, ranks, alike, self.now)
             case do.Conclude():
                 record.conclude(effect)
-            case do.Reduce(step, block):
-                record.reduce(step, block)
+            case do.Reduce() | do.Prepare():
+                if isinstance(effect, do.Reduce):
+                    record.reduce(effect.step, effect.block)
+                else:
+                    record.prepare(effect.step)
                 if self._beside:
                     self.reducing.append(effect)
                     return []
-                return self.coordinator.reduced(step, block, 1.0, 1.0, self.now)
+                return self._reduced(effect)
             case do.Apply(step):
                 record.apply(step)
             case do.Finish():

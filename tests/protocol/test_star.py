@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -53,6 +54,7 @@ class Disorder(RuleBasedStateMachine):
         audited=st.lists(st.booleans(), max_size=9),
         together=st.integers(1, 3),
         beside=st.booleans(),
+        by_server=st.booleans(),
     )
     def begin(
         self,
@@ -65,6 +67,7 @@ class Disorder(RuleBasedStateMachine):
         audited: list[bool],
         together: int,
         beside: bool,
+        by_server: bool,
     ) -> None:
         """A run of any shape, some of its shards audited, and the workers that begin it together:
         one after the other they would rarely meet.
@@ -81,6 +84,7 @@ class Disorder(RuleBasedStateMachine):
             first_step=first,
             awaited={**awaited, first: range(min(together, world))},
             audited=drawn,
+            server_updates=by_server,
         )
         self.star = Star(run, timing=PATIENT, beside=beside)
         for _ in range(together):
@@ -275,6 +279,7 @@ def _everything() -> list[Star]:
     """Runs in which every move is made that a table has."""
     all_there = run_of(num_blocks=2, awaited={0: (0, 1, 2)})
     stars = [Star(all_there), Star(run_of()), Star(all_there), Star(run_of()), Star(run_of())]
+    serving = Star(replace(all_there, server_updates=True))
     crowded, dying, orphaned, halting, refusing = stars
     for _ in range(3):
         crowded.arrive()
@@ -304,9 +309,12 @@ def _everything() -> list[Star]:
         stopped.until(partial(_stands, stopped, stage))
         stopped.stop("asked to", at_once=True)
         stars.append(stopped)
-    for star in stars:
+    for _ in range(3):
+        serving.arrive()
+    serving.finish()
+    for star in (*stars, serving):
         star.deliver()
-    return stars
+    return [*stars, serving]
 
 
 def _stands(star: Star, stage: Stage) -> bool:

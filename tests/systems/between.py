@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from entrenar_py.drivers.meddling import Meddling
-from entrenar_py.protocol.messages import Average, Message, TreeNode
+from entrenar_py.protocol.messages import Average, Message, TreeNode, Weights
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.parameter_server_simulated import SimulatedStar
 from entrenar_py.trace import Trace
@@ -38,7 +38,7 @@ class Between(SimulatedStar):
         self._averaged.clear()
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        if isinstance(message, Average):
+        if isinstance(message, Average | Weights):
             self._averaged.add((message.step, message.block))
         elif isinstance(message, TreeNode):
             self.num_again += (message.step, message.block) in self._averaged

@@ -107,12 +107,13 @@ class Comparison:
 
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
         """Whether somebody must hold some of a part: weights always; after a step also state of an
-        optimizer that has any, and what was there after other steps.
+        optimizer that has any, if it is the workers', and what was there after other steps.
         """
         if part == "weights":
             return True
         stepped = any(isinstance(holder, Update) for holder in by_rank.values())
-        stateful = part == "optimizer" and self.trace.scenario.optimizer != "sgd"
+        kept = evidence.workers_update(self.trace.scenario)
+        stateful = part == "optimizer" and kept and self.trace.scenario.optimizer != "sgd"
         held = any(kind is Update and part == there for kind, _, there in self._recorded)
         return stepped and (stateful or held)
 

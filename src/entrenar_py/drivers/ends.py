@@ -25,7 +25,14 @@ from entrenar_py.protocol.frames import (
     Encoder,
     Received,
 )
-from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
+from entrenar_py.protocol.messages import (
+    Average,
+    Message,
+    NonFinite,
+    TreeNode,
+    Weights,
+    Welcome,
+)
 from entrenar_py.protocol.worker import Worker
 
 Outcome = TypeVar("Outcome")
@@ -76,6 +83,7 @@ class ServerHands(Protocol):
     def gather(self, step: int) -> None: ...
     def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | str: ...
+    def prepare(self, step: int) -> tuple[float, float]: ...
     def apply_average(self, step: int) -> None: ...
     def save(self, step: int) -> None: ...
     def stop(self, effect: do.Stop) -> None: ...
@@ -89,7 +97,7 @@ class MemberHands(Protocol):
     def require(self, message: Message, payload: Buffer) -> None: ...
     def load(self, welcome: Welcome, payload: Buffer) -> None: ...
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite: ...
-    def hold(self, average: Average, payload: Buffer) -> None: ...
+    def hold(self, message: Average | Weights, payload: Buffer) -> None: ...
     def make_held(self, step: int) -> None: ...
     def payload(self, message: Message) -> Buffer: ...
 
@@ -117,7 +125,7 @@ class CoordinatorEnd:
         clock: Callable[[], float],
         beside: Beside | None = None,
     ) -> None:
-        """`beside` is where blocks are reduced; at once and here, if there is none."""
+        """`beside` is where blocks are reduced and steps prepared; at once and here without one."""
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self._beside = beside
         self.finished: do.Finish | None = None
@@ -214,6 +222,11 @@ class CoordinatorEnd:
                 self.hands.conclude(effect)
             case do.Reduce(step, block):
                 return self._reduce(step, block)
+            case do.Prepare(step):
+                return self._aside(
+                    partial(self.hands.prepare, step),
+                    lambda made: self.machine.prepared(step, *made, self._clock()),
+                )
             case do.Apply(step):
                 self.hands.apply_average(step)
             case do.Save(step):
@@ -229,12 +242,17 @@ class CoordinatorEnd:
 
     def _reduce(self, step: int, block: int) -> list[Effect]:
         self.hands.complete(block)
-        if self._beside is None:
-            return self._reduced(step, self.hands.reduce(block), block)
-        self._beside.run(
-            partial(self.hands.reduce, block),
-            lambda reduced: self._do(self._reduced(step, reduced, block)),
+        return self._aside(
+            partial(self.hands.reduce, block), lambda reduced: self._reduced(step, reduced, block)
         )
+
+    def _aside(
+        self, work: Callable[[], Outcome], tell: Callable[[Outcome], list[Effect]]
+    ) -> list[Effect]:
+        """Has `work` done beside everything else, and does what the machine, told of it, wants."""
+        if self._beside is None:
+            return tell(work())
+        self._beside.run(work, lambda outcome: self._do(tell(outcome)))
         return []
 
     def _reduced(self, step: int, reduced: tuple[float, float] | str, block: int) -> list[Effect]:
@@ -342,7 +360,7 @@ class WorkerEnd:
                 self._compute(effect)
             case do.Hold():
                 assert received is not None
-                assert isinstance(received.message, Average)
+                assert isinstance(received.message, Average | Weights)
                 self.hands.hold(received.message, received.payload)
             case do.Make(step):
                 self.hands.make_held(step)

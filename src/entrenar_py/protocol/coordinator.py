@@ -8,7 +8,9 @@ it asked for) and returns what is to be done (`effects`). A step goes
 A block of the gradient is averaged as soon as it is there of every shard, and goes to everyone
 while later blocks are still on their way. A step is made when everyone holds all blocks, and is
 made here only when a worker said that it made it: if everyone dies before, the step did not happen,
-and is computed again by whoever comes; the same bits come out.
+and is computed again by whoever comes; the same bits come out. Where the coordinator updates it is
+the same with the new weights in place of the average: made beside those in use, when all blocks
+are averaged.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from entrenar_py.protocol.messages import (
     Shutdown,
     Staged,
     TreeNode,
+    Weights,
     Welcome,
     brief,
 )
@@ -93,10 +96,28 @@ class Coordinator(Dealing):
         """`block` of the average of `step` is there and finite."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         self._reducing.remove(block)
-        members = self._members()
+        last = not (self._missing or self._reducing)
+        if self.run.server_updates:
+            return [do.Prepare(step)] if last else []
         average = Average(step=step, round=0, block=block, loss=loss, weight=weight)
-        told: list[Effect] = [do.Send(peer, average) for peer in members]
-        if not (self._missing or self._reducing):
+        return self._spread([average], last=last, now=now)
+
+    def prepared(self, step: int, loss: float, weight: float, now: float) -> list[Effect]:
+        """`step` is made, beside the state in use."""
+        assert (self.stage, self.step) == (Stage.COMPUTING, step)
+        assert not self._missing
+        assert not self._reducing
+        blocks = reversed(range(self.run.num_blocks))
+        weights = [Weights(step=step, block=one, loss=loss, weight=weight) for one in blocks]
+        return self._spread(weights, last=True, now=now)
+
+    def _spread(
+        self, messages: Sequence[Average | Weights], *, last: bool, now: float
+    ) -> list[Effect]:
+        """Sends to everyone what is to be held; behind the `last` of it all of it is staged."""
+        members = self._members()
+        told: list[Effect] = [do.Send(peer, one) for one in messages for peer in members]
+        if last:
             self.stage = Stage.STAGING
             for member in members.values():
                 member.phase = Phase.STAGING
@@ -233,7 +254,7 @@ class Coordinator(Dealing):
         return None
 
     def _is_staged(self) -> bool:
-        """Whether the whole average has gone to everyone."""
+        """Whether everything that is to be held has gone to everyone."""
         return self.stage is Stage.STAGING
 
     def _commit(self) -> list[Effect]:

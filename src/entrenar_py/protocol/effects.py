@@ -155,8 +155,15 @@ class Reduce(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare(Effect):
+    """All of `step` is averaged: make it beside the state in use; then say `prepared`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Apply(Effect):
-    """A worker made `step`: make it here, too."""
+    """A worker made `step`: make it here, too, or use what was prepared."""
 
     step: int
 
@@ -206,7 +213,7 @@ class Compute(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Hold(Effect):
-    """Keep the block in the message just received, of the average of `step`."""
+    """Keep the block in the message just received: of the average of `step`, or of new weights."""
 
     step: int
     block: int
@@ -246,6 +253,6 @@ class Again(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Make(Effect):
-    """Make `step` with the average held."""
+    """Make `step` with the average held, or use the weights held."""
 
     step: int

@@ -67,7 +67,8 @@ class Welcome(Message):
     """Coordinator: you are `rank`; the payload is the whole state before `step`.
 
     The vector that is reduced travels in `blocks` parts as equal as can be. `resumed`: the run goes
-    on from a checkpoint, and starts with this step.
+    on from a checkpoint, and starts with this step. Where the coordinator updates, the state has
+    no optimizer's in it.
     """
 
     tag: ClassVar[int] = 3
@@ -212,6 +213,21 @@ class Average(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Weights(Message):
+    """Coordinator, where it updates: `block` of the weights and buffers after `step`.
+
+    Hold it, do not use it yet. `loss` is summed over the samples (or tokens) that `weight` counts.
+    """
+
+    tag: ClassVar[int] = 18
+    carries: ClassVar[str] = "block"
+    step: int
+    block: int
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(Message):
     """Worker: I hold every block of `step`."""
 
@@ -222,7 +238,7 @@ class Staged(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(Message):
-    """Coordinator: everyone holds it; make `step`."""
+    """Coordinator: everyone holds it; make `step`, or use what the coordinator made of it."""
 
     tag: ClassVar[int] = 16
     step: int
@@ -330,7 +346,7 @@ MESSAGES: dict[int, type[Message]] = {
     kind.tag: kind
     for kind in (
         *(Challenge, Hello, Welcome, Refuse, Loaded, Offer, Fetch, State, Accept),
-        *(Assign, Computed, TreeNode, NonFinite, Average, Staged, Commit, Applied),
+        *(Assign, Computed, TreeNode, NonFinite, Average, Weights, Staged, Commit, Applied),
         *(Group, Partial, Unreachable, Overflow),
         *(Heartbeat, Leave, Halt, Shutdown),
     )

@@ -32,6 +32,7 @@ from entrenar_py.protocol.messages import (
     State,
     TreeNode,
     Unreachable,
+    Weights,
     Welcome,
 )
 
@@ -54,7 +55,7 @@ class PeerPhase(StrEnum):
     LOADING = "loading"  # the state is on its way to it
     READY = "ready"  # has nothing to do
     COMPUTING = "computing"  # has shards to deliver
-    STAGING = "staging"  # all of the average is on its way to it
+    STAGING = "staging"  # all of the average, or of the new weights, is on its way to it
     STAGED = "staged"  # holds it
     APPLYING = "applying"  # was told to make the step
     GIVING = "giving"  # was asked for its state
@@ -103,7 +104,7 @@ class WorkerPhase(StrEnum):
     GREETED = "greeted"  # said hello
     READY = "ready"  # holds the state before `step`
     COMPUTING = "computing"
-    STAGED = "staged"  # holds the average of `step`
+    STAGED = "staged"  # holds the average of `step`, or what was made of it
     OVER = "over"
 
 
@@ -111,7 +112,7 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.AWAY: (),
     WorkerPhase.CONNECTED: (Challenge,),
     WorkerPhase.GREETED: (Welcome, Refuse, Heartbeat, Halt, Shutdown),
-    WorkerPhase.READY: (Assign, Average, Heartbeat, Halt, Shutdown),
+    WorkerPhase.READY: (Assign, Average, Weights, Heartbeat, Halt, Shutdown),
     WorkerPhase.COMPUTING: (Assign, Heartbeat, Halt, Shutdown),
     WorkerPhase.STAGED: (Commit, Heartbeat, Halt, Shutdown),
     WorkerPhase.OVER: (),
@@ -145,7 +146,7 @@ APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
 
 RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Assign", Stage.COMPUTING),
-    (Stage.COMPUTING, "last Average", Stage.STAGING),
+    (Stage.COMPUTING, "last Average or Weights", Stage.STAGING),
     (Stage.STAGING, "last Staged, Commit", Stage.APPLYING),
     (Stage.APPLYING, "last Applied, next step", Stage.GATHERING),
     (Stage.COMPUTING, "nobody left, same step", Stage.GATHERING),
@@ -172,6 +173,8 @@ PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
     (PeerPhase.COMPUTING, Average, PeerPhase.COMPUTING),
     (PeerPhase.READY, Average, PeerPhase.READY),
     (PeerPhase.READY, Average, PeerPhase.STAGING),
+    (PeerPhase.READY, Weights, PeerPhase.READY),
+    (PeerPhase.READY, Weights, PeerPhase.STAGING),
     (PeerPhase.STAGING, Staged, PeerPhase.STAGED),
     (PeerPhase.STAGED, Commit, PeerPhase.APPLYING),
     (PeerPhase.APPLYING, Applied, PeerPhase.READY),
@@ -190,6 +193,8 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
     (WorkerPhase.COMPUTING, NonFinite, WorkerPhase.COMPUTING),
     (WorkerPhase.READY, Average, WorkerPhase.READY),
     (WorkerPhase.READY, Average, WorkerPhase.STAGED),
+    (WorkerPhase.READY, Weights, WorkerPhase.READY),
+    (WorkerPhase.READY, Weights, WorkerPhase.STAGED),
     (WorkerPhase.STAGED, Commit, WorkerPhase.READY),
     *(
         (before, ending, WorkerPhase.OVER)

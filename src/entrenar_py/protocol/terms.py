@@ -42,6 +42,7 @@ class Run:
     there, and before a step of `awaited` until those ranks are. The reduced vector travels in
     `num_blocks` parts. A checkpoint is written before each step of `saves`. `resumed`: it started
     from one. The shards of a step that `audited` gives are computed by a second worker, too.
+    `server_updates`: the coordinator makes the steps and sends new weights, in place of averages.
     """
 
     terms: Terms
@@ -55,6 +56,7 @@ class Run:
     awaited: Mapping[int, Collection[int]] = field(default_factory=dict)
     saves: Collection[int] = ()
     audited: Callable[[int], Collection[int]] = _none
+    server_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ from entrenar_py.protocol.messages import (
     Shutdown,
     Staged,
     TreeNode,
+    Weights,
     Welcome,
     brief,
 )
@@ -80,7 +81,7 @@ class Worker:
         self._work: deque[Compute] = deque()  # the first is in work
         self._tickets = count()
         self._num_blocks = 0
-        self._held: set[int] = set()  # blocks of the average of `step`
+        self._held: set[int] = set()  # blocks of what goes down in `step`
 
     # --- what is told to it -----------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class Worker:
                 return self._refused(message)
             case Assign():
                 return self._take(message)
-            case Average():
+            case Average() | Weights():
                 return self._hold(message)
             case Commit():
                 self._require_step(message.step)
@@ -220,11 +221,11 @@ class Worker:
         """Sends what was computed to who adds it."""
         return [Send(self._peer, node) for node in nodes]
 
-    def _hold(self, average: Average) -> list[Effect]:
-        self._require_step(average.step)
-        block = average.block
+    def _hold(self, message: Average | Weights) -> list[Effect]:
+        self._require_step(message.step)
+        block, name = message.block, type(message).__name__
         if block in self._held or block >= self._num_blocks:
-            raise ProtocolError(f"Average block={block}: it was there, or there is no such block")
+            raise ProtocolError(f"{name} block={block}: it was there, or there is no such block")
         self._held.add(block)
         if len(self._held) < self._num_blocks:
             return [Hold(self.step, block)]

@@ -7,7 +7,7 @@ served.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.service import address, keys
 from entrenar_py.service.address import Address
-from entrenar_py.systems import audited
+from entrenar_py.systems import audited, updates
 
 SYSTEM = "parameter_server"
 SECRET_BYTES_MIN = 16
@@ -137,22 +137,25 @@ class _Reader:
                     return None
                 del given[name]
                 continue
-            found = self._audited(found)
+            found = self._with_option(found, "audit_share", audited.share_of)
+            found = self._with_option(found, updates.OPTION, updates.by_server)
             if found.workload == "own":
                 self._error("workload", "workload='own': it is a stored trace's; nothing to train")
                 return None
             return None if missing else found
 
-    def _audited(self, scenario: Scenario) -> Scenario:
-        """`scenario`, with what it says of audits: an option of its system."""
-        node = self._root.present("audit_share")
+    def _with_option(
+        self, scenario: Scenario, name: str, read: Callable[[Scenario], object]
+    ) -> Scenario:
+        """`scenario`, with what the file says of an option of its system; `read` refuses others."""
+        node = self._root.present(name)
         if node is None:
             return scenario
-        found = scenario.with_(options={"audit_share": plain(node)})
+        found = scenario.with_(options={**scenario.options, name: plain(node)})
         try:
-            audited.share_of(found)
+            read(found)
         except UsageError as error:
-            self._error("audit_share", str(error).removeprefix("options "))
+            self._error(name, str(error).removeprefix("options "))
             return scenario
         return found
 

@@ -24,6 +24,10 @@ SERVICE: Mapping[str, tuple[str, str, str]] = {
         *("number from 0 to 1", "`0`"),
         "share of each step's shards that a second worker computes, too, at least one if not 0",
     ),
+    "updates": (
+        *("`workers` or `server`", "`workers`"),
+        "who makes the steps: every worker, or the server, which then sends the new weights",
+    ),
     "timing": ("mapping", "below", "how long is waited"),
     "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
     "metrics": ("path", "none are written", "one JSON object a step"),

@@ -56,7 +56,7 @@ SYSTEMS: dict[str, System] = {
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
         faults=(*_TRAINING_FAULTS, *faults.SILENT, *faults.ON_THE_WAY, "lie", "stranger"),
-        options=("heartbeat_s", "dead_after_s", "block_bytes", "audit_share"),
+        options=("heartbeat_s", "dead_after_s", "block_bytes", "audit_share", "updates"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
@@ -65,7 +65,7 @@ SYSTEMS: dict[str, System] = {
             *(*_TRAINING_FAULTS, *faults.SILENT),
             *(*faults.ON_THE_WAY, "lie", "stranger", "restart"),
         ),
-        options=("block_bytes", "audit_share"),
+        options=("block_bytes", "audit_share", "updates"),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",
@@ -149,10 +149,11 @@ def require_possible(scenario: Scenario) -> None:
         if fault.backend is not None:
             _require(f"fault {fault.kind} backend", fault.backend, tuple(BACKENDS))
     if system.trains:
-        from entrenar_py.systems import membership, models  # bring torch
+        from entrenar_py.systems import membership, models, updates  # bring torch
 
         membership.require_possible(scenario)
         models.require_places(scenario)
+        updates.require_places(scenario)
 
 
 def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") -> None:

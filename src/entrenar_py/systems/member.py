@@ -18,11 +18,12 @@ from entrenar_py.protocol.messages import (
     NonFinite,
     Partial,
     TreeNode,
+    Weights,
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
-from entrenar_py.systems.replicas import Replicas
+from entrenar_py.systems import models, updates
+from entrenar_py.systems.replicas import Replicas, Worker
 from entrenar_py.training import blocks, engine, reduction, sharding, state
 
 
@@ -35,7 +36,9 @@ class Member(Replicas):
         self._shards: list[sharding.Ids] = []
         self._blocks = blocks.Blocks(self.layout.num_elements, 1)
         self._nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
-        self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is held
+        # What came down, as far as it is held: never the memory that is in use.
+        self._vector = np.empty(self.layout.num_elements, np.float32)
+        self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._held: set[int] = set()  # blocks of it
         self._step = 0
@@ -43,8 +46,8 @@ class Member(Replicas):
 
     def sizes(self) -> dict[type[Message], int]:
         """The most payload bytes that a message of each kind may bring."""
-        state_bytes = state.num_bytes(self.workload.specs, self.scenario.optimizer)
-        return {Welcome: state_bytes, Average: self.vector_bytes}
+        state_bytes = state.num_bytes(self.workload.specs, updates.held(self.scenario))
+        return {Welcome: state_bytes, self._comes: self.vector_bytes}
 
     def require(self, message: Message, payload: Buffer) -> None:
         """Returns if `message` can be done here and has its payload; ProtocolError if not."""
@@ -54,8 +57,13 @@ class Member(Replicas):
             raise ProtocolError(
                 f"Welcome blocks={message.blocks}: there are {num_elements} elements"
             )
-        if isinstance(message, Average | TreeNode | Partial) and message.block < self._blocks.count:
-            due = self._blocks.num_bytes(message.block)
+        if isinstance(message, Average | Weights) and not isinstance(message, self._comes):
+            raise ProtocolError(
+                f"{type(message).__name__}: in this run {self._comes.__name__} come down"
+            )
+        if isinstance(message, Average | Weights | TreeNode | Partial):
+            known = message.block < self._blocks.count
+            due = self._blocks.num_bytes(message.block) if known else due
         if len(payload) != due:
             raise ProtocolError(
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
@@ -66,15 +74,16 @@ class Member(Replicas):
                 raise ProtocolError(
                     f"Assign shards={message.shards}: use each once, of 0 to {all_shards[-1]}"
                 )
-        if isinstance(message, Average):
+        if isinstance(message, Average | Weights):
             weight, loss = message.weight, message.loss
             if not (0 < weight < math.inf and math.isfinite(loss)):
-                raise ProtocolError(f"Average {weight=} {loss=}: use finite numbers, a weight > 0")
+                name = type(message).__name__
+                raise ProtocolError(f"{name} {weight=} {loss=}: use finite numbers, a weight > 0")
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Memory for the payload of `message`, which may never be whole: where it is to lie."""
-        if isinstance(message, Average) and self._is_due(message):
-            place = blocks.payload_of(self._mean[self._blocks.part(message.block)])
+        if isinstance(message, self._comes) and self._is_due(message):
+            place = blocks.payload_of(self._vector[self._blocks.part(message.block)])
             if place.nbytes == num_bytes:  # `require` refuses any other number, when it is read
                 return place
         return new_room(message, num_bytes)
@@ -141,24 +150,45 @@ class Member(Replicas):
                 leaf.vector[self.layout.trainable[tensor].start + element] = wrong
                 self.record_fault(fault, step, self.rank, leaf.index)
 
-    def hold(self, average: Average, payload: Buffer) -> None:
-        """Keeps a block of the averaged gradient until its step is made."""
-        held = self._mean[self._blocks.part(average.block)]
+    def hold(self, message: Average | Weights, payload: Buffer) -> None:
+        """Keeps a block of the averaged gradient, or of new weights, until its step is made."""
+        held = self._vector[self._blocks.part(message.block)]
         came = blocks.vector_of(payload)
         if not np.may_share_memory(held, came):
             held[:] = came
-        self._held.add(average.block)
-        self._total = average.loss, average.weight
+        self._held.add(message.block)
+        self._total = message.loss, message.weight
 
     def make_held(self, step: int) -> None:
-        """Makes `step` with the gradient held."""
+        """Makes `step` with the gradient held, or uses the weights held."""
         self._step = step + 1
-        average = self.averaged(self._mean, *self._total)
-        self.recorder.emit(self.make(self.workers[self.rank], step, average))
+        worker = self.workers[self.rank]
+        if self._comes is Weights:
+            self.recorder.emit(self._use(worker, step))
+        else:
+            average = self.averaged(self._vector, *self._total)
+            self.recorder.emit(self.make(worker, step, average))
         self._nodes.clear()
         self._held.clear()
         self.advance(sum(map(len, self._shards)))
         self._cut()
+
+    def _use(self, worker: Worker, step: int) -> trace.Update:
+        """Takes the weights held into use; the event of it, as far as a worker knows it."""
+        worker.replica.copy_from(self._vector)
+        loss, weight = self._total
+        held = self.state(worker)
+        return trace.Update(
+            step=step,
+            rank=worker.rank,
+            loss=loss / weight,
+            weight=weight,
+            learning_rate=self.rate(),
+            finite=engine.non_finite(worker.replica.parameters) is None,
+            weights=held["weights"],
+            optimizer=held["optimizer"],
+            buffers=held["buffers"],
+        )
 
     def payload(self, message: Message) -> Buffer:
         """What `message` carries: a node's vector, or what happened since it was last told."""
@@ -167,10 +197,10 @@ class Member(Replicas):
             return blocks.payload_of(vector[self._blocks.part(message.block)])
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
-    def _is_due(self, average: Average) -> bool:
-        """Whether this block of the average is still to come."""
-        known = average.block < self._blocks.count and average.block not in self._held
-        return known and average.step == self._step
+    def _is_due(self, message: Average | Weights) -> bool:
+        """Whether this block is still to come."""
+        known = message.block < self._blocks.count and message.block not in self._held
+        return known and message.step == self._step
 
     def _cut(self) -> None:
         """The logical shards of the next step."""

@@ -43,7 +43,7 @@ class MeshMember(Member):
 
     def reduce(self, block: int) -> tuple[float, float] | None:
         """Adds and averages: the summed loss and its weight; None where that is not finite."""
-        mean = self._mean[self._blocks.part(block)]
+        mean = self._vector[self._blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is not None:
             self._total = averaged
@@ -62,7 +62,7 @@ class MeshMember(Member):
     def payload(self, message: Message) -> Buffer:
         """What `message` carries: also an averaged block, or the state that is held."""
         if isinstance(message, Average):
-            return blocks.payload_of(self._mean[self._blocks.part(message.block)])
+            return blocks.payload_of(self._vector[self._blocks.part(message.block)])
         if isinstance(message, State):
             return self.dump(self.workers[self.rank])
         return super().payload(message)

@@ -26,7 +26,7 @@ from entrenar_py.faults import Fault
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
-from entrenar_py.protocol.messages import Assign, Average, Commit, Message
+from entrenar_py.protocol.messages import Assign, Average, Commit, Message, Weights
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import worker_process
@@ -68,7 +68,7 @@ class ProcessStar(Star):
 
     topology = "star"
     # Where a fault strikes in this process.
-    down: tuple[type[Message], ...] = (Assign, Average, Commit)
+    down: tuple[type[Message], ...] = (Assign, Average, Weights, Commit)
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)

@@ -16,7 +16,7 @@ from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.terms import Terms
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.systems import models, updates
 from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import (
@@ -40,6 +40,14 @@ class Worker:
     rank: int
     replica: engine.Engine
     state: optimizer.State
+
+    def follow(self, other: Worker) -> None:
+        """Takes over what `other` holds of what training changes, copied."""
+        self.replica.parameters[:] = other.replica.parameters
+        for name, buffer in other.replica.buffers.items():
+            self.replica.buffers[name][...] = buffer
+        for name, moments in other.state.items():
+            self.state[name][:] = moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,33 +160,40 @@ class Replicas:
 
         `loss` is summed over what `weight` counts.
         """
-        scenario = self.scenario
-        rate = schedule.learning_rate(
-            self.schedule_step,
-            peak=scenario.learning_rate,
-            kind=scenario.schedule,
-            warmup_steps=scenario.warmup_steps,
-            num_steps=scenario.num_steps,
-        )
         gradient = mean[: self.layout.num_trainable]
         norm = optimizer.norm_l2(gradient)
-        clipped = optimizer.clip(gradient, norm, scenario.clip_norm)
+        clipped = optimizer.clip(gradient, norm, self.scenario.clip_norm)
         return Average(
             mean=mean,
             loss=loss / weight,
             weight=weight,
-            rate=rate,
+            rate=self.rate(),
             clipped=clipped,
             record=self.recorder.slices(gradient, self.layout.trainable),
             norm=norm,
             applied_norm=norm if clipped is gradient else optimizer.norm_l2(clipped),
         )
 
-    def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
-        """Steps one worker's replica, and gives the event of it."""
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return schedule.learning_rate(
+            self.schedule_step,
+            peak=self.scenario.learning_rate,
+            kind=self.scenario.schedule,
+            warmup_steps=self.scenario.warmup_steps,
+            num_steps=self.scenario.num_steps,
+        )
+
+    def move(self, worker: Worker, average: Average) -> None:
+        """Steps one worker's replica."""
         replica = worker.replica
         optimizer.step(self.rule, replica.parameters, average.clipped, worker.state, average.rate)
         replica.average_buffers(average.mean)
+
+    def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
+        """Steps one worker's replica, and gives the event of it."""
+        self.move(worker, average)
+        replica = worker.replica
         return trace.Update(
             step=step,
             rank=worker.rank,
@@ -232,9 +247,9 @@ class Replicas:
         return Worker(rank, replica, zeros)
 
     def dump(self, worker: Worker) -> Buffer:
-        """The whole state of `worker`: progress, tensors, moments (`training.state`)."""
+        """The whole state that a worker holds: progress, tensors, moments (`training.state`)."""
         stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
-        specs, kind = self.workload.specs, self.scenario.optimizer
+        specs, kind = self.workload.specs, updates.held(self.scenario)
         return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
@@ -242,7 +257,7 @@ class Replicas:
 
         ProtocolError if it is of no such run.
         """
-        specs, kind = self.workload.specs, self.scenario.optimizer
+        specs, kind = self.workload.specs, updates.held(self.scenario)
         progress, tensors, moments = state.load(specs, kind, payload)
         if progress.position.offset >= self.scenario.num_samples:
             raise ProtocolError(f"a state at {progress.position}: no sample is there")

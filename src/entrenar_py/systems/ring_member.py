@@ -59,7 +59,7 @@ class RingMember(MeshMember):
         """Averages a block that has been everywhere: the summed loss and its weight."""
         total = self._passing[block]
         self._total = total.loss, total.weight
-        mean = self._mean[self._blocks.part(block)]
+        mean = self._vector[self._blocks.part(block)]
         return self._total if blocks.average(total, self.scale, out=mean) else None
 
     def regroup(self) -> None:

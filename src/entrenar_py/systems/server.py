@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from entrenar_py.protocol.messages import (
     Offer,
     State,
     TreeNode,
+    Weights,
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import replicas
+from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.copies import Copies, injected
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
@@ -54,11 +56,14 @@ class Server(Replicas):
         self.present: set[int] = set()
         self.checkpoint_path: Path | None = None
         self.replica = self.new_worker(_NOBODY, self.initial())
+        self._updates = updates.by_server(scenario)
+        self._beside: replicas.Worker | None = None  # where steps are prepared
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
         self._copies = Copies()
         self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
-        self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is reduced
+        # What goes down: the average as far as it is reduced; then what the step made of it.
+        self._vector = np.empty(self.layout.num_elements, np.float32)
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._average: replicas.Average | None = None
         self._ids = self.batch()
@@ -138,7 +143,7 @@ class Server(Replicas):
         if isinstance(message, Computed):
             self._events.setdefault(rank, []).extend(events)
         else:
-            self._record(events)
+            self._record(map(self._completed, events) if self._updates else events)
 
     def deliver(self, rank: int) -> None:
         """What `rank` has told and sent of its last delivery counts."""
@@ -202,7 +207,7 @@ class Server(Replicas):
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
-        mean = self._mean[self.blocks.part(block)]
+        mean = self._vector[self.blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is None:
             return "the average gradient or loss is not finite, though every worker said its was"
@@ -212,12 +217,26 @@ class Server(Replicas):
     def average_held(self) -> replicas.Average:
         """The average of the step in work, once all of it is reduced."""
         if self._average is None:
-            self._average = self.averaged(self._mean, *self._total)
+            self._average = self.averaged(self._vector, *self._total)
         return self._average
 
+    def prepare(self, step: int) -> tuple[float, float]:
+        """Makes `step` beside the state in use, in any thread: the summed loss and its weight."""
+        average = self.average_held()
+        if self._beside is None:
+            self._beside = self.new_worker(_NOBODY, self.replica.replica.arrays)
+        self._beside.follow(self.replica)
+        self.move(self._beside, average)
+        self._beside.replica.copy_to(self._vector)
+        return self._total
+
     def apply_average(self, step: int) -> None:
-        """Makes `step` here, too."""
-        self.make(self.replica, step, self.average_held())
+        """Makes `step` here, too, or uses what was prepared."""
+        if self._updates:
+            assert self._beside is not None, "what is applied was prepared"
+            self.replica, self._beside = self._beside, self.replica
+        else:
+            self.move(self.replica, self.average_held())
         self.advance(len(self._ids))
         self._ids = self.batch()
 
@@ -282,14 +301,27 @@ class Server(Replicas):
             )
 
     def payload(self, message: Message) -> Buffer:
-        """What `message` carries: the whole state, the averaged gradient, or the scenario."""
+        """What `message` carries: a state, the average or the new weights, or the scenario."""
         if isinstance(message, Welcome):
             return self.dump(self.replica)
         if isinstance(message, Offer):
             return json.dumps(self.scenario.to_dict(), sort_keys=True).encode()
-        if isinstance(message, Average):
-            return blocks.payload_of(self._mean[self.blocks.part(message.block)])
+        if isinstance(message, Average | Weights):
+            return blocks.payload_of(self._vector[self.blocks.part(message.block)])
         return b""
+
+    def _completed(self, event: trace.Event) -> trace.Event:
+        """`event` with what only the server knows of a step that it made."""
+        if not isinstance(event, trace.Update):
+            return event
+        average = self.average_held()
+        return replace(
+            event,
+            learning_rate=average.rate,
+            gradient=average.record,
+            grad_norm=average.norm,
+            applied_norm=average.applied_norm,
+        )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:
         """The tensor, and the element of it, at `place` in `block`."""

@@ -19,7 +19,7 @@ from entrenar_py.protocol.effects import Conclude, Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, audited, membership, strangers
+from entrenar_py.systems import AUTO, audited, membership, strangers, updates
 from entrenar_py.systems.server import Server
 
 
@@ -155,6 +155,7 @@ class Star(Server, ABC):
             awaited=self._awaited,
             saves=saves,
             audited=partial(audited.shards, self.scenario),
+            server_updates=updates.by_server(self.scenario),
         )
 
     def _join(self, step: int) -> None:

@@ -88,6 +88,18 @@ class Engine:
         parts += [total * scale for total in self.workload.statistics(ids).values()]
         return np.concatenate(parts, axis=None), loss, float(self.workload.weight(ids))
 
+    def copy_to(self, vector: Array) -> None:
+        """Writes the parameters and the buffers to `vector`, as the layout has them."""
+        vector[: self.layout.num_trainable] = self.parameters
+        for name, part in self.layout.buffers.items():
+            vector[part] = self.buffers[name].reshape(-1)
+
+    def copy_from(self, vector: Array) -> None:
+        """Takes the parameters and the buffers from `vector`, as the layout has them."""
+        self.parameters[:] = vector[: self.layout.num_trainable]
+        for name, part in self.layout.buffers.items():
+            self.buffers[name][...] = vector[part].reshape(self.buffers[name].shape)
+
     def average_buffers(self, average: Array) -> None:
         """Moves each running mean towards the batch's mean in `average`, the reduced vector."""
         for name, part in self.layout.buffers.items():

@@ -1,0 +1,36 @@
+"""Who makes the steps of a star: every worker, or the server alone, which sends the new weights."""
+
+from __future__ import annotations
+
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+
+OPTION = "updates"
+WORKERS, SERVER = "workers", "server"
+# What a worker keeps of an optimizer that is the server's: plain SGD is the one without a state.
+_STATELESS = "sgd"
+
+
+def by_server(scenario: Scenario) -> bool:
+    """Whether the server makes the steps; the workers do where the scenario does not say."""
+    who = scenario.options.get(OPTION, WORKERS)
+    if who not in (WORKERS, SERVER):
+        raise UsageError(f"options {OPTION}={who!r}: use {WORKERS} or {SERVER}")
+    return bool(who == SERVER)
+
+
+def held(scenario: Scenario) -> str:
+    """The optimizer whose state every worker holds."""
+    return _STATELESS if by_server(scenario) else scenario.optimizer
+
+
+def require_places(scenario: Scenario) -> None:
+    """Returns if faults strike at messages that there are: averages go down, or new weights."""
+    sent, other = ("Weights", "Average") if by_server(scenario) else ("Average", "Weights")
+    for fault in scenario.faults:
+        if fault.at == other:
+            who = SERVER if sent == "Weights" else WORKERS
+            raise UsageError(
+                f"fault {fault.kind} at={other!r}: where the {who} update{'s' * (who == SERVER)} "
+                f"there is no such message; use {sent}"
+            )
