@@ -15,6 +15,7 @@ from . import (
     benign_audits,
     benign_mesh,
     benign_protocol,
+    benign_updates,
     blocks,
     checkpoint,
     clipping,
@@ -32,13 +33,14 @@ from . import (
     protocol,
     randomness,
     schedule,
+    updates,
     wire,
 )
 
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh, audits),
+    *(wire, protocol, blocks, mesh, audits, updates),
 )
 
 
@@ -46,6 +48,13 @@ def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
     return [
         variant
-        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh, benign_audits)
+        for family in (
+            *_MUTANTS,
+            benign,
+            benign_protocol,
+            benign_mesh,
+            benign_audits,
+            benign_updates,
+        )
         for variant in family.VARIANTS
     ]

@@ -60,7 +60,8 @@ def draw(seed: int) -> Scenario:
     """
     drawn = schedules.draw(seed)
     kept = tuple(_real(fault) for fault in drawn.faults if fault.kind != "restart")
-    return drawn.with_(system=REAL, faults=kept, options=SOON)
+    updates = {name: value for name, value in drawn.options.items() if name == "updates"}
+    return drawn.with_(system=REAL, faults=kept, options={**SOON, **updates})
 
 
 def _real(fault: Fault) -> Fault:

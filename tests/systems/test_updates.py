@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,30 @@ def test_what_checks_say_of_it(check: str, changes: dict[str, Any]) -> None:
     finding = traces.judge(check, family)
     assert finding.verdict.name == "HELD", finding
     assert finding.compared > 0
+
+
+@pytest.mark.parametrize("stops", [(), (2,)])
+def test_the_optimizer_s_state_can_t_be_judged(stops: tuple[int, ...]) -> None:
+    """Nobody records the server's: F-TI-002 says so, and what workers hold of a checkpoint is
+    compared.
+    """
+    finding = traces.judge("optimizer_state", [traces.run(served(SIMULATED, stops=stops))])
+    assert finding.verdict.name == "INCONCLUSIVE"
+    assert finding.reason.startswith("the server updates: the optimizer's state is its own")
+    assert bool(finding.compared) == bool(stops)
+
+
+def test_a_worker_with_a_state_of_its_own_is_not_passed_over() -> None:
+    """Where one records moments the others are asked for theirs: nothing holds."""
+    trace = traces.run(served(SIMULATED))
+    moments = next(one.weights for one in trace.of(Update))
+    events = tuple(
+        replace(one, optimizer=moments) if isinstance(one, Update) and one.rank == 1 else one
+        for one in trace.events
+    )
+    finding = traces.judge("replica_identity", [replace(trace, events=events)])
+    assert finding.verdict.name == "INCONCLUSIVE"
+    assert "ranks 0, 2 recorded no optimizer" in finding.reason
 
 
 # --- by hand ----------------------------------------------------------------------------------

@@ -18,6 +18,12 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
         comparison = Comparison(tally, trace)
+        if _is_the_server_s(trace):
+            tally.miss(
+                "the server updates: the optimizer's state is its own, no worker holds any, and "
+                "what it goes on with is not recorded; F-TI-003 and F-TI-008 see what it makes of "
+                "the weights"
+            )
         missing.require_updates(tally, trace)
         replica_identity.require_ranks(tally, trace)
         for step, by_rank in evidence.ranks_by_step(trace):
@@ -33,6 +39,16 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     )
 
 
+def _is_the_server_s(trace: Trace) -> bool:
+    """Whether there is an optimizer's state, and workers have none of it."""
+    return trace.scenario.optimizer != "sgd" and not evidence.workers_update(trace.scenario)
+
+
+def _parts(trace: Trace) -> tuple[str, ...]:
+    """What a checkpoint shares with those who wrote and load it."""
+    return tuple(one for one in PARTS if one != "optimizer" or not _is_the_server_s(trace))
+
+
 def _compare_restored(tally: Tally, comparison: Comparison) -> None:
     """Each checkpoint with what its writer held, and with what every rank had that loaded it."""
     kept, updates = history.standing(comparison.trace), evidence.updates(comparison.trace)
@@ -45,7 +61,7 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
                 f"what rank {saved.rank} saved before step {saved.step} it was not seen to hold",
                 f"its Update of step {saved.step - 1}",
             )
-        for part in PARTS if saved.rank in holders else ():
+        for part in _parts(comparison.trace) if saved.rank in holders else ():
             comparison.compare(
                 part,
                 holders[saved.rank],
@@ -71,7 +87,7 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
 def _compare_loaded(
     tally: Tally, comparison: Comparison, saved: Saved, start: Start, *, sharded: bool
 ) -> None:
-    for part in PARTS:
+    for part in _parts(comparison.trace):
         comparison.compare(
             part,
             saved,

@@ -1,0 +1,200 @@
+"""Bugs in a star whose server makes the steps and sends the new weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.effects import Effect, Prepare
+from entrenar_py.protocol.messages import Weights
+from entrenar_py.systems import updates
+from entrenar_py.systems.server import Server
+from entrenar_py.training import engine, optimizer
+from entrenar_py.training.tensors import Array
+
+from .blocks import held_already, remembers_its_blocks, room_apart
+from .subjects import COORDINATOR, MEMBER, SERVER, TRAINING, WORKER, star
+
+ENGINE = f"{TRAINING}.engine.Engine"
+_prepare, _apply, _restore = Server.prepare, Server.apply_average, Server.restore
+_reduced, _prepared = Coordinator.reduced, Coordinator.prepared
+
+
+# --- when a step is made, and of what ---------------------------------------------------------
+
+
+def made_with_the_first_block(
+    self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
+) -> list[Effect]:
+    """Has the step made when the first block is averaged, and sends it when the last one is."""
+    if not self.run.server_updates or self.run.num_blocks == 1:
+        return _reduced(self, step, block, loss, weight, now)
+    self._reducing.remove(block)
+    early: list[Effect] = [Prepare(step)] if block == self.run.num_blocks - 1 else []
+    if self._missing or self._reducing:
+        return early
+    blocks = reversed(range(self.run.num_blocks))
+    made = [Weights(step=step, block=one, loss=loss, weight=weight) for one in blocks]
+    return self._spread(made, last=True, now=now)
+
+
+def says_nothing(
+    self: Coordinator, step: int, loss: float, weight: float, now: float
+) -> list[Effect]:
+    """Sends nothing yet; but where there is one block alone."""
+    return _prepared(self, step, loss, weight, now) if self.run.num_blocks == 1 else []
+
+
+def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
+    """Clips each block by its own norm, as if it was all of the gradient."""
+    average, limit = self.average_held(), self.scenario.clip_norm
+    clipped = average.clipped.copy()
+    for block in self.blocks.order():
+        part = average.mean[: self.layout.num_trainable][self.blocks.part(block)]
+        clipped[self.blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
+    self._average = replace(average, clipped=clipped)
+    return _prepare(self, step)
+
+
+def made_in_place(self: Server, step: int) -> tuple[float, float]:
+    """Makes the step on the state in use, before anyone holds what comes of it."""
+    self.move(self.replica, self.average_held())
+    self.replica.replica.copy_to(self._vector)
+    return self._total
+
+
+def in_use_already(self: Server, step: int) -> None:
+    """Leaves the state as it is when a step is committed, and goes on to the next samples."""
+    if not updates.by_server(self.scenario):
+        _apply(self, step)
+        return
+    self.advance(len(self._ids))
+    self._ids = self.batch()
+
+
+# --- what is kept -----------------------------------------------------------------------------
+
+
+def restored_without_moments(self: Server) -> int:
+    """Goes on from a checkpoint with the weights, as before the server was the one that steps."""
+    step = _restore(self)
+    if updates.by_server(self.scenario):
+        self.replica.state = {n: np.zeros_like(one) for n, one in self.replica.state.items()}
+    return step
+
+
+def moments_left_behind(self: Server, step: int) -> None:
+    """Uses the weights that were prepared, and the moments of before."""
+    before = self.replica.state
+    _apply(self, step)
+    if updates.by_server(self.scenario):
+        self.replica.state, self._beside.state = before, self.replica.state  # type: ignore[union-attr]
+
+
+# --- what goes down ---------------------------------------------------------------------------
+
+
+def weights_in_use_sent(self: Server, step: int) -> tuple[float, float]:
+    """Prepares the step, and sends the weights of before."""
+    total = _prepare(self, step)
+    self.replica.replica.copy_to(self._vector)
+    return total
+
+
+def buffers_stay(self: engine.Engine, vector: Array) -> None:
+    """Takes the parameters of what came down, and leaves the buffers as they are."""
+    self.parameters[:] = vector[: self.layout.num_trainable]
+
+
+_SERVED = {"updates": "server", "block_bytes": 400}
+_STAR = star(options=_SERVED)
+_ALL_DIE = tuple(Fault(kind="kill", rank=rank, step=1, at="Weights") for rank in (0, 1))
+
+VARIANTS = (
+    Variant(
+        name="made-with-the-first-block",
+        summary="the server makes the step when a block is averaged, and sends it with the others",
+        source="classic (fused optimizer on partial buckets)",
+        plants={
+            f"{COORDINATOR}.Coordinator.reduced": made_with_the_first_block,
+            f"{COORDINATOR}.Coordinator.prepared": says_nothing,
+        },
+        scenario=_STAR,
+        invariants=("F-DP-005",),
+        place={"step": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="clipped-block-by-block",
+        summary="the server clips each block by its own norm",
+        source="classic (clipping per bucket)",
+        plants={f"{SERVER}.Server.prepare": clipped_block_by_block},
+        scenario=star(options=_SERVED, clip_norm=0.05),
+        invariants=("F-TI-008", "F-DP-005"),
+        place={"step": 0},
+    ),
+    Variant(
+        name="prepared-in-place",
+        summary="the server makes a step before anyone holds it; if all die it is made once more",
+        source="classic (two-phase commit)",
+        plants={
+            f"{SERVER}.Server.prepare": made_in_place,
+            f"{SERVER}.Server.apply_average": in_use_already,
+        },
+        scenario=star(options=_SERVED, world_size=2, faults=_ALL_DIE),
+        invariants=("F-DP-001", "F-WP-005"),
+        place={"tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="restored-without-moments",
+        summary="a coordinator that updates goes on from its checkpoint with weights alone",
+        source="classic (state of one owner not saved)",
+        plants={f"{SERVER}.Server.restore": restored_without_moments},
+        scenario=star(options=_SERVED, stops=(2,), optimizer="momentum"),
+        invariants=("F-TI-003", "F-TI-008"),
+        place={"step": 2, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="moments-left-behind",
+        summary="with a commit the server's weights are swapped in, and its moments are not",
+        source="classic (half a double buffer)",
+        plants={f"{SERVER}.Server.apply_average": moments_left_behind},
+        scenario=star(options=_SERVED, optimizer="momentum"),
+        invariants=("F-DP-005", "F-TI-008"),
+        place={"step": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="weights-in-use-sent",
+        summary="the weights that go down are those from before the step",
+        source="classic (the wrong one of two buffers)",
+        plants={f"{SERVER}.Server.prepare": weights_in_use_sent},
+        scenario=_STAR,
+        invariants=("F-DP-005", "F-TI-008"),
+        place={"step": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="buffers-stay-behind",
+        summary="a worker takes the new weights into use, and not the new buffers",
+        source="classic (parameter server of parameters alone)",
+        plants={f"{ENGINE}.copy_from": buffers_stay},
+        scenario=_STAR,
+        invariants=("F-DP-005",),
+        place={"step": 0, "tensor": "running_mean"},
+    ),
+    Variant(
+        name="stale-weights-held",
+        summary="who comes back takes blocks of weights it held for those of the step that is next",
+        source="classic (elastic training)",
+        plants={
+            f"{WORKER}.Worker._enter": remembers_its_blocks,
+            f"{WORKER}.Worker._hold": held_already,
+            f"{MEMBER}.Member.room": room_apart,
+        },
+        scenario=star(options=_SERVED, faults=(Fault(kind="cut", rank=1, step=1, at="Staged"),)),
+        invariants=("F-DP-001", "F-WP-005"),
+        place={"step": 2, "rank": 1},
+    ),
+)
