@@ -48,7 +48,7 @@ MEANINGS = {
     "schedule": "what the rate does after the warm-up: stay, or fall to 0 at `num_steps`",
     "warmup_steps": "steps in which the rate rises to `learning_rate`",
     "dropout": "probability, below 1",
-    "width": "hidden width of `mlp`",
+    "width": "hidden width of `mlp`; elements of `vectors`",
     "backends": "the workers' in turn",
     "faults": "what goes wrong, see below",
     "stops": "steps before which the run is saved, thrown away and resumed",
