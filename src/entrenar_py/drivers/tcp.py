@@ -68,11 +68,13 @@ class CoordinatorServer:
         *,
         context: ssl.SSLContext | None = None,
         strangers_max: int = STRANGERS_MAX,
+        buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> tuple[str, int]:
         """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
 
         With `context` over TLS. At most `strangers_max` connections at a time may be on their way
-        in, or out; more are turned away, and workers among them come again.
+        in, or out; more are turned away, and workers among them come again. `buffer_bytes` is what
+        the kernel may hold of a connection.
 
         Raises UsageError where others could take part: from other machines, with no secret that
         keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
@@ -81,7 +83,7 @@ class CoordinatorServer:
         addresses = await sockets.resolve(host, port)
         if not all(map(sockets.is_loopback, addresses)):
             _require_protection(host, self.end.machine.secret, context)
-        listeners = sockets.listen(addresses)
+        listeners = sockets.listen(addresses, buffer_bytes=buffer_bytes)
         self._door = Door(
             listeners,
             self._opened,
@@ -194,9 +196,13 @@ class WorkerClient:
         meddle: Meddle = unmeddled,
         speak: Speak = truthfully,
         alone: Callable[[str], None] = lambda problem: None,
+        buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        """`alone` is told why there is no coordinator, each time that it tries again."""
+        """`alone` is told why there is no coordinator, each time that it tries again.
+        `buffer_bytes` is what the kernel may hold of a connection.
+        """
         self._alone = alone
+        self.buffer_bytes = buffer_bytes
         self.end = self.new_end(machine, hands, speak)
         self._meddle = meddle
         self._link: Link | None = None
@@ -286,7 +292,7 @@ class WorkerClient:
         """A connection to who is there; OSError (also TimeoutError) if it can't be."""
         patience_s = self.end.machine.timing.hello_s
         async with asyncio.timeout(patience_s):
-            sock = await sockets.connect(host, port)
+            sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
         if context is None:
             return sock
         return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
