@@ -13,6 +13,7 @@ from . import (
     benign,
     benign_mesh,
     benign_protocol,
+    benign_rings,
     blocks,
     checkpoint,
     clipping,
@@ -29,6 +30,7 @@ from . import (
     optimizer,
     protocol,
     randomness,
+    rings,
     schedule,
     wire,
 )
@@ -36,7 +38,7 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh),
+    *(wire, protocol, blocks, mesh, rings),
 )
 
 
@@ -44,6 +46,6 @@ def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
     return [
         variant
-        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh)
+        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh, benign_rings)
         for variant in family.VARIANTS
     ]

@@ -81,6 +81,8 @@ ON_THE_WAY = (
 )
 # The messages of a step at which that can be (protocol.messages).
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
+# Around a ring go sums in place of nodes.
+RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
 
 # What a worker can say that is not so, and the messages at which it can.
 LIES: dict[str, str] = {
@@ -146,8 +148,8 @@ class Fault:
         for name in ("tensor", "value", "backend", "at"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "use text, in quotes")
-        if self.at not in (None, *PLACES):
-            self._refuse("at", f"use one of {', '.join(PLACES)}")
+        if self.at not in (None, *PLACES, *RING_PLACES):
+            self._refuse("at", f"use one of {', '.join(dict.fromkeys((*PLACES, *RING_PLACES)))}")
         if self.seconds is not None and not _is_duration(self.seconds):
             self._refuse("seconds", "use a number > 0")
         self._check_fields()

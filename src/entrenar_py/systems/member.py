@@ -20,8 +20,10 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import measures
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, engine, reduction, sharding, state
+from entrenar_py.training.vectors import GivenVectors
 
 
 class Member(Replicas):
@@ -132,6 +134,9 @@ class Member(Replicas):
         self._step = step + 1
         average = self.averaged(self._mean, *self._total)
         self.recorder.emit(self.make(self.workers[self.rank], step, average))
+        if isinstance(self.workload, GivenVectors):
+            ids = self.batch()
+            self.recorder.emit(measures.reduced(step, self.rank, self._mean, self.workload, ids))
         self._nodes.clear()
         self._held.clear()
         self.advance(sum(map(len, self._shards)))

@@ -17,11 +17,12 @@ from dataclasses import asdict
 from functools import cache
 
 from entrenar_py import faults, trace
-from entrenar_py.drivers import guests
+from entrenar_py.drivers import guests, sockets
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
@@ -34,6 +35,7 @@ from entrenar_py.systems.star import Star
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
+SOCKET_BYTES_MAX = 2**30  # a kernel takes an int, and doubles it
 RESTART_S = 0.2  # until a worker that was killed is started again
 
 
@@ -65,6 +67,9 @@ class ProcessStar(Star):
             dead_after_s=options.get("dead_after_s", 10.0),
             gather_s=60.0,
         )
+        self._deadline_s = options.get("deadline_s")
+        self._socket_bytes = options.get("socket_bytes", sockets.BUFFER_BYTES)
+        _require_sizes(self._deadline_s, self._socket_bytes)
         self.secret = secrets.token_bytes(32)
         self._address = (LOOPBACK, 0)
         self._visits: list[asyncio.Task[None]] = []
@@ -79,7 +84,7 @@ class ProcessStar(Star):
             return finish
         finally:
             crew().gather(answer_s)
-            self._note_mutant()
+            self._note_answers()
 
     async def _serve(self, run: Run) -> Finish:
         server = CoordinatorServer(
@@ -90,9 +95,14 @@ class ProcessStar(Star):
             meddle=self.meddle,
             kind=Coordinator if self.topology == "star" else MeshCoordinator,
         )
-        self._address = await server.listen(LOOPBACK, 0)
+        self._address = await server.listen(LOOPBACK, 0, buffer_bytes=self._socket_bytes)
         self.begin(run)
-        finish = await server.finish()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                finish = await server.finish()
+        except TimeoutError:
+            finish = Finish("failed", f"not finished after {self._deadline_s:g} s")
+        self.measure(None, server.end)
         await asyncio.gather(*self._visits)  # the coordinator has closed them
         self._visits.clear()
         return finish
@@ -101,9 +111,12 @@ class ProcessStar(Star):
         """A stranger at a real socket."""
         self._visits.append(asyncio.create_task(guests.visit(guest, *self._address)))
 
-    def _note_mutant(self) -> None:
-        """Records that the scenario's mutant took part in a worker, if one says so."""
+    def _note_answers(self) -> None:
+        """Records what the workers measured, and that the mutant took part if one says so."""
         answers = [json.loads(one.answer) for one in self._hands.values() if one.answer]
+        for answer in answers:
+            for event in trace.load_events(answer["measured"].encode()):
+                self.recorder.emit(event)
         if any(answer["struck"] for answer in answers) and self.scenario.mutant is not None:
             self.recorder.emit(trace.Planted(name=self.scenario.mutant))
 
@@ -125,6 +138,7 @@ class ProcessStar(Star):
             "secret": self.secret.hex(),
             "timing": asdict(self._timing),
             "topology": self.topology,
+            "socket_bytes": self._socket_bytes,
             "faults": suffers,
         }
         hand = self._hands[rank] = crew().give(json.dumps(job).encode())
@@ -168,6 +182,14 @@ class ProcessStar(Star):
             self._restart(fault.rank)
         elif fault.kind == "freeze":
             self._thaw(hand, fault.seconds or 0.0)
+
+
+def _require_sizes(deadline_s: object, socket_bytes: object) -> None:
+    """UsageError for what is no time, or no size of a buffer."""
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
+        raise UsageError(f"options {deadline_s=}: use a number of seconds > 0")
+    if type(socket_bytes) is not int or not 1 <= socket_bytes <= SOCKET_BYTES_MAX:
+        raise UsageError(f"options {socket_bytes=}: use a whole number, 1 to {SOCKET_BYTES_MAX}")
 
 
 def _signal(hand: Hand, number: signal.Signals) -> None:

@@ -12,6 +12,7 @@ from entrenar_py import faults, trace
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.simulated import Simulation
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol.effects import Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run, Timing
@@ -39,7 +40,11 @@ class SimulatedStar(Star):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._seeds = scenario.rng("network")
+        seed = scenario.options.get("network_seed", 0)
+        if type(seed) is not int:
+            raise UsageError(f"options network_seed={seed!r}: use a whole number")
+        # Another seed makes other delays, and the same training.
+        self._seeds = scenario.rng("network", *([seed] if seed else []))
 
     def drive(self, run: Run) -> Finish:
         """Lets virtual time pass until the coordinator is finished."""
@@ -53,7 +58,11 @@ class SimulatedStar(Star):
             worker=self.worker,
         )
         self.begin(run)
-        return self.simulation.run(until_s=VIRTUAL_S_MAX)
+        finish = self.simulation.run(until_s=VIRTUAL_S_MAX)
+        self.measure(None, self.simulation.coordinator)
+        for node in self.simulation.nodes:
+            self.measure(node.end.machine.rank, node.end)
+        return finish
 
     def _restart(self) -> None:
         """Goes on from the checkpoint with a new coordinator, and with whoever comes back.

@@ -10,14 +10,16 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from entrenar_py import faults, trace
+from entrenar_py.drivers.ends import CoordinatorEnd, WorkerEnd
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, membership, strangers
+from entrenar_py.systems import AUTO, measures, membership, strangers
 from entrenar_py.systems.server import Server
+from entrenar_py.training.vectors import GivenVectors
 
 
 class Star(Server, ABC):
@@ -65,6 +67,12 @@ class Star(Server, ABC):
         names = {self.scenario.backend_of(rank) for rank in ranks} - {AUTO}
         served = {one.backend for one in self.recorder.of(trace.Attempt) if one.served}
         return len(names | served) <= 1
+
+    def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
+        """Records what went over the connections of `rank`, or of the coordinator (None)."""
+        if isinstance(self.workload, GivenVectors):
+            for event in measures.traffic(end, rank):
+                self.recorder.emit(event)
 
     @abstractmethod
     def drive(self, run: Run) -> Finish:
