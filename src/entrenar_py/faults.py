@@ -93,10 +93,10 @@ LIES: dict[str, str] = {
     "for_another": "what it records is said to be another worker's",
 }
 LIE_PLACES: dict[str, tuple[str, ...]] = {
-    "old_step": ("TreeNode", "Computed", "Staged", "Applied"),
-    "too_long": ("TreeNode",),
+    "old_step": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
+    "too_long": ("TreeNode", "Partial"),
     "not_mine": ("TreeNode", "Computed"),
-    "twice": ("TreeNode", "Computed", "Staged", "Applied"),
+    "twice": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
     "for_another": ("Computed", "Applied"),
 }
 # Who can connect that must not be let in.

@@ -58,7 +58,7 @@ def draw(seed: int) -> Scenario:
 
     Its seconds are shorter: who is silent for one is given up.
     """
-    drawn = schedules.draw(seed)
+    drawn = schedules.draw(seed, schedules.STAR)
     kept = tuple(_real(fault) for fault in drawn.faults if fault.kind != "restart")
     return drawn.with_(system=REAL, faults=kept, options=SOON)
 

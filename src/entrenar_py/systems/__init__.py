@@ -42,6 +42,8 @@ class System:
 
 _REAL_OPTIONS = ("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes")
 _TRAINING_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
+_REAL_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
+_SIMULATED_FAULTS = (*_REAL_FAULTS, "restart")
 
 # name -> what it is; the module of the same name holds `run`.
 SYSTEMS: dict[str, System] = {
@@ -58,38 +60,38 @@ SYSTEMS: dict[str, System] = {
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger"),
+        faults=_REAL_FAULTS,
         options=_REAL_OPTIONS,
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
+        faults=_SIMULATED_FAULTS,
         options=("block_bytes", "network_seed"),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger"),
+        faults=_REAL_FAULTS,
         options=_REAL_OPTIONS,
     ),
     "mesh_simulated": System(
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
+        faults=_SIMULATED_FAULTS,
         options=("block_bytes", "network_seed"),
     ),
     "ring": System(
         what="workers that send blocks around a ring over TCP, each a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger"),
+        faults=_REAL_FAULTS,
         places=RING_PLACES,
         options=_REAL_OPTIONS,
     ),
     "ring_simulated": System(
         what="workers that send blocks around a ring, under the same simulator",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger", "restart"),
+        faults=_SIMULATED_FAULTS,
         places=RING_PLACES,
         options=("block_bytes", "network_seed"),
     ),
