@@ -24,9 +24,9 @@ _MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
 # Lengths and the blocks they are cut in: a single element; fewer than workers; 17 blocks of two
 # sizes; one block, which one worker averages.
 SIZES = ((1, 4), (3, 4), (997, 240), (4_099, 2**20))
-# Sockets of a few KiB, into which no block fits; a hundred times as many blocks as workers.
+# Sockets of 4 KiB, into which no block fits; blocks for every worker, so that all write at once.
 SMALL = {"socket_bytes": 4_096, "dead_after_s": 30.0, "deadline_s": 60.0}
-TIGHT = ((2, 300_007, 2**20), (3, 65_537, 2**18), (8, 40_009, 2**10))
+TIGHT = ((2, 300_007, 2**20), (3, 65_537, 2**16), (8, 100_003, 2**15))
 # 256 MiB in two blocks, beside the usual sockets of 4 MiB.
 LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
 
