@@ -14,6 +14,15 @@ settings.register_profile("entrenar", deadline=None, derandomize=True)
 settings.load_profile("entrenar")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests are spread over processes, those of a file stay together: what a file needs is
+    made once. So do all that need the matrix."""
+    for item in items:
+        shares_matrix = "matrix" in getattr(item, "fixturenames", ())
+        group = "matrix" if shares_matrix else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def matrix() -> list[Row]:
     """Every variant as every clause that judges it found it."""

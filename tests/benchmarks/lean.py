@@ -66,6 +66,9 @@ class _Reducing:
             return blocks.payload_of(self.mean[self.blocks.part(message.block)])
         return new_room(message, num_bytes)
 
+    def complete(self, block: int) -> None:
+        self.sums.complete(block)
+
     def average(self, block: int) -> tuple[float, float]:
         averaged = self.sums.average(block, 1.0, out=self.mean[self.blocks.part(block)])
         assert averaged is not None
@@ -172,6 +175,8 @@ class LeanRing(LeanMember):
             vector, weight = np.add(came, vector, out=came), 1.0 + message.weight
         self._passing[block] = reduction.Node(0, 0, vector, 0.0, weight)
         return 0.0, weight
+
+    def complete(self, block: int) -> None: ...
 
     def reduce(self, block: int) -> tuple[float, float]:
         total = self._passing[block]

@@ -16,12 +16,12 @@ from threading import Thread
 import pytest
 
 from entrenar_py.drivers.processes import Crew
+from entrenar_py.training import blocks
 from tests.benchmarks import gloo, lean
 from tests.drivers.fakes import free_port
 
 ROUNDS = 15
 SIZES = {"5.5 MB": 1_375_000, "64 MB": 16_000_000}  # float32 elements
-BLOCK_ELEMENTS = 2**18
 # What the issue of the link's speed asks for: at 5.5 MB and at 64 MB.
 GOALS = {"parameter_server": (2.0, 2.0), "mesh": (1.3, 1.0), "ring": (None, None)}
 
@@ -31,8 +31,7 @@ Step = Callable[[], None]
 @contextmanager
 def training(system: str, num_elements: int, world_size: int) -> Iterator[Step]:
     """A run of ours; each call is a step."""
-    per_worker = max(2, -(-num_elements // (BLOCK_ELEMENTS * world_size)))
-    num_blocks = per_worker * world_size
+    num_blocks = blocks.num_blocks(num_elements, 1 if system == "parameter_server" else world_size)
     job = {
         "system": system,
         "num_elements": num_elements,

@@ -69,6 +69,9 @@ class FakeServer:
     def gather(self, step: int) -> None:
         self.reduced.append([])
 
+    def complete(self, block: int) -> None:
+        assert block not in self.reduced[-1]
+
     def reduce(self, block: int) -> tuple[float, float] | str:
         self.reduced[-1].append(block)
         return 1.0, 1.0

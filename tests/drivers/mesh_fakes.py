@@ -43,6 +43,9 @@ class FakeMeshMember(FakeMember):
     def contribute(self, node: TreeNode) -> None:
         """Nothing is added."""
 
+    def complete(self, block: int) -> None:
+        assert block not in self.held
+
     def reduce(self, block: int) -> tuple[float, float] | None:
         self.held.append(block)
         return 1.0, 1.0

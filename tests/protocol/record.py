@@ -71,7 +71,8 @@ class Record:
         self.stage = Stage.GATHERING
         self.moves: set[tuple[Stage, Stage]] = set()
         self.staged: set[do.Peer] = set()
-        self.averaged: list[int] = []  # the blocks of the step, in the order it happened
+        self.averaged: list[int] = []  # the blocks of the step, in the order they were there
+        self.spread: set[int] = set()  # those of them that went out
         self._open: dict[int, Delivery] = {}
         self._whole: dict[int, list[int]] = {}  # block -> shards of deliveries that are whole
 
@@ -112,6 +113,7 @@ class Record:
         self._open.clear()
         self._whole.clear()
         self.averaged.clear()
+        self.spread.clear()
 
     def reduce(self, step: int, block: int) -> None:
         """Every shard of a block is there, once, and no block is averaged twice."""
@@ -136,8 +138,9 @@ class Record:
             case Assign():
                 self.enter(Stage.COMPUTING)
             case Average(step=step, block=block):
-                assert block == self.averaged[-1], "it goes out at once"
-                if len(self.averaged) == self.run.num_blocks:
+                assert block in self.averaged, "it is there of every shard"
+                self.spread.add(block)
+                if len(self.spread) == self.run.num_blocks:
                     self.enter(Stage.STAGING)
                 self.staged.discard(peer)
                 return (*self._added(step), block)

@@ -63,9 +63,12 @@ class Station:
 
 
 class Star:
-    """One coordinator, any number of workers, and time that passes when it is told to."""
+    """One coordinator, any number of workers, and time that passes when it is told to.
 
-    def __init__(self, run: Run, *, timing: Timing = TIMING) -> None:
+    Blocks are averaged at once, unless that is to happen `beside` everything else.
+    """
+
+    def __init__(self, run: Run, *, timing: Timing = TIMING, beside: bool = False) -> None:
         self.run, self.timing = run, timing
         self.now = 0.0
         self.coordinator = Coordinator(run, secret=SECRET, timing=timing, now=0.0)
@@ -75,6 +78,8 @@ class Star:
         self.all_links: list[Link] = []
         self.effects: list[Effect] = []  # all of the coordinator's
         self.finished: do.Finish | None = None
+        self.reducing: deque[do.Reduce] = deque()
+        self._beside = beside
         self._peers = count()
 
     # --- what happens -----------------------------------------------------------------------------
@@ -135,6 +140,11 @@ class Star:
         said = nodes(self.run, asked) if outcome is None else outcome
         self._below(station, station.machine.computed(asked, said))
 
+    def reduce(self) -> None:
+        """The first of the blocks that are being averaged is."""
+        one = self.reducing.popleft()
+        self._above(self.coordinator.reduced(one.step, one.block, 1.0, 1.0, self.now))
+
     def cut(self, link: Link) -> None:
         """A connection breaks: what was on its way is lost, and both ends hear of it."""
         link.up.clear()
@@ -157,7 +167,7 @@ class Star:
 
     def ready(self) -> list[Callable[[], None]]:
         """What can happen next: a message arrives, an end is heard of, work is done."""
-        actions: list[Callable[[], None]] = []
+        actions: list[Callable[[], None]] = [self.reduce] if self.reducing else []
         for link in self.links.values():
             if not link.dead and (link.up or link.ended_below):
                 actions.append(partial(self.hear_above, link))
@@ -229,16 +239,21 @@ class Star:
             case do.Left(rank):
                 record.left(rank)
             case do.Gather(step):
+                self.reducing.clear()  # nobody hears of it any more
                 record.gather(step)
             case do.Deliver(rank):
                 record.deliver(rank)
             case do.Reduce(step, block):
                 record.reduce(step, block)
+                if self._beside:
+                    self.reducing.append(effect)
+                    return []
                 return self.coordinator.reduced(step, block, 1.0, 1.0, self.now)
             case do.Apply(step):
                 record.apply(step)
             case do.Finish():
                 assert self.finished is None, "a run ends once"
+                self.reducing.clear()
                 record.enter(Stage.OVER)
                 self.finished = effect
         return []

@@ -81,3 +81,35 @@ def test_what_was_wholly_delivered_outlives_its_worker() -> None:
     assert star.coordinator.peers[first.peer].assigned == [(0, 1)]
     star.deliver()
     assert len(star.record.state) == 2
+
+
+def test_what_is_being_averaged_stays_when_its_worker_is_lost() -> None:
+    """All of it was there; nobody computes it again, and the step waits until it is averaged."""
+    star = Star(run_of(num_blocks=2, awaited={0: (0, 1)}), beside=True)
+    first, second = link_of(star.arrive()), link_of(star.arrive())
+    star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
+    for link, index, shards in ((first, 0, (0, 1)), (second, 1, (2, 3))):
+        star.say_above(link, computed(*shards))
+        star.say_above(link, node(level=1, index=index, block=1))
+    assert [one.block for one in star.reducing] == [1]
+    star.cut(second)
+    star.say_above(first, node(level=1, index=0))
+    again = [computed(2, 3), node(level=1, index=1, block=1), node(level=1, index=1)]
+    assert [len(star.say_above(first, said)) for said in again] == [1, 0, 3]
+    assert [one.block for one in star.reducing] == [1, 0]
+    stages = []
+    for _ in range(2):
+        star.reduce()
+        stages.append(star.coordinator.stage)
+    assert stages == [Stage.COMPUTING, Stage.STAGING]
+
+
+def test_a_step_that_everyone_left_is_averaged_anew() -> None:
+    """What was being averaged of it is forgotten."""
+    star = Star(run_of(awaited={0: (0,)}), beside=True)
+    star.arrive()
+    star.until(lambda: bool(star.reducing))
+    star.cut(link_of(star.stations[0]))
+    assert (star.coordinator.stage, list(star.reducing)) == (Stage.GATHERING, [])
+    assert star.finish().status == "completed"
+    assert len(star.record.state) == 2

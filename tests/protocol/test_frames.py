@@ -104,13 +104,15 @@ def test_any_split_is_put_together(sent: list[tuple[Message, bytes]], cuts: list
     ]
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * MIB])
+@pytest.mark.parametrize(
+    "size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]
+)
 def test_chunks_of_full_size(size: int) -> None:
     """A payload around the bounds of a chunk takes as many frames as it needs, and comes whole."""
     payload = (bytes(range(251)) * (size // 251 + 1))[:size]
     sent = written(Encoder(KEY), NODE, payload)
     assert len(sent) == max(1, -(-size // CHUNK_BYTES))
-    (got,) = feed(decoder(2 * MIB), b"".join(sent))
+    (got,) = feed(decoder(2 * CHUNK_BYTES), b"".join(sent))
     assert got.message == NODE
     assert got.payload == payload
 

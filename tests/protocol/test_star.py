@@ -50,6 +50,7 @@ class Disorder(RuleBasedStateMachine):
         world=st.integers(1, 3),
         first=st.integers(0, 1),
         awaited=st.dictionaries(st.integers(0, 3), st.sets(st.just(0)), max_size=2),
+        beside=st.booleans(),
     )
     def begin(
         self,
@@ -59,6 +60,7 @@ class Disorder(RuleBasedStateMachine):
         world: int,
         first: int,
         awaited: dict[int, set[int]],
+        beside: bool,
     ) -> None:
         """A run of any shape, and its first worker."""
         run = run_of(
@@ -69,7 +71,7 @@ class Disorder(RuleBasedStateMachine):
             first_step=first,
             awaited=awaited,
         )
-        self.star = Star(run, timing=PATIENT)
+        self.star = Star(run, timing=PATIENT, beside=beside)
         self.star.arrive()
 
     @precondition(lambda self: len(self.star.stations) < 5)

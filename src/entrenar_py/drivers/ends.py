@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias, TypeVar
 
 from entrenar_py.drivers.meddling import Speak, truthfully
 from entrenar_py.drivers.stream import Meter, Stream
@@ -27,6 +28,8 @@ from entrenar_py.protocol.frames import (
 from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Welcome
 from entrenar_py.protocol.worker import Worker
 
+Outcome = TypeVar("Outcome")
+
 # What is to be done, and the message of which it follows.
 Follow: TypeAlias = tuple[Effect, Received | None]
 
@@ -43,6 +46,18 @@ class Wire(Protocol):
         ...
 
 
+class Beside(Protocol):
+    """Where an end leaves work that takes a while, and goes on (`beside`, `timeline`)."""
+
+    def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
+        """Calls `work`, and tells the end later what came of it; all in the order given."""
+        ...
+
+    def forget(self) -> None:
+        """Returns when nothing of what was given goes on; nothing more of it is told."""
+        ...
+
+
 class ServerHands(Protocol):
     """The coordinator's arithmetic and record (`systems.server`)."""
 
@@ -55,6 +70,7 @@ class ServerHands(Protocol):
     def joined(self, effect: do.Joined) -> None: ...
     def left(self, effect: do.Left) -> None: ...
     def gather(self, step: int) -> None: ...
+    def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | str: ...
     def apply_average(self, step: int) -> None: ...
     def save(self, step: int) -> None: ...
@@ -78,9 +94,16 @@ class CoordinatorEnd:
     """The coordinator. `finished` is its Finish effect, once there is one."""
 
     def __init__(
-        self, machine: Coordinator, hands: ServerHands, wire: Wire, clock: Callable[[], float]
+        self,
+        machine: Coordinator,
+        hands: ServerHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        beside: Beside | None = None,
     ) -> None:
+        """`beside` is where blocks are reduced; at once and here, if there is none."""
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
+        self._beside = beside
         self.finished: do.Finish | None = None
         self.meter = Meter()
         self._sizes = hands.sizes()
@@ -160,11 +183,12 @@ class CoordinatorEnd:
             case do.Left():
                 self.hands.left(effect)
             case do.Gather(step):
+                self._forget()
                 self.hands.gather(step)
             case do.Deliver(rank):
                 self.hands.deliver(rank)
             case do.Reduce(step, block):
-                return self._reduced(step, block)
+                return self._reduce(step, block)
             case do.Apply(step):
                 self.hands.apply_average(step)
             case do.Save(step):
@@ -172,17 +196,32 @@ class CoordinatorEnd:
             case do.Stop():
                 self.hands.stop(effect)
             case do.Finish():
+                self._forget()
                 self.finished = effect
             case _:
                 raise AssertionError(f"{effect} is not the coordinator's")
         return []
 
-    def _reduced(self, step: int, block: int) -> list[Effect]:
-        reduced = self.hands.reduce(block)
+    def _reduce(self, step: int, block: int) -> list[Effect]:
+        self.hands.complete(block)
+        if self._beside is None:
+            return self._reduced(step, self.hands.reduce(block), block)
+        self._beside.run(
+            partial(self.hands.reduce, block),
+            lambda reduced: self._do(self._reduced(step, reduced, block)),
+        )
+        return []
+
+    def _reduced(self, step: int, reduced: tuple[float, float] | str, block: int) -> list[Effect]:
         if isinstance(reduced, str):
             return self.machine.refused(step, reduced)
         loss, weight = reduced
         return self.machine.reduced(step, block, loss, weight, self._clock())
+
+    def _forget(self) -> None:
+        """Nothing is reduced any more: it was of a step that is over, or did not happen."""
+        if self._beside is not None:
+            self._beside.forget()
 
 
 class WorkerEnd:

@@ -1,6 +1,10 @@
 """One connection, on a socket that never blocks: bytes read into memory that is given, and written
 from memory that is queued, neither of them copied on this side of the kernel.
 
+Where there are many of them, threads beside the loop's do that, one in each direction: so a tensor
+comes, another one goes, and something is computed, all at the same time. Over TLS all is done by
+the loop: OpenSSL allows one thread at a time on a connection.
+
 Which bytes these are is the business of `ends`; how the socket came about, of `tcp`.
 """
 
@@ -8,11 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import select
 import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
+from entrenar_py.drivers.beside import Task
 from entrenar_py.drivers.meddling import Fate, Meddling, bent
 from entrenar_py.protocol.frames import Buffer
 
@@ -22,6 +30,9 @@ TURN_BYTES = 2**22
 # Small messages that wait together are sent together; a chunk goes as soon as it is asked for, so
 # that it is on its way while the next one's checksum is computed.
 GATHERED_BYTES = 2**16
+# From so many on they are moved by a thread: it takes some 0.1 ms to wake it, and to hear of it.
+BULK_BYTES = 2**20
+PATIENCE_MS = 2  # how long a thread waits for the socket before it leaves that to the loop
 
 # TLS has words of its own: it may have to read before it can write, and the other way round.
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -50,11 +61,15 @@ class Link:
         self._pieces: deque[memoryview] = deque()  # asked for, and not yet sent
         self._held = b""  # of a message that is to come after the next one
         self._paused = self._closing = self._mute = False
-        self._awaits_writing = False
+        self._awaits_reading = self._awaits_writing = False
+        # None over TLS. No thread is started before there is work for one.
+        self._threads = None if isinstance(sock, ssl.SSLSocket) else ThreadPoolExecutor(2)
+        self._filling: Task[tuple[int, str | None]] | None = None
+        self._sending: Task[str | None] | None = None
         self._farewell: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(sock, self._read)
+        self._await_reading(True)
 
     def write(self, buffers: Iterable[Buffer], befalls: Meddling | None = None) -> None:
         """Queues `buffers`, in order. Each is asked for when it can be sent, and is not copied: it
@@ -68,12 +83,19 @@ class Link:
         if befalls is None and not self._held:
             self._queue.append(iter(buffers))
         else:
-            self._bend(b"".join(buffers), befalls or Meddling(None))
+            self._bend(buffers, befalls or Meddling(None))
         self._pump()
 
     def close(self) -> None:
-        """Ends the connection once all is sent and heard; after FAREWELL_S in any case."""
+        """Ends the connection once all is sent and heard; after FAREWELL_S in any case.
+
+        Nothing is written any more to what `buffer` gave.
+        """
         self._closing = True
+        if self._filling is not None:
+            self._filling.stop()
+            self._filling = None
+            self._await_reading(not self._mute)
         self._pump()
         if self._socket is not None and self._farewell is None:
             self._farewell = self._loop.call_later(FAREWELL_S, self.abort)
@@ -89,10 +111,14 @@ class Link:
         left = TURN_BYTES
         while left > 0 and self._socket is not None and not self._mute:
             place = self._buffer(self)
+            if place is not None and place.nbytes >= BULK_BYTES and self._threads is not None:
+                self._await_reading(False)
+                self._fill(self._socket, self._threads, place)
+                return
             try:
                 num_bytes = self._socket.recv_into(_WASTE if place is None else place)
             except _NOT_NOW:
-                return
+                break
             except OSError as error:
                 self._end(str(error))
                 return
@@ -105,13 +131,63 @@ class Link:
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             # The rest of a record that is already decrypted: the kernel knows nothing of it.
             self._loop.call_soon(self._read)
+        self._await_reading(not self._mute)
+
+    def _fill(self, sock: socket.socket, threads: ThreadPoolExecutor, place: memoryview) -> None:
+        """Fills `place` in a thread."""
+
+        def work(task: Task[tuple[int, str | None]]) -> tuple[int, str | None]:
+            filled = 0
+            try:
+                while filled < place.nbytes and not task.stopped:
+                    try:
+                        num_bytes = sock.recv_into(place[filled:])
+                    except _NOT_NOW:
+                        if not _is_ready(sock, select.POLLIN):
+                            break
+                        continue
+                    if num_bytes == 0:
+                        return filled, "closed by the other end"
+                    filled += num_bytes
+            except OSError as error:
+                return filled, str(error)
+            return filled, None
+
+        def done(came: tuple[int, str | None]) -> None:
+            self._filling = None
+            num_bytes, problem = came
+            try:
+                if num_bytes and not self._mute:
+                    self._filled(self, num_bytes)
+            finally:
+                if problem is None:
+                    self._read()
+                else:
+                    self._end(problem)
+
+        self._filling = Task(threads, work, done)
+
+    def _await_reading(self, wanted: bool) -> None:
+        if self._socket is None or wanted == self._awaits_reading:
+            return
+        if wanted:
+            self._loop.add_reader(self._socket, self._read)
+        else:
+            self._loop.remove_reader(self._socket)
+        self._awaits_reading = wanted
 
     # --- writing ----------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Sends what is queued, or as much of it as is taken now and fair."""
         left = TURN_BYTES
+        if self._sending is not None:
+            return  # it comes here again when that is done
         while left > 0 and self._socket is not None and not self._paused and self._gather():
+            if self._threads is not None and self._pieces[-1].nbytes >= BULK_BYTES:
+                self._await_writing(False)
+                self._send_beside(self._socket, self._threads)
+                return
             try:
                 num_bytes = self._send(self._socket)
             except _NOT_NOW:
@@ -124,6 +200,30 @@ class Link:
         if self._socket is not None:
             self._await_writing(not self._paused and bool(self._pieces or self._queue))
             self._say_farewell(self._socket)
+
+    def _send_beside(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
+        """Sends what is queued in a thread, also what is queued meanwhile."""
+
+        def work(task: Task[str | None]) -> str | None:
+            try:
+                while not task.stopped and self._gather():
+                    try:
+                        self._drop(sock.sendmsg(self._pieces))
+                    except _NOT_NOW:
+                        if not _is_ready(sock, select.POLLOUT):
+                            break
+            except OSError as error:
+                return str(error)
+            return None
+
+        def done(problem: str | None) -> None:
+            self._sending = None
+            if problem is None:
+                self._pump()
+            else:
+                self._end(problem)
+
+        self._sending = Task(threads, work, done)
 
     def _gather(self) -> bool:
         """Asks for as many pieces as are sent at once; whether there are any."""
@@ -181,6 +281,11 @@ class Link:
             return
         self._loop.remove_reader(sock)
         self._loop.remove_writer(sock)
+        for task in (self._filling, self._sending):
+            if task is not None:
+                task.stop()
+        if self._threads is not None:
+            self._threads.shutdown()
         sock.close()
         self._queue.clear()
         self._pieces.clear()
@@ -193,7 +298,13 @@ class Link:
             self.ended.set_result(None)  # who waits goes on after this call, even if `lost` raises
         self._lost(self, reason)
 
-    def _bend(self, data: bytes, befalls: Meddling) -> None:
+    def _bend(self, buffers: Iterable[Buffer], befalls: Meddling) -> None:
+        if self._sending is not None:
+            self._sending.stop()
+            self._sending = None
+        # Frames are numbered as they are asked for: those before have their turn.
+        self._queue = deque([iter(list(chain.from_iterable(self._queue)))])
+        data = b"".join(buffers)
         half = data[: len(data) // 2]
         match befalls.fate:
             case Fate.REORDER:
@@ -201,8 +312,7 @@ class Link:
                 return
             case Fate.HALF_OPEN:
                 self._mute = True
-                if self._socket is not None:
-                    self._loop.remove_reader(self._socket)
+                self._await_reading(False)
             case Fate.CUT | Fate.KILL:
                 self._queue.append(iter([half]))
                 self._pump()
@@ -219,3 +329,10 @@ class Link:
     def _resume(self) -> None:
         self._paused = False
         self._pump()
+
+
+def _is_ready(sock: socket.socket, event: int) -> bool:
+    """Whether `sock` is ready within PATIENCE_MS."""
+    poll = select.poll()
+    poll.register(sock, event)
+    return bool(poll.poll(PATIENCE_MS))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
-from entrenar_py.drivers.ends import Follow, MemberHands, Wire, WorkerEnd
+from entrenar_py.drivers.ends import Beside, Follow, MemberHands, Wire, WorkerEnd
 from entrenar_py.drivers.meddling import Speak, truthfully
 from entrenar_py.drivers.stream import Meter, Stream
 from entrenar_py.errors import ProtocolError
@@ -29,6 +30,7 @@ class MeshHands(MemberHands, Protocol):
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
     def contribute(self, node: TreeNode) -> None: ...
+    def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | None: ...
     def regroup(self) -> None: ...
 
@@ -58,10 +60,12 @@ class MeshEnd(WorkerEnd):
         compute: Callable[[do.Compute], None],
         dial: Callable[[do.Dial], None],
         speak: Speak = truthfully,
+        beside: Beside | None = None,
     ) -> None:
+        """`beside` is where blocks are reduced; at once and here, if there is none."""
         super().__init__(machine, hands, wire, clock, compute, speak)
         self.links_meter = Meter()
-        self._dial = dial
+        self._dial, self._beside = dial, beside
         self._links: dict[Peer, Stream] = {}
         self._postponed: list[tuple[Peer, Received]] = []
 
@@ -125,11 +129,15 @@ class MeshEnd(WorkerEnd):
             case do.Contribute(node):
                 self.hands.contribute(node)
             case do.Reduce(step, block):
-                return [(one, None) for one in self._reduced(step, block)]
+                return [(one, None) for one in self._reduce(step, block)]
             case do.Combine(step, block):
                 return [(one, None) for one in self._combined(step, block, received)]
             case do.Regroup():
+                self._forget()
                 self.hands.regroup()
+            case do.Load() | do.Finish():
+                self._forget()
+                return super()._one(effect, received)
             case do.Postpone(peer):
                 assert received is not None, "what is postponed was received"
                 self._postponed.append((peer, received))
@@ -139,12 +147,26 @@ class MeshEnd(WorkerEnd):
                 return super()._one(effect, received)
         return []
 
-    def _reduced(self, step: int, block: int) -> list[Effect]:
-        reduced = self.hands.reduce(block)
+    def _reduce(self, step: int, block: int) -> list[Effect]:
+        self.hands.complete(block)
+        if self._beside is None:
+            return self._reduced(step, self.hands.reduce(block), block)
+        self._beside.run(
+            partial(self.hands.reduce, block),
+            lambda reduced: self._do(self._reduced(step, reduced, block)),
+        )
+        return []
+
+    def _reduced(self, step: int, reduced: tuple[float, float] | None, block: int) -> list[Effect]:
         if reduced is None:
             return self.machine.overflowed(step, block)
         loss, weight = reduced
         return self.machine.reduced(step, block, loss, weight)
+
+    def _forget(self) -> None:
+        """Nothing is reduced any more: it was of a round, or a stay, that is over."""
+        if self._beside is not None:
+            self._beside.forget()
 
     def _combined(self, step: int, block: int, received: Received | None) -> list[Effect]:
         assert isinstance(self.machine, RingWorker)

@@ -7,7 +7,6 @@ way and may say what happens to it.
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,10 +18,11 @@ from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, W
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, Speak, bent, truthfully
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
+from entrenar_py.drivers.timeline import Action, Later, Timeline
+from entrenar_py.drivers.wires import Down, Up
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
-from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.handshake import NONCE_BYTES
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.mesh_worker import MeshWorker
@@ -33,6 +33,7 @@ from entrenar_py.protocol.worker import Worker
 HOST = "simulated"
 LATENCY_S = (0.0001, 0.002)
 COMPUTING_S = (0.001, 0.05)
+REDUCING_S = (0.0, 0.003)
 RECONNECT_S = 0.5
 TICK_S = 0.5
 FAREWELL_S = 1.0  # how long the last messages may take
@@ -53,23 +54,23 @@ class Simulation:
         secret: bytes = b"",
         worker: type[Worker] = Worker,
     ) -> None:
-        self.now = 0.0
+        self._time = Timeline()
         self.nodes: list[Node] = []
         self._num_started = 0
         self._run, self._member, self._meddle = run, member, meddle
         self._worker = worker
         self._timing, self._secret = timing, secret
-        self._random = random.Random(seed)
+        self._seed, self._random = seed, random.Random(seed)
         self._numbers = count()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._connections: dict[Peer, Connection] = {}
         self._guests: dict[Peer, Guest] = {}
+        self._reducing = self._beside(lambda action: action())
         self.coordinator = self._new_coordinator(run, hands)
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
     def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
         """A new worker process, which connects at once; `rank` is the one it asks for."""
-        up = _Up(self)
+        up = Up(self)
         node = up.node = Node(self._new_end(up, rank, backend, speak), self._num_started)
         self._num_started += 1
         self.nodes = [*(one for one in self.nodes if one.alive), node]
@@ -77,15 +78,17 @@ class Simulation:
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
 
-    def _new_end(self, up: _Up, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
+    def _new_end(self, up: Up, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
         terms, member = self._run.terms, self._member()
         kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
         if issubclass(self._worker, MeshWorker):
             mesh = self._worker(terms, rank=rank, port=self._num_started, **kept)
             hands = cast(MeshHands, member)
-            return MeshEnd(mesh, hands, up, self._clock, up.compute, up.dial, speak)
+            beside = self._beside(lambda action: self._to(up.node, action))
+            clock = self._time.clock
+            return MeshEnd(mesh, hands, up, clock, up.compute, up.dial, speak, beside)
         machine = self._worker(terms, rank=rank, **kept)
-        return WorkerEnd(machine, member, up, self._clock, up.compute, speak)
+        return WorkerEnd(machine, member, up, self._time.clock, up.compute, speak)
 
     def visit(self, guest: Guest) -> None:
         """Somebody connects who is no worker."""
@@ -95,7 +98,7 @@ class Simulation:
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Has `action` done when `seconds` have passed."""
-        self._at(self.now + seconds, action)
+        self._time.later(seconds, action)
 
     def restart(self, run: Run, hands: ServerHands) -> None:
         """The coordinator's process is gone, with its connections; another one takes up `run`."""
@@ -113,29 +116,25 @@ class Simulation:
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
         kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
         machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
-        return CoordinatorEnd(machine, hands, _Down(self), self._clock)
+        self._reducing.forget()  # what another process did
+        return CoordinatorEnd(machine, hands, Down(self), self._time.clock, self._reducing)
 
     def run(self, *, until_s: float) -> do.Finish:
         """The coordinator's Finish; `failed` if it is not finished after `until_s`."""
         while self.coordinator.finished is None and self.now <= until_s:
-            self._next()
+            self._time.next()
         ended = self.now
-        while self._queue and self._queue[0][0] <= ended + FAREWELL_S:
-            self._next()
+        while self._time.has_until(ended + FAREWELL_S):
+            self._time.next()
         late = f"not finished after {ended:.0f} s of virtual time"
         return self.coordinator.finished or do.Finish("failed", late)
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
-        return self.now
-
-    def _next(self) -> None:
-        self.now, _, action = heapq.heappop(self._queue)
-        action()
-
-    def _at(self, when: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (when, next(self._numbers), action))
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._time.now
 
     def _tick(self, tick: Callable[[], None], going: Callable[[], bool]) -> None:
         """Calls `tick` every TICK_S for as long as it is `going`."""
@@ -143,14 +142,14 @@ class Simulation:
         def again() -> None:
             if going():
                 tick()
-                self._at(self.now + TICK_S, again)
+                self.later(TICK_S, again)
 
-        self._at(self.now + self._random.uniform(0, TICK_S), again)
+        self.later(self._random.uniform(0, TICK_S), again)
 
     def _to(self, node: Node, action: Callable[[], None]) -> None:
         """Has a worker do `action`: not if it is dead, and later if it is frozen."""
         if node.alive and node.frozen_until > self.now:
-            self._at(node.frozen_until, lambda: self._to(node, action))
+            self._time.at(node.frozen_until, lambda: self._to(node, action))
         elif node.alive:
             action()
             self._settle(node)
@@ -161,7 +160,7 @@ class Simulation:
             node.alive = False
         elif node.connection is None and not node.calling:
             node.calling = True
-            self._at(self.now + RECONNECT_S, lambda: self._connect(node))
+            self.later(RECONNECT_S, lambda: self._connect(node))
 
     def work(self, node: Node, asked: do.Compute) -> None:
         """Has a worker compute, which takes its time."""
@@ -172,7 +171,13 @@ class Simulation:
                 node.end.computed(asked, outcome)
 
         takes_s = len(asked.shards) * self._random.uniform(*COMPUTING_S)
-        self._at(self.now + takes_s, lambda: self._to(node, done))
+        self.later(takes_s, lambda: self._to(node, done))
+
+    def _beside(self, process: Callable[[Action], None]) -> Later:
+        """Where a process reduces blocks. The times have a source of their own: what else is drawn
+        is the same, however many blocks there are."""
+        drawn = random.Random(f"{self._seed} {self._num_started}")
+        return Later(self._time, drawn, REDUCING_S, process)
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -199,7 +204,7 @@ class Simulation:
             node.end.dialed(connection.peer, dial, self._nonce())
             to.end.accepted(connection.peer, self._nonce())
 
-        self._at(self.now + LATENCY_S[1], lambda: self._to(node, connect))
+        self.later(LATENCY_S[1], lambda: self._to(node, connect))
 
     def _new_connection(self, node: Node, to: Node | None) -> Connection:
         connection = Connection(next(self._numbers), node, to)
@@ -296,7 +301,7 @@ class Simulation:
             else:
                 self._to(node, to_worker)
 
-        self._at(way.arrives, arrive)
+        self._time.at(way.arrives, arrive)
 
     def _break(self, connection: Connection, reason: str) -> None:
         """Ends a connection; each end hears of it once everything before has arrived."""
@@ -308,9 +313,9 @@ class Simulation:
         when = max(connection.up.arrives, self.now) + LATENCY_S[0]
         to = connection.to
         if to is not None:
-            self._at(when, lambda: self._to(to, lambda: _lose_link(to, connection, reason)))
+            self._time.at(when, lambda: self._to(to, lambda: _lose_link(to, connection, reason)))
         else:
-            self._at(when, lambda: self.coordinator.lost(connection.peer, reason))
+            self._time.at(when, lambda: self.coordinator.lost(connection.peer, reason))
 
     def _end_down(self, connection: Connection, reason: str) -> None:
         node = connection.node
@@ -323,7 +328,7 @@ class Simulation:
                 node.end.lost(reason)
 
         when = max(connection.down.arrives, self.now) + LATENCY_S[0]
-        self._at(when, lambda: self._to(node, end))
+        self._time.at(when, lambda: self._to(node, end))
 
     def closed_by_coordinator(self, peer: Peer, reason: str) -> None:
         """The coordinator says nothing more; the worker hears so after what was said before."""
@@ -356,43 +361,6 @@ class Simulation:
     def num_connections(self) -> int:
         """How many connections workers have, as far as the coordinator knows."""
         return len(self._connections)
-
-
-class _Down:
-    """The coordinator's wire."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        self._simulation.tell(peer, message, b"".join(buffers))
-
-    def close(self, peer: Peer, reason: str) -> None:
-        self._simulation.closed_by_coordinator(peer, reason)
-
-
-class _Up:
-    """A worker's wire, and what it leaves its computing and connecting to."""
-
-    node: Node
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        data = b"".join(buffers)
-        connection = self._simulation.connection_of(peer)
-        if self.node.alive and connection is not None:
-            self._simulation.send(connection, connection.node is self.node, message, data)
-
-    def close(self, peer: Peer, reason: str) -> None:
-        self._simulation.closed_by_worker(self.node, peer, reason)
-
-    def compute(self, asked: do.Compute) -> None:
-        self._simulation.work(self.node, asked)
-
-    def dial(self, dial: do.Dial) -> None:
-        self._simulation.dial(self.node, dial)
 
 
 def _lose_link(node: Node, connection: Connection, reason: str) -> None:

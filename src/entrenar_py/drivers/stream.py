@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from threading import Lock
 
 from entrenar_py.protocol.frames import Buffer, Decoder, Encoder, Received
 from entrenar_py.protocol.messages import Message
@@ -21,16 +22,38 @@ class Count:
     bytes: int = 0
 
 
-@dataclass(slots=True)
 class Meter:
     """What went over connections, by the name of the message.
 
     Counted where frames meet the socket: what was sent when its bytes are taken for writing, what
     was got when they were read. A message that was not whole is in no count but that of bytes.
+    Connections are written to by threads of their own.
     """
 
-    sent: defaultdict[str, Count] = field(default_factory=lambda: defaultdict(Count))
-    got: defaultdict[str, Count] = field(default_factory=lambda: defaultdict(Count))
+    def __init__(self) -> None:
+        self.sent: defaultdict[str, Count] = defaultdict(Count)
+        self.got: defaultdict[str, Count] = defaultdict(Count)
+        self._lock = Lock()
+
+    def write(self, message: Message, num_bytes: int) -> None:
+        """So many bytes of `message` are taken."""
+        with self._lock:
+            self.sent[type(message).__name__].bytes += num_bytes
+
+    def wrote(self, message: Message, payload_bytes: int) -> None:
+        """That was all of it."""
+        with self._lock:
+            count = self.sent[type(message).__name__]
+            count.messages += 1
+            count.payload_bytes += payload_bytes
+
+    def read(self, received: Received, num_bytes: int) -> None:
+        """A whole message came, of so many bytes."""
+        with self._lock:
+            count = self.got[type(received.message).__name__]
+            count.messages += 1
+            count.payload_bytes += received.payload.nbytes
+            count.bytes += num_bytes
 
 
 class Stream:
@@ -46,21 +69,16 @@ class Stream:
 
     def encode(self, message: Message, payload: Buffer) -> Iterator[Buffer]:
         """The bytes of `message`, in order, each to be taken when it can be sent."""
-        count = self._meter.sent[type(message).__name__]
         for buffer in self.encoder.encode(message, payload):
-            count.bytes += memoryview(buffer).nbytes
+            self._meter.write(message, memoryview(buffer).nbytes)
             yield buffer
-        count.messages += 1
-        count.payload_bytes += memoryview(payload).nbytes
+        self._meter.wrote(message, memoryview(payload).nbytes)
 
     def filled(self, num_bytes: int) -> Received | None:
         """As the decoder's."""
         self._came_bytes += num_bytes
         received = self.decoder.filled(num_bytes)
         if received is not None:
-            count = self._meter.got[type(received.message).__name__]
-            count.messages += 1
-            count.payload_bytes += received.payload.nbytes
-            count.bytes += self._came_bytes
+            self._meter.read(received, self._came_bytes)
             self._came_bytes = 0
         return received

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from entrenar_py.drivers import sockets, tls
+from entrenar_py.drivers.beside import Thread
 from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.link import FAREWELL_S, Link
@@ -51,7 +52,8 @@ class CoordinatorServer:
         kind: type[Coordinator] = Coordinator,
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
-        self.end = CoordinatorEnd(machine, hands, self, time.monotonic)
+        self._beside = Thread()
+        self.end = CoordinatorEnd(machine, hands, self, time.monotonic, self._beside)
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
         self._numbers = count()
@@ -114,6 +116,7 @@ class CoordinatorServer:
             self._door.close()
             for link in self._peers:
                 link.abort()
+            self._beside.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """Has the run end: when the step in work is made, or `at_once`."""

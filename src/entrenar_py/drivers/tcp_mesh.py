@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from entrenar_py.drivers import sockets
+from entrenar_py.drivers.beside import Thread
 from entrenar_py.drivers.door import Door
 from entrenar_py.drivers.ends import MemberHands
 from entrenar_py.drivers.link import Link
@@ -60,7 +61,8 @@ class MeshClient(WorkerClient):
         """What this client drives; machine and hands are a mesh's."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
-        return MeshEnd(machine, mesh, self, time.monotonic, self.compute, self.dial, speak)
+        clock, self._beside = time.monotonic, Thread()
+        return MeshEnd(machine, mesh, self, clock, self.compute, self.dial, speak, self._beside)
 
     async def run(
         self,
@@ -86,6 +88,7 @@ class MeshClient(WorkerClient):
                 task.cancel()
             for link in list(self._links):
                 link.abort()
+            self._beside.close()
 
     def prepare(self, sock: socket.socket) -> None:
         """Listens where this host can be reached as the coordinator is."""

@@ -56,10 +56,10 @@ class Coordinator:
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         self.run, self.secret, self.timing = run, secret, timing
-        self.step = run.first_step
-        self.stage = Stage.GATHERING
+        self.step, self.stage = run.first_step, Stage.GATHERING
         self.peers: dict[Peer, Member] = {}
-        self._missing: dict[int, set[int]] = {}  # block not yet averaged -> shards not yet there
+        self._missing: dict[int, set[int]] = {}  # block -> shards not yet there
+        self._reducing: set[int] = set()  # blocks that are there, and not yet averaged
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
         self._saved: int | None = None  # the step before which there is a checkpoint
@@ -107,11 +107,11 @@ class Coordinator:
     ) -> list[Effect]:
         """`block` of the average of `step` is there and finite."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
-        del self._missing[block]
+        self._reducing.remove(block)
         members = self._members()
         average = Average(step=step, round=0, block=block, loss=loss, weight=weight)
         told: list[Effect] = [do.Send(peer, average) for peer in members]
-        if not self._missing:
+        if not (self._missing or self._reducing):
             self.stage = Stage.STAGING
             for member in members.values():
                 member.phase = Phase.STAGING
@@ -194,11 +194,13 @@ class Coordinator:
             effects.append(do.Deliver(member.in_rank()))
             member.end_delivery()
         if self._missing.get(node.block) == set():
+            del self._missing[node.block]
+            self._reducing.add(node.block)
             effects.append(do.Reduce(self.step, node.block))
         return effects
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Counts what is new in a node: nothing, of a block that is averaged already."""
+        """Counts what is new in a node: nothing, of a block that is there already."""
         if node.block not in self._missing:
             return []
         self._missing[node.block].difference_update(under)
@@ -224,9 +226,6 @@ class Coordinator:
     def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
         return self._drop(peer, f"left: {said.reason}", now)
 
-    def _heartbeat(self, *_: object) -> list[Effect]:
-        return []
-
     _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
         Hello: _hello,
         Loaded: _loaded,
@@ -236,7 +235,7 @@ class Coordinator:
         Staged: _staged,
         Applied: _applied,
         Leave: _leave,
-        Heartbeat: _heartbeat,
+        Heartbeat: lambda *_: [],
     }
 
     # --- how the run goes on ----------------------------------------------------------------------
@@ -276,6 +275,7 @@ class Coordinator:
     def _gather(self, step: int, now: float) -> list[Effect]:
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
+        self._reducing.clear()
         return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:

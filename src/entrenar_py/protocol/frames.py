@@ -41,7 +41,7 @@ from entrenar_py.protocol import headers
 from entrenar_py.protocol.messages import MESSAGES, VERSION, Challenge, Hello, Message, Refuse
 
 MAGIC = b"ENTP"
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**22
 HEADER_BYTES_MAX = 2**21  # room for the longest list of the longest numbers
 UNKEYED_HEADER_BYTES_MAX = 2**12  # all that a stranger can make this end set aside
 

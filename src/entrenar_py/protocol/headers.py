@@ -17,8 +17,8 @@ from entrenar_py.protocol.messages import LIST_MAX, MESSAGES, TEXT_CHARS_MAX, Me
 
 def dump(message: Message) -> bytes:
     """The fields of `message` as one canonical JSON object: sorted keys, no spaces, ASCII."""
-    record = {field.name: _plain(getattr(message, field.name)) for field in fields(message)}
-    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    record = {name: _plain(getattr(message, name)) for name, _ in _FIELDS[type(message)]}
+    return _ENCODER.encode(record).encode()
 
 
 def parse(tag: int, header: bytes) -> Message:
@@ -31,19 +31,16 @@ def parse(tag: int, header: bytes) -> Message:
         raise ProtocolError(f"tag={tag}: no message has it")
     _require_few(kind, header)
     try:
-        record = json.loads(header, object_pairs_hook=_record)
+        record = _DECODER.decode(header.decode("ascii"))
     except (RecursionError, ValueError) as error:
         raise ProtocolError(f"{kind.__name__}: its header can't be read ({error})") from error
     if not isinstance(record, dict):
         raise ProtocolError(f"{kind.__name__}: its header is a {type(record).__name__}")
-    names = {field.name for field in fields(kind)}
+    names = {name for name, _ in _FIELDS[kind]}
     for problem, odd in (("missing", names - set(record)), ("unknown", set(record) - names)):
         if odd:
             raise ProtocolError(f"{kind.__name__} {reprlib.repr(min(odd))}: {problem}")
-    values = {
-        field.name: _checked(kind, field.name, str(field.type), record[field.name])
-        for field in fields(kind)
-    }
+    values = {name: _checked(kind, name, wanted, record[name]) for name, wanted in _FIELDS[kind]}
     message = kind(**values)
     if dump(message) != header:
         raise ProtocolError(f"{kind.__name__}: its header is not in canonical form")
@@ -52,7 +49,7 @@ def parse(tag: int, header: bytes) -> Message:
 
 def _require_few(kind: type[Message], header: bytes) -> None:
     """ProtocolError for more values than a header can have: JSON would make 25 bytes of each."""
-    num_fields = len(fields(kind)) + 1  # one more is better named than counted
+    num_fields = len(_FIELDS[kind]) + 1  # one more is better named than counted
     in_texts = TEXT_CHARS_MAX * num_fields  # where such a mark is no structure
     for mark, most in ((b",", LIST_MAX), (b":", num_fields), (b"[", num_fields), (b"{", 1)):
         if header.count(mark) > most + in_texts:
@@ -62,12 +59,23 @@ def _require_few(kind: type[Message], header: bytes) -> None:
             )
 
 
+# Name and type of each field.
+_FIELDS = {
+    kind: [(field.name, str(field.type)) for field in fields(kind)] for kind in MESSAGES.values()
+}
+
+
 def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         name, times = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{reprlib.repr(name)} stands in it {times} times")
     return record
+
+
+# Made once: `json.dumps` and `json.loads` with options of one's own make them each time.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(object_pairs_hook=_record)
 
 
 def _plain(value: Any) -> Any:

@@ -118,13 +118,14 @@ class MeshWorker(Worker):
     def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
         """An own `block` of the average of `step` is there and finite."""
         group = self._group
-        assert group is not None, "it was asked for in a round"
+        if group is None:
+            return []  # the stay in which it was asked for is over
         average = Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
         return [*self._spread(average), *self._has(block)]
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
         """It is not finite: the coordinator halts the run."""
-        return [Send(self._peer, Overflow(step=step, block=block))]
+        return [] if self._group is None else [Send(self._peer, Overflow(step=step, block=block))]
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, and who is silent to give up."""

@@ -36,13 +36,17 @@ class MeshMember(Member):
         vector.flags.writeable = False
         self._take(self.rank, node, vector, None)
 
+    def complete(self, block: int) -> None:
+        """All of `block` is there: `reduce` may be called, in any thread."""
+        self._sums.complete(block)
+        self._held.add(block)  # nobody else's average takes its place
+
     def reduce(self, block: int) -> tuple[float, float] | None:
         """Adds and averages: the summed loss and its weight; None where that is not finite."""
         mean = self._mean[self._blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is not None:
             self._total = averaged
-            self._held.add(block)  # nobody else's average takes its place
         return averaged
 
     def room(self, message: Message, num_bytes: int) -> memoryview:

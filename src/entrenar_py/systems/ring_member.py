@@ -51,11 +51,14 @@ class RingMember(MeshMember):
         self._passing[block] = reduction.Node(0, 0, vector, loss, weight)
         return loss, weight
 
+    def complete(self, block: int) -> None:
+        """`block` has been everywhere: `reduce` may be called, in any thread."""
+        self._held.add(block)  # nobody else's average takes its place
+
     def reduce(self, block: int) -> tuple[float, float] | None:
         """Averages a block that has been everywhere: the summed loss and its weight."""
         total = self._passing[block]
         self._total = total.loss, total.weight
-        self._held.add(block)  # nobody else's average takes its place
         mean = self._mean[self._blocks.part(block)]
         return self._total if blocks.average(total, self.scale, out=mean) else None
 

@@ -35,7 +35,6 @@ from entrenar_py.training.tensors import LinearFunction
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
 _NOBODY = -1
-BLOCK_BYTES = 2**20
 
 # What a worker may record of itself, by the message that brings it.
 _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
@@ -67,14 +66,9 @@ class Server(Replicas):
         return backends.open_backend("cpu").linear
 
     def _num_blocks(self) -> int:
-        """In how many parts the reduced vector travels: none is longer than `block_bytes`.
-
-        Where that is not given, everyone who averages has as many.
-        """
+        """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
         if "block_bytes" not in self.scenario.options:
-            owners = self.num_owners()
-            wanted = -(-self.vector_bytes // (BLOCK_BYTES * owners)) * owners
-            return min(wanted, self.layout.num_elements)
+            return blocks.num_blocks(self.layout.num_elements, self.num_owners())
         block_bytes = self.scenario.options["block_bytes"]
         if type(block_bytes) is not int or block_bytes < 4:
             raise UsageError(
@@ -176,6 +170,10 @@ class Server(Replicas):
         self._sums.clear()
         self._events.clear()
         self._average = None
+
+    def complete(self, block: int) -> None:
+        """All of `block` is there: `reduce` may be called, in any thread."""
+        self._sums.complete(block)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Adds and averages: the summed loss and its weight; a reason where that is not finite."""

@@ -17,6 +17,25 @@ from entrenar_py.training.state import Buffer
 Memory = NDArray[np.uint8]
 
 
+BLOCK_BYTES_MAX = 2**22
+# What costs more in messages than it saves by going and coming at the same time.
+_BLOCK_BYTES_MIN = 2**19
+_AT_THE_SAME_TIME = 3
+
+
+def num_blocks(num_elements: int, num_owners: int) -> int:
+    """In how many parts to send `num_elements` float32 that `num_owners` average, each as many.
+
+    Some, so that one is averaged while another one comes, but no small ones.
+    """
+    part_bytes = 4 * num_elements // num_owners
+    each = max(
+        *(1, -(-part_bytes // BLOCK_BYTES_MAX)),
+        min(_AT_THE_SAME_TIME, part_bytes // _BLOCK_BYTES_MIN),
+    )
+    return min(each * num_owners, num_elements)
+
+
 class Blocks:
     """`num_elements` float32 in `count` parts whose sizes differ by at most one."""
 
@@ -57,6 +76,7 @@ class Sums:
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         self._whole: dict[int, list[Node]] = {}
+        self._complete: dict[int, list[Node]] = {}  # block -> nodes of all shards
         self._open: dict[int, dict[int, list[Node]]] = {}  # rank -> block -> nodes
         self._lent: dict[int, list[Memory]] = {}  # block -> memory of its nodes
         self._free: list[Memory] = []
@@ -96,14 +116,22 @@ class Sums:
         """The next step, or the same one again."""
         self._whole.clear()
         self._open.clear()
+        self._complete.clear()
         self._lent.clear()
 
-    def root(self, block: int) -> Node:
-        """The sum of all shards, in memory of one of the nodes; ValueError where some lack."""
+    def complete(self, block: int) -> None:
+        """All of `block` is there, whoever it is of and whoever goes now: it can be added, also by
+        another thread than the one that takes and delivers what comes."""
         nodes = self._whole.pop(block, [])
         for delivered in self._open.values():
             nodes += delivered.pop(block, [])
-        return reduction.root(nodes, self._num_shards)
+        self._complete[block] = nodes
+
+    def root(self, block: int) -> Node:
+        """The sum of all shards, in memory of one of the nodes; ValueError where some lack."""
+        if block not in self._complete:
+            self.complete(block)
+        return reduction.root(self._complete.pop(block), self._num_shards)
 
     def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
         """The sum of all shards, divided by what it counts and by `scale`, into `out`.
@@ -121,14 +149,7 @@ def average(total: Node, scale: float, *, out: Vector) -> bool:
     """`total` divided by what it counts and by `scale`, into `out`; whether that is finite."""
     with np.errstate(over="ignore"):
         np.divide(total.vector, np.float32(total.weight * scale), out=out)
-    return _is_finite(out) and math.isfinite(total.loss)
-
-
-def _is_finite(vector: Vector) -> bool:
-    """Whether all elements are. One that is not makes the sum so, too; but so may overflow."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = vector.sum()
-    return bool(np.isfinite(total) or np.isfinite(vector).all())
+    return bool(np.isfinite(out).all()) and math.isfinite(total.loss)
 
 
 def payload_of(vector: Vector) -> memoryview:
