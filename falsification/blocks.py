@@ -47,10 +47,7 @@ def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
 
 def all_that_came(self: Sums, block: int) -> reduction.Node:
     """Adds what is there in the order in which it came, whichever shards that are."""
-    nodes = self._whole.pop(block, [])
-    for delivered in self._open.values():
-        nodes += delivered.pop(block, [])
-    return reduce(_plus, nodes)
+    return reduce(_plus, self._complete.pop(block))
 
 
 def nobody_takes_over(self: Coordinator, peer: Peer, reason: str, now: float) -> list[Effect]:

@@ -88,12 +88,12 @@ def waits_for_the_living(self: MeshWorker) -> list[Effect]:
 
 def zeros_for_the_rest(self: Sums, block: int) -> reduction.Node:
     """Adds what is there along the tree, and nothing for the shards that are not."""
-    nodes = [node for of_rank in self._open.values() for node in of_rank.get(block, [])]
+    nodes = self._complete[block]
     under = (reduction.shards_under(one.level, one.index, self._num_shards) for one in nodes)
     there = {shard for shards in under for shard in shards}
     nothing = np.zeros_like(nodes[0].vector)
     for shard in sorted(set(range(self._num_shards)) - there):
-        self.take(-1, block, reduction.Node(0, shard, nothing.copy(), 0.0, 0.0))
+        nodes.append(reduction.Node(0, shard, nothing.copy(), 0.0, 0.0))
     return _root(self, block)
 
 
