@@ -54,7 +54,7 @@ lint: setup
 # Regenerates what is generated: CLI reference, kill matrix, tables, faults for real.
 docs: setup
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/fault_table.py
+	$(BIN)/python -m docs.fault_table
 
 clean:
 	rm -rf .venv build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache .benchmarks

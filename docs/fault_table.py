@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs import ending_tables
 from entrenar_py import faults, systems, trace
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
@@ -104,8 +105,11 @@ def table(scenario: Scenario) -> str:
 
 def page() -> str:
     """docs/faults.md."""
-    parts = ((INTRODUCTION, STAR), (MESH_INTRODUCTION, MESH), (RING_INTRODUCTION, RING))
-    return "\n".join(text for opening, system in parts for text in (opening, table(system)))
+    systems_told = ((INTRODUCTION, STAR), (MESH_INTRODUCTION, MESH), (RING_INTRODUCTION, RING))
+    parts = [text for opening, system in systems_told for text in (opening, table(system))]
+    parts += [HALTS_INTRODUCTION, ending_tables.halts()]
+    parts += [DEATHS_INTRODUCTION, ending_tables.deaths()]
+    return "\n".join(parts)
 
 
 INTRODUCTION = """\
@@ -137,6 +141,20 @@ RING_INTRODUCTION = """\
 `Partial`, a sum on its way around, is in the place of `TreeNode` here. Whoever is lost, the step is
 reduced around another ring, or in another order: the weights are not the same bits then, but within
 1e-5 of those of the undisturbed run (they are about 1), which is called near.
+"""
+
+HALTS_INTRODUCTION = """\
+## What is not finite
+
+Nobody makes the step, and every worker's own process ends with the one error that names the
+culprit, soon after the coordinator knows.
+"""
+
+DEATHS_INTRODUCTION = """\
+## A coordinator that dies
+
+`entrenar coordinator` with two workers and 400 steps, each a process of its own, as a service
+([how](entrenar.md)).
 """
 
 

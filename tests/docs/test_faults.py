@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
-import pytest
-
+from docs import ending_tables
+from docs import fault_table as table
 from entrenar_py import systems
 
 DOCS = Path(__file__).parents[2] / "docs"
+PARTS = (DOCS / "faults.md").read_text("utf-8").split("\n## ")[1:]
+TABLED = (table.STAR, table.MESH, table.RING)
+NUM_SYSTEMS = len(TABLED)
 
 
-@pytest.fixture(scope="module")
-def table() -> ModuleType:
-    """docs/fault_table.py."""
-    spec = importlib.util.spec_from_file_location("fault_table", DOCS / "fault_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def rows_of(part: str) -> list[list[str]]:
+    """The cells of a part's table."""
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
 
 
-def test_the_page_has_every_case(table: ModuleType) -> None:
-    """Of star, mesh and ring; no kind or place was left out since the page was made, and no run
-    ended otherwise.
+def test_the_page_has_every_case() -> None:
+    """Of each system; no kind or place was left out since the page was made, and no run ended
+    otherwise.
     """
-    page = (DOCS / "faults.md").read_text("utf-8")
-    parts = page.split("\n## ")[1:]
-    for part, system in zip(parts, (table.STAR, table.MESH, table.RING), strict=True):
+    for part, system in zip(PARTS, TABLED, strict=False):
         cases = list(table.cases(system))
-        lines = [line for line in part.splitlines() if line.startswith("| ")]
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
+        rows = rows_of(part)
         expected = [(table.what(case), table.place(case)) for case in cases]
         assert [(row[0], row[1]) for row in rows] == expected
         assert not any("LET IN" in row[2] for row in rows)
         right = "near" if system is table.RING else "the same"
         assert {(row[3], row[4]) for row in rows} == {("completed", right)}
+    assert len(PARTS) == NUM_SYSTEMS + 2
 
 
-def test_a_row_is_really_run(table: ModuleType) -> None:
+def test_everyone_halts_and_knows_why() -> None:
+    """In every system, for every value: one error that names the culprit, and no step made."""
+    rows = [row for row in rows_of(PARTS[NUM_SYSTEMS]) if row[0] in ending_tables.REAL]
+    assert len(rows) == len(ending_tables.REAL) * len(ending_tables.POISONS)
+    for row in rows:
+        assert "on worker 1, step 2, shard 3" in row[2]
+        assert row[3:] == ["3 of 3, within 1 s", "0, 1"]
+
+
+def test_a_coordinator_s_death_changes_nothing() -> None:
+    """Every story, and each ended on the same weights."""
+    rows = [row for row in rows_of(PARTS[NUM_SYSTEMS + 1]) if row[0] in ending_tables.STORIES]
+    assert len(rows) == len(ending_tables.STORIES)
+    assert {row[2] for row in rows} == {"the same"}
+
+
+def test_a_halt_is_really_run() -> None:
+    """Each process says how it ended itself."""
+    star = ending_tables.star_with("parameter_server", "non_finite_loss", "nan")
+    run = star.train()
+    assert [(one.rank, one.status, one.reason) for one in star.ends] == [
+        (rank, "halted", run.end.reason) for rank in range(3)
+    ]
+    assert run.end.reason.startswith("non-finite loss nan on worker 1, step 2, shard 3")
+
+
+def test_a_row_is_really_run() -> None:
     """Real processes: what the row says of the weights is compared with the undisturbed run's."""
-    for scenario in (table.STAR, table.MESH, table.RING):
+    for scenario in TABLED:
         cases = table.cases(scenario)
         cut = next(case for case in cases if (case.kind, case.at) == ("cut", "Computed"))
         another = scenario.with_(system="reference", options={}, seed=1)

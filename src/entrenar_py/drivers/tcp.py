@@ -7,6 +7,7 @@ them, so that nothing is held twice.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import socket
 import ssl
@@ -60,6 +61,7 @@ class CoordinatorServer:
         self._links: dict[Peer, Link] = {}
         self._peers: dict[Link, int] = {}
         self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
+        self.over_s = math.inf  # when the run was, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door | None = None
 
@@ -169,6 +171,7 @@ class CoordinatorServer:
 
     def _look(self) -> None:
         if self.end.finished is not None and not self._finished.done():
+            self.over_s = time.monotonic()
             self._finished.set_result(self.end.finished)
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 
 from entrenar_py import faults, trace
@@ -52,6 +52,19 @@ def crew() -> Crew:
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker's process ended its stay: `after_s` the coordinator knew that the run is over.
+
+    That may be negative: who halts because of itself knows before.
+    """
+
+    rank: int
+    status: str
+    reason: str
+    after_s: float
+
+
 class ProcessStar(Star):
     """A run with real processes on this machine."""
 
@@ -73,7 +86,9 @@ class ProcessStar(Star):
         self.secret = secrets.token_bytes(32)
         self._address = (LOOPBACK, 0)
         self._visits: list[asyncio.Task[None]] = []
+        self._over_s = 0.0
         self._hands: dict[int, Hand] = {}
+        self.ends: list[Ending] = []  # how the workers ended that are alive
 
     def drive(self, run: Run) -> Finish:
         """Coordinates until the run is over and every worker has answered or died."""
@@ -84,7 +99,7 @@ class ProcessStar(Star):
             return finish
         finally:
             crew().gather(answer_s)
-            self._note_answers()
+            self._take_answers()
 
     async def _serve(self, run: Run) -> Finish:
         server = CoordinatorServer(
@@ -102,6 +117,7 @@ class ProcessStar(Star):
                 finish = await server.finish()
         except TimeoutError:
             finish = Finish("failed", f"not finished after {self._deadline_s:g} s")
+        self._over_s = server.over_s
         self.measure(None, server.end)
         await asyncio.gather(*self._visits)  # the coordinator has closed them
         self._visits.clear()
@@ -111,13 +127,20 @@ class ProcessStar(Star):
         """A stranger at a real socket."""
         self._visits.append(asyncio.create_task(guests.visit(guest, *self._address)))
 
-    def _note_answers(self) -> None:
-        """Records what the workers measured, and that the mutant took part if one says so."""
-        answers = [json.loads(one.answer) for one in self._hands.values() if one.answer]
-        for answer in answers:
-            for event in trace.load_events(answer["measured"].encode()):
+    def _take_answers(self) -> None:
+        """Notes how the workers ended, and records what they measured; also that the mutant took
+        part in one, if one says so.
+        """
+        answers = {rank: json.loads(one.answer) for rank, one in self._hands.items() if one.answer}
+        self.ends = [
+            Ending(rank, said["status"], said["reason"], said["ended_s"] - self._over_s)
+            for rank, said in sorted(answers.items())
+        ]
+        for said in answers.values():
+            for event in trace.load_events(said["measured"].encode()):
                 self.recorder.emit(event)
-        if any(answer["struck"] for answer in answers) and self.scenario.mutant is not None:
+        struck = any(said["struck"] for said in answers.values())
+        if struck and self.scenario.mutant is not None:
             self.recorder.emit(trace.Planted(name=self.scenario.mutant))
 
     def start(self, rank: int) -> None:

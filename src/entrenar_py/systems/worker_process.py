@@ -2,7 +2,8 @@
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
 `timing`, `topology`, `socket_bytes`, and `faults`, those that this process is to suffer, each noted
-before that. Its answer says how the job went, and what was measured.
+before that. Its answer says how the job went, what was measured, and when it was over, by the clock
+of all processes here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,11 +53,12 @@ def main(pipe: Connection) -> None:
         job = json.loads(given)
         with mutants.planted(job["scenario"]["mutant"]) as planting:
             finish, measured = asyncio.run(_stay(desk, job))
+            ended = time.monotonic()
         answer = {
-            "status": finish.status,
-            "reason": finish.reason,
+            **asdict(finish),
             "struck": planting.struck,
             "measured": measured.decode(),
+            "ended_s": ended,
         }
         desk.answer(json.dumps(answer).encode())
 

@@ -1,0 +1,123 @@
+"""How runs end that halt, and whose coordinator dies: the last tables of docs/faults.md."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.mesh import ProcessMesh
+from entrenar_py.systems.parameter_server import ProcessStar
+from entrenar_py.systems.ring import ProcessRing
+from tests.service.cluster import LONG, Cluster, cluster, weights
+
+Training: TypeAlias = dict[str, Any]
+
+STEP, RANK = 2, 1
+PROMISED_S = 1.0  # within which everyone is to know that the run halts
+REAL: dict[str, type[ProcessStar]] = {
+    "parameter_server": ProcessStar,
+    "mesh": ProcessMesh,
+    "ring": ProcessRing,
+}
+POISONS = [
+    (kind, value) for kind in ("non_finite_gradient", "non_finite_loss") for value in ("nan", "inf")
+]
+LARGE: Training = {**LONG, "workload": "mlp", "width": 64}  # whose checkpoint takes a while
+
+
+def halts() -> str:
+    """Every value that is not finite, in every system with processes."""
+    columns = (
+        "system",
+        "in worker 1, step 2",
+        "the error",
+        "who ends with it",
+        "steps made",
+    )
+    rows = [_halt(system, *poison) for system in REAL for poison in POISONS]
+    return _table(columns, rows)
+
+
+def star_with(system: str, kind: str, value: str) -> ProcessStar:
+    """Three workers, of which one is to compute `value`."""
+    return REAL[system](
+        Scenario(
+            system=system,
+            workload="linear",
+            world_size=3,
+            seed=0,
+            num_steps=5,
+            faults=(Fault(kind=kind, step=STEP, rank=RANK, value=value),),
+        )
+    )
+
+
+def _halt(system: str, kind: str, value: str) -> tuple[str, ...]:
+    star = star_with(system, kind, value)
+    run = star.train()
+    told = [one for one in star.ends if (one.status, one.reason) == ("halted", run.end.reason)]
+    late_s = max((one.after_s for one in told), default=0.0)
+    when = f"within {PROMISED_S:.0f} s" if late_s < PROMISED_S else f"AFTER {late_s:.1f} s"
+    made = sorted({one.step for one in run.of(trace.Update)})
+    return (
+        system,
+        f"{kind}: {value}",
+        run.end.reason,
+        f"{len(told)} of {star.scenario.world_size}, {when}",
+        ", ".join(map(str, made)),
+    )
+
+
+def deaths() -> str:
+    """What befalls a coordinator that is a process of its own, and what is left of the run."""
+    rows = []
+    for what, story in STORIES.items():
+        with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as star:
+            seen, training = story(star)
+            right = f"completed: step {training['num_steps']}, weights {weights(training)}"
+            same = any(right in one.text for one in star.processes)
+            rows.append((what, seen, "the same" if same else "DIFFERENT"))
+    return _table(("befalls the coordinator", "seen", "weights"), rows)
+
+
+def _killed(star: Cluster, training: Training, *, every_steps: int) -> tuple[str, Training]:
+    star.configure(training, wait_for=2, checkpoint={"path": "state", "every_steps": every_steps})
+    first = star.coordinator()
+    workers = [star.worker(), star.worker()]
+    first.until(r"checkpoint before step")
+    first.kill()
+    second = star.coordinator("--resume")
+    codes = {one.code() for one in (second, *workers)}
+    return f"`--resume` goes on; everyone's exit code: {codes}", training
+
+
+def _full(star: Cluster) -> tuple[str, Training]:
+    star.configure(LARGE, checkpoint={"path": "state", "every_steps": 1000})
+    first = star.coordinator()
+    star.worker()
+    first.until(r"step 1/")
+    first.signal(signal.SIGTERM)
+    first.code()
+    kept = (star.folder / "state").read_bytes()
+    full = star.coordinator("--resume", limit_bytes=len(kept) // 2)
+    star.worker()
+    code, whole = full.code(), (star.folder / "state").read_bytes() == kept
+    return f"trains to the end, exit code {code}; the old checkpoint is whole: {whole}", LARGE
+
+
+STORIES: dict[str, Callable[[Cluster], tuple[str, Training]]] = {
+    "SIGKILL between two checkpoints": lambda star: _killed(star, LONG, every_steps=3),
+    "SIGKILL while it saves after every step": lambda star: _killed(star, LARGE, every_steps=1),
+    "no room for a checkpoint": _full,
+}
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
