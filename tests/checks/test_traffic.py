@@ -118,7 +118,7 @@ def test_nodes_are_folded_as_the_trainers_fold_them(num_shards: int, data: st.Da
 
 
 @pytest.mark.parametrize(
-    ("messages", "payload_bytes", "most"), [(0, 0, 0), (1, 4, 304), (3, 2**21 + 4, 3 * 304 + 96)]
+    ("messages", "payload_bytes", "most"), [(0, 0, 0), (1, 4, 304), (3, 2**23 + 4, 3 * 304 + 96)]
 )
 def test_what_may_come_beside_payloads(messages: int, payload_bytes: int, most: int) -> None:
     """A header for each message, and a prefix for each frame."""

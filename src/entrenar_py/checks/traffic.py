@@ -13,7 +13,7 @@ from entrenar_py.trace import Shard, Trace, Traffic
 
 _TOPOLOGIES = {"parameter_server": "star", "mesh": "mesh", "ring": "ring"}
 BLOCKS = ("TreeNode", "Partial", "Average")  # the messages that carry parts of the gradient
-FRAME_BYTES, CHUNK_BYTES = 48, 2**20  # a frame's prefix, and how much payload it has at most
+FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # a frame's prefix, and how much payload it has at most
 HEADER_BYTES_MAX = 256  # of one such message: a few numbers of at most 24 digits, and their names
 
 # (rank, or None for the coordinator; with a worker or the coordinator; sent or got) -> bytes.
