@@ -26,7 +26,7 @@ MESH = STAR.with_(system="mesh", options={**STAR.options, "block_bytes": 4})
 RING = MESH.with_(system="ring", detail="values")
 NEAR = 1e-5  # five steps, some roundings each
 SECONDS = (0.3, 3.0)  # shorter and longer than that silence
-STEP, RANK = 2, 1
+STEP, RANK, SHARD = 2, 1, 3
 COLUMNS = ("befalls worker 1 in step 2, or comes then", "at message", "seen", "the run", "weights")
 
 
@@ -45,10 +45,15 @@ def cases(scenario: Scenario) -> Iterator[Fault]:
     for value in faults.STRANGERS:
         rank = RANK if value == "taken_rank" else None
         yield Fault(kind="stranger", step=STEP, rank=rank, value=value)
+    if "audit_share" in systems.SYSTEMS[scenario.system].options:
+        yield Fault(kind="corrupt_gradient", step=STEP, rank=RANK, shard=SHARD, value="0.5")
+        yield Fault(kind="corrupt_worker", step=STEP, rank=RANK, value="0.5")
 
 
 def row(scenario: Scenario, fault: Fault, undisturbed: trace.Trace) -> str:
     """One line of a table: the run with `fault`, beside the one without it."""
+    if fault.kind in faults.SILENT:  # nothing but an audit sees them
+        scenario = scenario.with_(options={**scenario.options, "audit_share": 1.0})
     run = systems.run(scenario.with_(faults=(fault,)))
     seen = [
         f"{one.change} in step {one.step}" + (f" ({one.reason})" if one.reason else "")
@@ -71,8 +76,10 @@ def what(fault: Fault) -> str:
 
 
 def place(fault: Fault) -> str:
-    """The message at which it strikes; strangers come when the first shards are handed out."""
-    return fault.at or "Assign"
+    """The message at which it strikes; strangers come when the first shards are handed out, and
+    what goes wrong in a worker does so before it says anything.
+    """
+    return fault.at or ("Computed" if fault.kind in faults.SILENT else "Assign")
 
 
 def compared(run: trace.Trace, undisturbed: trace.Trace) -> str:
@@ -122,7 +129,8 @@ again; whoever comes back gets the whole state. The last column compares the fin
 digest, with those of the undisturbed run in one process. The scenarios are in
 `docs/fault_table.py`.
 
-What the coordinator saw is what one run saw: who notices first, it or the worker, is a race.
+What the coordinator saw is what one run saw: who notices first, it or the worker, is a race. In the
+last two rows of the first table a gradient is wrong, and finite: there all shards are audited.
 
 ## A parameter server
 """

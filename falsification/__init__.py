@@ -10,7 +10,9 @@ from entrenar_py.mutants import Variant
 
 from . import (
     accumulation,
+    audits,
     benign,
+    benign_audits,
     benign_mesh,
     benign_protocol,
     benign_rings,
@@ -38,14 +40,11 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh, rings),
+    *(wire, protocol, blocks, mesh, audits, rings),
 )
+_BENIGN = (benign_protocol, benign_mesh, benign_audits, benign_rings)
 
 
 def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
-    return [
-        variant
-        for family in (*_MUTANTS, benign, benign_protocol, benign_mesh, benign_rings)
-        for variant in family.VARIANTS
-    ]
+    return [variant for family in (*_MUTANTS, benign, *_BENIGN) for variant in family.VARIANTS]

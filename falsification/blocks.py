@@ -10,7 +10,7 @@ import numpy as np
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Effect, Hold, Peer, Reduce
+from entrenar_py.protocol.effects import Effect, Hold, Peer
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Welcome
@@ -47,6 +47,8 @@ def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
 
 def all_that_came(self: Sums, block: int) -> reduction.Node:
     """Adds what is there in the order in which it came, whichever shards that are."""
+    if block not in self._complete:
+        self.complete(block)
     return reduce(_plus, self._complete.pop(block))
 
 
@@ -61,8 +63,8 @@ def nobody_takes_over(self: Coordinator, peer: Peer, reason: str, now: float) ->
         return effects
     for missing in self._missing.values():
         missing -= orphaned
-    whole = [block for block, missing in self._missing.items() if not missing]
-    return [*effects, *(Reduce(self.step, block) for block in reversed(whole))]
+    blocks = sorted(self._missing, reverse=True)
+    return [*effects, *(one for block in blocks for one in self._reduce(block))]
 
 
 def partial_stays(self: Sums, rank: int) -> None:

@@ -40,7 +40,7 @@ from .subjects import MESH_COORDINATOR, MESH_MEMBER, MESH_WORKER, mesh
 _replace, _regroup = MeshCoordinator._replace, MeshCoordinator._regroup
 _said, _heard = MeshCoordinator.receive, MeshWorker.receive
 _exchanged, _start_round = MeshWorker._exchanged, MeshWorker._start_round
-_reduce, _payload, _root = MeshMember.reduce, MeshMember.payload, Sums.root
+_reduce, _payload, _complete = MeshMember.reduce, MeshMember.payload, Sums.complete
 
 # What the dead had delivered of the step in work, and who it was.
 _gone: WeakKeyDictionary[MeshCoordinator, dict[int, int]] = WeakKeyDictionary()
@@ -86,15 +86,15 @@ def waits_for_the_living(self: MeshWorker) -> list[Effect]:
     return effects
 
 
-def zeros_for_the_rest(self: Sums, block: int) -> reduction.Node:
+def zeros_for_the_rest(self: Sums, block: int) -> None:
     """Adds what is there along the tree, and nothing for the shards that are not."""
-    nodes = self._complete[block]
+    nodes = [node for of_rank in self._open.values() for node in of_rank.get(block, [])]
     under = (reduction.shards_under(one.level, one.index, self._num_shards) for one in nodes)
     there = {shard for shards in under for shard in shards}
     nothing = np.zeros_like(nodes[0].vector)
     for shard in sorted(set(range(self._num_shards)) - there):
-        nodes.append(reduction.Node(0, shard, nothing.copy(), 0.0, 0.0))
-    return _root(self, block)
+        self.take(-1, block, reduction.Node(0, shard, nothing.copy(), 0.0, 0.0))
+    _complete(self, block)
 
 
 def nobody_is_unreachable(
@@ -198,7 +198,7 @@ VARIANTS = (
             f"{MESH_COORDINATOR}._replace": delivered_is_done,
             f"{MESH_COORDINATOR}._regroup": held_by_the_dead,
             f"{MESH_WORKER}._start_round": waits_for_the_living,
-            f"{SUMS}.root": zeros_for_the_rest,
+            f"{SUMS}.complete": zeros_for_the_rest,
         },
         scenario=_DIES,
         invariants=("F-DP-006", "F-WP-005"),

@@ -51,7 +51,7 @@ def made_when_reduced(
     self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
     """Makes the step on the server when the average is there, and counts it when one applied it."""
-    last = not self._missing and self._reducing == {block}
+    last = not self._missing and len(self._reducing) == 1
     effects = _reduced(self, step, block, loss, weight, now)
     return [Apply(step), *effects] if last else effects
 
@@ -68,7 +68,7 @@ def committed_when_reduced(
     self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
     """The step counts as made when the average is there, before anyone has it staged."""
-    last = not self._missing and self._reducing == {block}
+    last = not self._missing and len(self._reducing) == 1
     self._made |= last
     effects = _reduced(self, step, block, loss, weight, now)
     return [Apply(step), *effects] if last else effects

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -53,46 +54,28 @@ def set_aside_first(
 
 
 def half_is_enough(
-    hello: Hello,
-    challenge: Challenge,
-    agreed: Terms,
-    *,
-    secret: bytes,
-    world_size: int,
-    taken: Collection[int | None],
+    hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Answer | Refuse:
     """Compares as much of the proof as was given."""
     right = handshake.proof_of_worker(secret, challenge, hello)
     if hello.proof and right.startswith(hello.proof):
         hello = replace(hello, proof=right)
-    return _admit(hello, challenge, agreed, secret=secret, world_size=world_size, taken=taken)
+    return _admit(hello, challenge, agreed, secret=secret, **rules)
 
 
 def none_taken(
-    hello: Hello,
-    challenge: Challenge,
-    agreed: Terms,
-    *,
-    secret: bytes,
-    world_size: int,
-    taken: Collection[int | None],
+    hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Answer | Refuse:
     """Lets in who asks for a rank, whoever has it."""
-    return _admit(hello, challenge, agreed, secret=secret, world_size=world_size, taken=())
+    return _admit(hello, challenge, agreed, secret=secret, **{**rules, "taken": ()})
 
 
 def any_manifest(
-    hello: Hello,
-    challenge: Challenge,
-    agreed: Terms,
-    *,
-    secret: bytes,
-    world_size: int,
-    taken: Collection[int | None],
+    hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Answer | Refuse:
     """Lets in who has other tensors."""
     same = replace(agreed, manifest=hello.manifest)
-    return _admit(hello, challenge, same, secret=secret, world_size=world_size, taken=taken)
+    return _admit(hello, challenge, same, secret=secret, **rules)
 
 
 def bereaved(self: Server, effect: Left) -> None:

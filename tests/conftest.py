@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from hypothesis import settings
 
@@ -23,7 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
-@pytest.fixture(scope="session")
-def matrix() -> list[Row]:
-    """Every variant as every clause that judges it found it."""
+@cache
+def _matrix() -> list[Row]:
     return kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
+
+
+@pytest.fixture
+def matrix() -> list[Row]:
+    """Every variant as every clause that judges it found it; run once a process."""
+    return _matrix()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import KINDS, NEEDED, ON_THE_WAY, OPTIONAL, PLACES, Fault
+from entrenar_py.faults import KINDS, NEEDED, ON_THE_WAY, OPTIONAL, PLACES, SILENT, Fault
 from entrenar_py.protocol.messages import MESSAGES
 
 GIVEN: dict[str, Any] = {
@@ -26,9 +26,11 @@ GIVEN: dict[str, Any] = {
 # What kinds take that would not take those.
 OTHERS: dict[str, dict[str, Any]] = {
     "huge_gradient": {"value": "1e38"},
+    **{kind: {"value": "0.5"} for kind in SILENT},
     "lie": {"value": "twice", "at": "Staged"},
     "stranger": {"value": "taken_rank"},
 }
+WRONG: dict[str, Any] = {"kind": "corrupt_worker", "step": 1, "rank": 0}
 LIE: dict[str, Any] = {"kind": "lie", "step": 1, "rank": 0}
 STRANGER: dict[str, Any] = {"kind": "stranger", "step": 0}
 FROZEN: dict[str, Any] = {"kind": "freeze", "step": 0, "rank": 0, "at": "Commit"}
@@ -99,6 +101,7 @@ def test_non_finite_values_are_text(value: str) -> None:
         ({"kind": "non_finite_loss", "step": 0, "value": "3"}, "value='3': use nan, inf or -inf"),
         ({"kind": "non_finite_loss", "step": 0, "value": "naan"}, "use nan, inf or -inf"),
         ({"kind": "huge_gradient", "step": 0, "value": "inf"}, "value='inf': use a finite number"),
+        ({**WRONG, "value": "nan"}, "value='nan': use a finite number"),
         ({**LIE, "at": "Staged", "value": "nan"}, "lie value='nan': use one of old_step, too_l"),
         ({**LIE, "at": "Commit", "value": "twice"}, "at='Commit': twice is said at TreeNode or"),
         ({**LIE, "at": "Staged", "value": "too_long"}, "too_long is said at TreeNode"),

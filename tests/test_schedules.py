@@ -27,7 +27,7 @@ from entrenar_py.trace import End, Event, Halt, Injected, Membership, Shard, Tra
 from tests.systems.between import Between
 
 NUM_SCHEDULES = 60  # of a test run, of each system; `make soak` tries thousands
-BETWEEN = range(90, 130)  # seeds: in one of a dozen, blocks are averaged when somebody is lost
+BETWEEN = range(260, 300)  # seeds: in a few, blocks are averaged when somebody is lost
 NUM_UNTIL_FOUND = 250  # of a test run; every mutant is found long before
 NUM_UNTIL_FOUND_MAX = 2_000  # of a soak
 CHUNK = 50
@@ -74,7 +74,7 @@ def _between_blocks(scenario: Scenario) -> Scenario:
         else fault
         for fault in scenario.faults
     ]
-    options = {"block_bytes": 4}
+    options = {**scenario.options, "block_bytes": 4}
     return scenario.with_(workload="linear", options=options, faults=tuple(struck))
 
 

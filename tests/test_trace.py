@@ -69,6 +69,9 @@ EVENTS: tuple[trace.Event, ...] = (
     ),
     trace.Membership(step=1, rank=2, change="left", reason='died, \u2028 "quoted" é'),
     trace.Injected(fault={"kind": "leave", "rank": 2}, step=1, rank=2),
+    trace.Audit(
+        step=1, shard=3, ranks=(1, 2, 0), alike=(0, 1, 1), culprit=1, tensor="w", element=2
+    ),
     trace.Planted(name="ddp-bypass"),
     trace.Halt(step=1, reason="nan", shard=1, tensor="w", ids=(1, 2)),
     trace.Saved(step=1, rank=0, weights=TENSORS, progress={"epoch": 1}),

@@ -18,6 +18,9 @@ KINDS: dict[str, str] = {
     "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
     "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
     "huge_gradient": "one element of a shard's per-sample gradients becomes `value`, finite",
+    "corrupt_gradient": "one element of the gradient of `shard` goes wrong in worker `rank`, once "
+    "and silently: as if it were `value`, finite, in every sample",
+    "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -43,6 +46,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "non_finite_gradient": ("step", "value"),
     "non_finite_loss": ("step", "value"),
     "huge_gradient": ("step", "value"),
+    "corrupt_gradient": ("step", "rank", "shard", "value"),
+    "corrupt_worker": ("step", "rank", "value"),
     "leave": ("step", "rank"),
     "join": ("step", "rank"),
     "kill": ("step", "rank", "at"),
@@ -68,11 +73,15 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "non_finite_gradient": ("rank", "shard", "tensor", "element"),
     "non_finite_loss": ("rank", "shard"),
     "huge_gradient": ("rank", "shard", "tensor", "element"),
+    "corrupt_gradient": ("tensor", "element"),
+    "corrupt_worker": ("tensor", "element"),
     "stranger": ("rank",),
     "non_finite_output": ("element",),
 }
 # The kinds whose `value` is a number that takes the place of another.
 PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
+# What is wrong, finite, and not in what the worker records: nothing but an audit finds it.
+SILENT = ("corrupt_gradient", "corrupt_worker")
 
 # What befalls a worker or a message on its way, in systems whose workers talk.
 ON_THE_WAY = (
@@ -188,7 +197,7 @@ class Fault:
             self._refuse("rank", "taken_rank needs one, and the others take none")
 
     def _check_number(self, value: str) -> None:
-        finite = self.kind == "huge_gradient"
+        finite = self.kind in ("huge_gradient", *SILENT)
         try:
             fits = math.isfinite(float(value)) == finite
         except ValueError:

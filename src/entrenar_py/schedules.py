@@ -27,6 +27,8 @@ WORKLOADS = ("linear", "linear", "linear", "mlp", "vectors")
 # Shorter and longer than the 30 s of silence after which either end is given up.
 SECONDS = (0.2, 3.0, 20.0, 50.0)
 NUM_FAULTS_MAX = 4
+AUDITED = 0.25  # how often a star's shards are audited
+SHARES = (1.0, 1.0, 0.3)
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
 # By workload: two blocks or one; eight, three or one; 21 elements in 21, seven or one. Each costs
 # messages, and time.
@@ -36,8 +38,8 @@ WIDTHS = {"linear": 4, "mlp": 4, "vectors": 21}
 SMOOTH = ("sgd", "momentum")
 NEAR = 1e-5  # weights of a ring from those of the tree: tens of steps, some roundings each
 _VALUES = ("nan", "inf", "-inf")
-_CONTRACTS = ("distributed-training-v1", "reduction-v1")
-_CHECKS = ("replica_identity", "coverage", "finiteness", "recovery")
+_CONTRACTS = ("distributed-training-v1", "wire-protocol-v1", "reduction-v1")
+_CHECKS = ("replica_identity", "coverage", "finiteness", "recovery", "audits")
 _REDUCTIONS = ("reduction_mean", "reduction_traffic")  # of known vectors, which were all reduced
 
 
@@ -100,7 +102,27 @@ def draw(seed: int, system: str | None = None) -> Scenario:
     )
     for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
         scenario = _and_one(scenario, rng)
-    return scenario
+    return _audited(scenario, random.Random(f"audits of {seed}"))
+
+
+def _audited(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Some with shards that are audited; and of those, some with a worker that goes wrong."""
+    if scenario.system != STAR or rng.random() > AUDITED:
+        return scenario
+    options = {**scenario.options, "audit_share": rng.choice(SHARES)}
+    step, rank, shard = map(
+        rng.randrange, (scenario.num_steps, scenario.world_size, scenario.num_shards)
+    )
+    lasting = rng.random() < 0.5
+    fault = Fault(
+        kind="corrupt_worker" if lasting else "corrupt_gradient",
+        step=step,
+        rank=rank,
+        shard=None if lasting else shard,
+        value="0.5",
+    )
+    scenario = scenario.with_(options=options)
+    return scenario if len(scenario.faults) == NUM_FAULTS_MAX else _with(scenario, fault)
 
 
 def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
@@ -112,7 +134,16 @@ def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
         num_struck = scenario.world_size - (scenario.system != STAR)
         rank, step = rng.randrange(num_struck), rng.randrange(scenario.num_steps)
     try:
-        more = scenario.with_(faults=(*scenario.faults, _fault(scenario, rng, rank, step)))
+        fault = _fault(scenario, rng, rank, step)
+    except UsageError:  # it can't be said in that step
+        return scenario
+    return _with(scenario, fault)
+
+
+def _with(scenario: Scenario, fault: Fault) -> Scenario:
+    """`scenario` with `fault`; without, if it can't be."""
+    try:
+        more = scenario.with_(faults=(*scenario.faults, fault))
         systems.require_possible(more)
     except UsageError:  # nobody there to strike, to leave alone, or to come back
         return scenario
@@ -167,9 +198,10 @@ def elsewhere(scenario: Scenario) -> Scenario:
 def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
     """What is wrong with `run`, whose training undisturbed is `calm`; empty if nothing is.
 
-    It has to end: completed, or halted by the first planted value. Every step up to there has to be
-    made, by whoever made it to the bits of `calm` (around a ring near them, to the bits of
-    `other`), and no check may say FALSIFIED.
+    It has to end: completed, or halted by the first planted value, or by workers that disagree on
+    what nobody else can decide. Every step up to there has to be made, by whoever made it to the
+    bits of `calm` (around a ring near them, to the bits of `other`), and no check may say
+    FALSIFIED. What follows from a wrong value that nobody audited is not looked at.
     """
     return next(_complaints(run, calm, other), "")
 
@@ -177,14 +209,16 @@ def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
 def _complaints(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
     planted = [fault for fault in run.scenario.faults if fault.kind in faults.PLANTED]
     steps = [fault.step for fault in planted if fault.step is not None]
-    limit = min(steps, default=run.scenario.num_steps)
-    expected = "halted" if planted else "completed"
+    disagreed = [audit.step for audit in checks.audits.undecided(run)]
+    limit = min([*steps, *disagreed], default=run.scenario.num_steps)
+    expected = "halted" if planted or disagreed else "completed"
     if run.end.status != expected:
         yield f"ended {run.end.status} in place of {expected}: {run.end.reason}"
     for one in run.of(trace.Admission):
         if one.let_in != one.entitled:
             yield f"the stranger {one.case} was let in"
-    yield from _wrong_halts(run, calm, limit)
+    if not disagreed:
+        yield from _wrong_halts(run, calm, limit)
     yield from _wrong_updates(run, calm, limit)
     yield from _falsified(run, calm, other)
 
@@ -211,11 +245,14 @@ def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
 def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:
     """Steps before `limit` have to be made, each as undisturbed; none of the others may be."""
     models = {one.step: one for one in calm.of(Update)}
+    known_until = checks.audits.first_open(run)
     for update in run.of(Update):
         where = f"in step {update.step} worker {update.rank}"
         if update.step >= limit:
             yield f"{where} made an update though a value was not finite"
-        elif not _alike(update, models[update.step], exact=run.scenario.system != RING):
+        elif update.step < known_until and not _alike(
+            update, models[update.step], exact=run.scenario.system != RING
+        ):
             yield f"{where} made another update than the undisturbed run"
     made = {update.step for update in run.of(Update)}
     lost = [step for step in range(limit) if step not in made]
@@ -234,11 +271,21 @@ def _alike(update: Update, model: Update, *, exact: bool) -> bool:
     return update.weight == model.weight and ours.keys() == theirs.keys() and all(near)
 
 
+def _is_reduction(run: Trace) -> bool:
+    """Whether all of it was the sum of known vectors, each computed and sent once."""
+    scenario = run.scenario
+    silent = any(fault.kind in faults.SILENT for fault in scenario.faults)
+    known = scenario.workload == "vectors" and not silent
+    return known and not scenario.options.get("audit_share") and run.end.status == "completed"
+
+
 def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
+    # Where a worker is left alone nobody audits it: that is open, and not wrong.
     # The undisturbed run stands for that of this system: so it is found beside the disturbed one.
     alone = replace(calm, scenario=run.scenario.with_(faults=()))
-    beside = {name: [run, alone] for name in _CHECKS}
-    if run.scenario.workload == "vectors" and run.end.status == "completed":
+    unaudited = replace(calm, scenario=checks.audits.calm(run.scenario))
+    beside = {name: [run, unaudited if name == "audits" else alone] for name in _CHECKS}
+    if _is_reduction(run):
         beside |= {name: [run] for name in _REDUCTIONS}
     if other is not None:
         beside["reduction_bits"] = [run, other]
@@ -248,7 +295,7 @@ def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
         if finding.verdict is Verdict.FALSIFIED:
             found = finding.counterexample
             yield f"{clause.id}: {finding.reason} ({found.place() if found else ''})"
-        elif finding.verdict is Verdict.INCONCLUSIVE and not finding.vacuous:
+        elif finding.verdict is Verdict.INCONCLUSIVE and not (finding.vacuous or name == "audits"):
             yield f"{clause.id} is inconclusive: {finding.reason}"
 
 

@@ -15,7 +15,7 @@ from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import CoordinatorServer, WorkerClient
 from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
+from entrenar_py.protocol.effects import Conclude, Finish, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.mesh_worker import MeshWorker
@@ -101,6 +101,18 @@ class LeanServer(_Reducing):
 
     def deliver(self, rank: int) -> None:
         self.sums.deliver(rank)
+
+    def copy(self, rank: int, message: Message, payload: Buffer) -> None:
+        raise AssertionError("nothing is audited here")
+
+    def end_copy(self, rank: int, shard: int) -> None:
+        raise AssertionError("nothing is audited here")
+
+    def compare(self, shard: int) -> tuple[list[int], list[int]]:
+        raise AssertionError("nothing is audited here")
+
+    def conclude(self, effect: Conclude) -> None:
+        raise AssertionError("nothing is audited here")
 
     def gather(self, step: int) -> None:
         self.sums.clear()

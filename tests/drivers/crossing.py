@@ -18,7 +18,8 @@ from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Average, Message, Welcome
 from tests.drivers.fakes import TIMING, FakeMember, FakeServer, client_of, listening, run_of
 
-PATIENT = replace(TIMING, gather_s=60.0)  # the state takes its time
+# The state takes its time, and so may looking at it.
+PATIENT = replace(TIMING, dead_after_s=60.0, gather_s=60.0)
 
 
 class Large(FakeServer):
@@ -53,7 +54,7 @@ async def coordinate(num_bytes: int) -> int:
 
 async def work(num_bytes: int, port: int) -> int:
     """The bytes that a worker took."""
-    client = client_of(0, LargeMember(b"x" * num_bytes))
+    client = client_of(0, LargeMember(b"x" * num_bytes), timing=PATIENT)
     before = _start_measuring()
     assert (await client.run("127.0.0.1", port, patience_s=10.0)).status == "completed"
     return _peak() - before

@@ -40,6 +40,8 @@ class FakeServer:
         self.reduced: list[list[int]] = [[]]
         self.told: list[str] = []  # who joined and left
         self.stopped: do.Stop | None = None
+        self.copies: dict[int, list[int]] = {}  # audited shard -> whose copies are whole
+        self.concluded: list[do.Conclude] = []
 
     def sizes(self) -> Mapping[type[Message], int]:
         return {TreeNode: len(self.content)}
@@ -56,6 +58,20 @@ class FakeServer:
 
     def deliver(self, rank: int) -> None:
         """Nothing was kept."""
+
+    def copy(self, rank: int, message: Message, payload: Buffer) -> None:
+        self.keep(rank, message, payload)
+
+    def end_copy(self, rank: int, shard: int) -> None:
+        self.copies.setdefault(shard, []).append(rank)
+
+    def compare(self, shard: int) -> tuple[list[int], list[int]]:
+        ranks = self.copies[shard]  # of one content all of them, as `keep` has seen
+        return ranks, [0] * len(ranks)
+
+    def conclude(self, effect: do.Conclude) -> None:
+        del self.copies[effect.shard]
+        self.concluded.append(effect)
 
     def payload(self, message: Message) -> Buffer:
         return self.content if isinstance(message, Welcome | Average) else b""

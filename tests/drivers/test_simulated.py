@@ -71,6 +71,16 @@ def test_a_run_to_its_end() -> None:
     assert [node.alive for node in simulation.nodes] == [False, False]
 
 
+def test_audits_are_done_in_the_order_that_the_machine_wants() -> None:
+    """Copies are kept, compared when the last is whole, and each audit is concluded once."""
+    simulation, hands, _ = simulate(run_of(num_blocks=2, audited=lambda step: [1, 3]))
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    steps = [(one.step, one.shard, one.copy, one.culprit) for one in hands.concluded]
+    assert sorted(steps) == [(step, shard, 0, None) for step in range(3) for shard in (1, 3)]
+    assert hands.copies == {}
+    assert hands.made == [0, 1, 2]
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     """Message by message, to the last tick."""
 

@@ -26,6 +26,7 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import MEMBERS, Stage
 from entrenar_py.protocol.terms import Run
 from entrenar_py.training import reduction
+from tests.protocol.copies import Copies
 
 Payload: TypeAlias = tuple[Any, ...]
 _NOTHING = np.zeros(0, np.float32)
@@ -73,7 +74,8 @@ class Record:
         self.staged: set[do.Peer] = set()
         self.averaged: list[int] = []  # the blocks of the step, in the order they were there
         self.spread: set[int] = set()  # those of them that went out
-        self._open: dict[int, Delivery] = {}
+        self.copies = Copies()
+        self._open: dict[int, list[Delivery]] = {}  # the last of them may be on its way
         self._whole: dict[int, list[int]] = {}  # block -> shards of deliveries that are whole
 
     def enter(self, stage: Stage) -> None:
@@ -85,32 +87,53 @@ class Record:
     def keep(self, rank: int, message: Message) -> None:
         """One delivery of a worker at a time, of blocks not yet averaged; a step is made once."""
         if isinstance(message, Computed):
-            assert rank not in self._open, "the one before is whole"
-            self._open[rank] = Delivery(message.shards)
+            deliveries = self._open.setdefault(rank, [])
+            assert all(map(self._is_whole, deliveries)), "the one before is whole"
+            deliveries.append(Delivery(message.shards))
         elif isinstance(message, TreeNode):
             assert message.block not in self.averaged, "nothing is added to what is averaged"
-            came = self._open[rank].came.setdefault(message.block, [])
+            came = self._open[rank][-1].came.setdefault(message.block, [])
             came += under(self.run, message)
         elif isinstance(message, Applied):
             assert message.step == len(self.state) - 1, "it is made here before that is kept"
 
     def deliver(self, rank: int) -> None:
-        """A delivery is whole: in each block that is not averaged it is of the shards it names."""
-        delivery = self._open.pop(rank)
-        assert delivery.came.keys() == set(range(self.run.num_blocks)) - set(self.averaged)
-        for block, came in delivery.came.items():
-            assert sorted(came) == sorted(delivery.shards), "no more and no less"
-            self._whole.setdefault(block, []).extend(came)
+        """All is whole that came, and no audit is open: none of it will turn out to be wrong."""
+        assert self._unaudited() == set()
+        for delivery in self._open.pop(rank):
+            assert self._is_whole(delivery)
+            for block, came in delivery.came.items():
+                self._whole.setdefault(block, []).extend(came)
+
+    def _is_whole(self, delivery: Delivery) -> bool:
+        """In each block that is not averaged it is of the shards it names, no more and no less."""
+        due = set(range(self.run.num_blocks)) - set(self.averaged)
+        of_each = [sorted(came) == sorted(delivery.shards) for came in delivery.came.values()]
+        return delivery.came.keys() == due and all(of_each)
 
     def left(self, rank: int) -> None:
-        """What had not wholly come is void."""
+        """What had not come for good is void."""
         self._open.pop(rank, None)
+        self.copies.forget(rank)
+
+    def conclude(self, effect: do.Conclude) -> None:
+        """A copy counts, once."""
+        assert effect.shard in self._unaudited()
+        assert not self.averaged
+        self.copies.conclude(effect)
+        for block in range(self.run.num_blocks):
+            self._whole.setdefault(block, []).append(effect.shard)
+
+    def _unaudited(self) -> set[int]:
+        """The shards of the step whose audit is not over."""
+        return set(self.run.audited(len(self.state))) - self.copies.concluded
 
     def gather(self, step: int) -> None:
         """No step is skipped, and none that was made is made again."""
         self.enter(Stage.GATHERING)
         assert step == len(self.state)
         self._open.clear()
+        self.copies.clear()
         self._whole.clear()
         self.averaged.clear()
         self.spread.clear()
@@ -119,9 +142,11 @@ class Record:
         """Every shard of a block is there, once, and no block is averaged twice."""
         assert (self.stage, step) == (Stage.COMPUTING, len(self.state))
         assert block not in self.averaged
+        assert self._unaudited() == set()
         came = self._whole.pop(block, [])
-        for delivery in self._open.values():
-            came += delivery.came.pop(block, [])
+        for deliveries in self._open.values():
+            for delivery in deliveries:
+                came += delivery.came.pop(block, [])
         assert sorted(came) == list(range(self.run.num_shards))
         self.averaged.append(block)
 

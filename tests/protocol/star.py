@@ -84,9 +84,11 @@ class Star:
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def arrive(self, rank: int | None = None, *, secret: bytes = SECRET) -> Station:
+    def arrive(
+        self, rank: int | None = None, *, secret: bytes = SECRET, backend: str = "cpu"
+    ) -> Station:
         """A new worker, which connects."""
-        machine = Worker(TERMS, secret=secret, backend="cpu", rank=rank, timing=self.timing)
+        machine = Worker(TERMS, secret=secret, backend=backend, rank=rank, timing=self.timing)
         station = Station(machine, Follower(WORKER_MOVES, WorkerPhase.CONNECTED))
         self.stations.append(station)
         self.connect(station)
@@ -243,6 +245,15 @@ class Star:
                 record.gather(step)
             case do.Deliver(rank):
                 record.deliver(rank)
+            case do.Copy(rank, message):
+                record.copies.take(rank, message)
+            case do.EndCopy(rank, shard):
+                record.copies.end(rank, shard, self.run.num_blocks)
+            case do.Compare(step, shard):
+                ranks, alike = record.copies.compare(shard)
+                return self.coordinator.compared(step, shard, ranks, alike, self.now)
+            case do.Conclude():
+                record.conclude(effect)
             case do.Reduce(step, block):
                 record.reduce(step, block)
                 if self._beside:

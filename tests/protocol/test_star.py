@@ -50,6 +50,8 @@ class Disorder(RuleBasedStateMachine):
         world=st.integers(1, 3),
         first=st.integers(0, 1),
         awaited=st.dictionaries(st.integers(0, 3), st.sets(st.just(0)), max_size=2),
+        audited=st.lists(st.booleans(), max_size=9),
+        together=st.integers(1, 3),
         beside=st.booleans(),
     )
     def begin(
@@ -60,19 +62,29 @@ class Disorder(RuleBasedStateMachine):
         world: int,
         first: int,
         awaited: dict[int, set[int]],
+        audited: list[bool],
+        together: int,
         beside: bool,
     ) -> None:
-        """A run of any shape, and its first worker."""
+        """A run of any shape, some of its shards audited, and the workers that begin it together:
+        one after the other they would rarely meet.
+        """
+
+        def drawn(step: int) -> list[int]:
+            return [n for n in range(shards) if audited and audited[(step + n) % len(audited)]]
+
         run = run_of(
             num_shards=shards,
             num_blocks=blocks,
             num_steps=first + steps,
             world_size=world,
             first_step=first,
-            awaited=awaited,
+            awaited={**awaited, first: range(min(together, world))},
+            audited=drawn,
         )
         self.star = Star(run, timing=PATIENT, beside=beside)
-        self.star.arrive()
+        for _ in range(together):
+            self.star.arrive()
 
     @precondition(lambda self: len(self.star.stations) < 5)
     @rule(rank=st.none() | st.integers(0, 2))
@@ -87,6 +99,11 @@ class Disorder(RuleBasedStateMachine):
         for turn in range(times):
             if actions := self.star.ready():
                 actions[(choice >> turn) % len(actions)]()
+
+    @rule(rank=st.integers(0, 2))
+    def go_wrong(self, rank: int) -> None:
+        """Once, and at most once: who is caught twice is not let in, and may be awaited."""
+        self.star.record.copies.go_wrong(rank)
 
     @precondition(lambda self: bool(self.star.links))
     @rule(choice=st.integers(min_value=0), half=st.booleans())
@@ -157,7 +174,11 @@ class Disorder(RuleBasedStateMachine):
         if not hasattr(self, "star"):
             return
         star = self.star
-        assert star.finish().status == "completed"
+        finish = star.finish()
+        if star.record.copies.undecided:
+            assert finish.status == "halted"
+            return
+        assert finish.status == "completed"
         every = tuple(range(star.run.num_shards))
         first = tuple((step,) for step in range(star.run.first_step))
         made = tuple((step, *every) for step in range(star.run.first_step, star.run.num_steps))

@@ -38,9 +38,22 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
     return replace(said, proof=handshake.proof_of_worker(secret, CHALLENGE, said))
 
 
-def answer(said: Hello, *, taken: Collection[int | None] = ()) -> Admission | Answer | Refuse:
+def answer(
+    said: Hello, *, taken: Collection[int | None] = (), barred: Collection[int] = ()
+) -> Admission | Answer | Refuse:
     """What `admit` says in a run of three."""
-    return admit(said, CHALLENGE, TERMS, secret=SECRET, world_size=3, taken=taken)
+    rules: dict[str, Any] = {"world_size": 3, "taken": taken, "barred": barred}
+    return admit(said, CHALLENGE, TERMS, secret=SECRET, **rules)
+
+
+def test_a_barred_rank_is_nobodys() -> None:
+    """Who asks for it is refused for good, and who takes any gets another."""
+    reason = "rank=0: it was caught too often computing something else"
+    assert answer(hello(rank=0), barred={0}) == Refuse(reason=reason, retry=False)
+    admitted = answer(hello(), barred={0})
+    assert isinstance(admitted, Admission)
+    assert admitted.rank == 1
+    assert isinstance(answer(hello(rank=0, secret=b"?"), barred={0}), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ timing: {heartbeat_s: 1, dead_after_s: 2.5, gather_s: 60}
 checkpoint: {path: state/run.ckpt, every_steps: 10}
 metrics: /var/log/run.jsonl
 ledger: ledger.jsonl
+audit_share: 0.1
 """,
     )
     assert (found.scenario.num_steps, found.scenario.learning_rate) == (9, 1e-3)
@@ -85,6 +86,7 @@ ledger: ledger.jsonl
     assert found.checkpoint == config.Checkpoint(path=folder / "state/run.ckpt", every_steps=10)
     assert found.metrics == Path("/var/log/run.jsonl")
     assert found.ledger == folder / "ledger.jsonl"
+    assert found.scenario.options == {"audit_share": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,10 @@ ledger: ledger.jsonl
         (
             SMALL + "wait_for: 3\n",
             ["run.yaml:5:11: error: wait_for=3: world_size is 2"],
+        ),
+        (
+            SMALL + "audit_share: 2\n",
+            ["run.yaml:5:14: error: audit_share=2: use a number from 0 to 1"],
         ),
         (
             SMALL + "wait_for: some\n",

@@ -28,9 +28,9 @@ def star(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None:
     """They are given an address and a secret, no more, and end on the reference's bits; the ledger
-    proves it, and neither contract finds anything wrong in it.
+    proves it, has every audit, and neither contract finds anything wrong in it.
     """
-    star.configure(wait_for=2, ledger="ledger.jsonl", metrics="metrics.jsonl")
+    star.configure(wait_for=2, ledger="ledger.jsonl", metrics="metrics.jsonl", audit_share=0.25)
     coordinator = star.coordinator()
     workers = [star.worker(), star.worker("--rank", 2)]
     assert [one.code() for one in (coordinator, *workers)] == 3 * [exits.DONE]
@@ -44,6 +44,9 @@ def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None
     verified = star.verify("--replay")
     assert verified.code() == exits.DONE, verified.text
     assert verified.lines[-1].endswith("12 steps, the same bits")
+    lines = (star.folder / "ledger.jsonl").read_text().splitlines()
+    audits = [one for one in map(json.loads, lines) if one.get("kind") == "audit"]
+    assert [sorted(one["ranks"]) for one in audits] == 2 * 12 * [[0, 2]]
     for contract in ("distributed-training-v1.yaml", "training-integrity-v1.yaml"):
         report = star.folder / "report.json"
         judged = ["--judge", star.folder / "ledger.jsonl", "--json", report]

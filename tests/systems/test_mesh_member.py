@@ -42,6 +42,7 @@ def exchange(one: MeshMember, other: MeshMember, block: int) -> tuple[float, flo
             payload[:] = other.payload(node)
             one.require(node, payload)
             one.keep(other.rank, node, payload)
+    one.complete(block)
     return one.reduce(block)
 
 

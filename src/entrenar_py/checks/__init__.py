@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entrenar_py.checks import (
+    audits,
     coverage,
     endurance,
     fallback,
@@ -247,6 +248,15 @@ _TABLE = (
         judge=endurance.judge,
         plan=endurance.plan,
         family=endurance.family,
+        explores=False,
+    ),
+    Check(
+        name="audits",
+        id="F-WP-006",
+        decides="what a worker computes wrongly and unseen is found by another, and it is named",
+        judge=audits.judge,
+        plan=audits.plan,
+        family=audits.family,
         explores=False,
     ),
     Check(

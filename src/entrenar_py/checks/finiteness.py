@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from entrenar_py.checks import evidence, history, missing
+from entrenar_py.checks import audits, evidence, history, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -45,7 +45,10 @@ def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
 
 def _stays_finite(tally: Tally, trace: Trace) -> None:
     scenario = trace.scenario.to_dict()
+    disagreed = {audit.step for audit in audits.undecided(trace)}
     for halt in trace.of(Halt):
+        if halt.step in disagreed:
+            continue  # another reason, which the trace proves
         if unknown := _unknown_at(trace, halt):
             missing.ask(
                 tally,

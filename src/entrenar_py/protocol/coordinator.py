@@ -17,16 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import audits
 from entrenar_py.protocol import effects as do
-from entrenar_py.protocol import terms
+from entrenar_py.protocol.dealing import Dealing
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
-    VERSION,
     Applied,
-    Assign,
     Average,
-    Challenge,
     Commit,
     Computed,
     Halt,
@@ -36,7 +34,6 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
-    Refuse,
     Shutdown,
     Staged,
     TreeNode,
@@ -46,20 +43,16 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
-from entrenar_py.training import reduction, sharding
 
 
-class Coordinator:
+class Coordinator(Dealing):
     """The machine. Times are seconds on any clock that does not go back."""
 
     may_say = PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
-        self.run, self.secret, self.timing = run, secret, timing
-        self.step, self.stage = run.first_step, Stage.GATHERING
-        self.peers: dict[Peer, Member] = {}
-        self._missing: dict[int, set[int]] = {}  # block -> shards not yet there
-        self._reducing: set[int] = set()  # blocks that are there, and not yet averaged
+        super().__init__(run, secret=secret, timing=timing)
+        self.stage = Stage.GATHERING
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
         self._saved: int | None = None  # the step before which there is a checkpoint
@@ -72,15 +65,7 @@ class Coordinator:
         """A new connection, from `host`; `nonce` is 32 random hex digits."""
         if self.stage is Stage.OVER:
             return [do.Close(peer, "the run is over")]
-        challenge = Challenge(version=VERSION, nonce=nonce)
-        self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
-        return [do.Send(peer, challenge)]
-
-    def heard(self, peer: Peer, now: float) -> None:
-        """A whole frame came from `peer`, whatever it is part of; a stranger gains no time."""
-        member = self.peers.get(peer)
-        if member is not None and member.phase is not Phase.CHALLENGED:
-            member.heard = now
+        return self._challenge(peer, nonce, now, host)
 
     def receive(self, peer: Peer, message: Message, now: float) -> list[Effect]:
         """A whole message. What is not legal now ends that connection, and nothing else."""
@@ -117,6 +102,25 @@ class Coordinator:
                 member.phase = Phase.STAGING
         return told + self._settle(now)
 
+    def compared(
+        self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
+    ) -> list[Effect]:
+        """Which copies of an audited shard have the same bits; `ranks` gave them (`audits`)."""
+        audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
+        if audit is None or audit.asked or audit.copies != list(ranks):
+            return []  # somebody was dropped in between, and it was asked for anew
+        found = audits.verdict(audit.copies, alike)
+        if found is not None:
+            return self._conclude(shard, found, now)
+        rank = audit.another(self._witnesses(audit), step + shard)
+        if rank is not None:
+            return self._ask(rank, shard)
+        reason = (
+            f"workers {sorted(set(audit.copies))} disagree on shard {shard} of step {step}, and "
+            "nobody can say who is wrong: training halted before any update"
+        )
+        return [do.Conclude(step, shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
+
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""
         return self._halt(do.Stop(step, None, reason))
@@ -124,15 +128,11 @@ class Coordinator:
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, peers to give up, a run to give up."""
         effects: list[Effect] = []
-        for peer in [peer for peer, m in self.peers.items() if self._is_silent(m, now)]:
+        for peer in self._silent(now):
             if peer in self.peers:  # the run may end with the first of them
                 silence = now - self.peers[peer].heard
                 effects += self._drop(peer, f"silent for {silence:.1f} s", now)
-        for peer, member in self.peers.items():
-            told = member.phase is Phase.CHALLENGED or now - member.said < self.timing.heartbeat_s
-            if not told:
-                member.said = now
-                effects.append(do.Send(peer, Heartbeat()))
+        effects += self._beat(now)
         waited = now - self._gathering_since
         if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
             there = sorted(member.in_rank() for member in self._members().values())
@@ -153,23 +153,8 @@ class Coordinator:
     # --- joining ----------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
-        answer = terms.admit(
-            hello,
-            member.challenge,
-            self.run.terms,
-            secret=self.secret,
-            world_size=self.run.world_size,
-            taken={other.rank for other in self.peers.values()},
-        )
-        if isinstance(answer, Refuse):
-            del self.peers[peer]
-            return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
-        if isinstance(answer, terms.Answer):
-            del self.peers[peer]  # it comes again when it has built what the run needs
-            offer = do.Send(peer, terms.offer(self.timing, answer.proof))
-            return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
-        member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
-        return [do.Secure(peer, answer.key), *self._settle(now)]
+        effects = self._admit(peer, member, hello)
+        return [*effects, *self._settle(now)]
 
     def _loaded(self, peer: Peer, member: Member, loaded: Loaded, now: float) -> list[Effect]:
         self._require_step(loaded.step)
@@ -180,31 +165,14 @@ class Coordinator:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
-        self._require_step(said.step)
-        member.begin_delivery(said)
-        return [do.Keep(member.in_rank(), said)]
-
-    def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
-        self._require_step(node.step)
-        under = reduction.shards_under(node.level, node.index, self.run.num_shards)
-        member.take(node, under, self.run.num_blocks)
-        effects = self._count(member, node, under)
-        if member.is_whole(0):
-            effects.append(do.Deliver(member.in_rank()))
-            member.end_delivery()
-        if self._missing.get(node.block) == set():
-            del self._missing[node.block]
-            self._reducing.add(node.block)
-            effects.append(do.Reduce(self.step, node.block))
-        return effects
-
-    def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Counts what is new in a node: nothing, of a block that is there already."""
-        if node.block not in self._missing:
-            return []
-        self._missing[node.block].difference_update(under)
-        return [do.Keep(member.in_rank(), node)]
+    def _conclude(self, shard: int, found: audits.Verdict, now: float) -> list[Effect]:
+        """Ends an audit, and the stay of who was caught: nothing that it delivered can be used."""
+        effects = self._count_copy(shard, found)
+        if found.culprit is not None:
+            self._convicted[found.culprit] += 1
+            reason = f"caught: shard {shard} of step {self.step} is not what others compute"
+            effects += self._drop(self._ranks()[found.culprit], reason, now)
+        return [*effects, *self._release()]
 
     def _non_finite(self, peer: Peer, member: Member, said: NonFinite, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -229,8 +197,8 @@ class Coordinator:
     _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
         Hello: _hello,
         Loaded: _loaded,
-        Computed: _computed,
-        TreeNode: _node,
+        Computed: Dealing._computed,
+        TreeNode: Dealing._node,
         NonFinite: _non_finite,
         Staged: _staged,
         Applied: _applied,
@@ -276,6 +244,7 @@ class Coordinator:
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
         self._reducing.clear()
+        self._audits.clear()
         return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:
@@ -301,7 +270,8 @@ class Coordinator:
         there = {member.rank for member in members.values()}
         loading = any(member.phase is Phase.LOADING for member in self.peers.values())
         too_few = len(there) < (1 if self._begun else self.run.num_awaited)
-        if loading or too_few or not there.issuperset(self.run.awaited.get(self.step, ())):
+        awaited = set(self.run.awaited.get(self.step, ())) - self._barred()
+        if loading or too_few or not there.issuperset(awaited):
             return None
         return self._hand_out(members)
 
@@ -316,21 +286,7 @@ class Coordinator:
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
         """Begins the step."""
         self._begun, self.stage = True, Stage.COMPUTING
-        shards = range(self.run.num_shards)
-        self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
-        return self._assign(shards, members)
-
-    def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
-        """Hands `shards` out in runs; a member that has some takes more behind them."""
-        peer_of = {member.in_rank(): peer for peer, member in members.items()}
-        effects: list[Effect] = []
-        for rank, run in sharding.runs(shards, peer_of).items():
-            if run:
-                member = members[peer_of[rank]]
-                member.assigned.append(tuple(run))
-                member.phase = Phase.COMPUTING
-                effects.append(do.Send(peer_of[rank], Assign(step=self.step, shards=tuple(run))))
-        return effects
+        return self._deal(members)
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         """Ends a connection, for whatever reason, and goes on without it."""
@@ -342,14 +298,6 @@ class Coordinator:
             if members:
                 effects += self._replace(member, members)
         return [*effects, *self._settle(now)]
-
-    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Gives to `members` what `lost` had to deliver, and had not wholly."""
-        for block, came in lost.covered.items():
-            if block in self._missing:
-                self._missing[block].update(came)
-        orphaned = [shard for shards in lost.assigned for shard in shards]
-        return self._assign(orphaned, members) if orphaned else []
 
     def _halt(self, stop: do.Stop) -> list[Effect]:
         halt = Halt(step=stop.step, reason=brief(stop.reason))
@@ -363,28 +311,9 @@ class Coordinator:
     def _end(self, finish: do.Finish, farewell: Message) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""
         self.stage = Stage.OVER
-        there = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
-        told = [do.Send(peer, farewell) for peer in there]
-        closed = [do.Close(peer, finish.reason or finish.status) for peer in self.peers]
-        self.peers.clear()
-        return [*told, *closed, finish]
+        return [*self._dismiss(farewell, finish.reason or finish.status), finish]
 
     # --- small things -----------------------------------------------------------------------------
-
-    def _is_silent(self, member: Member, now: float) -> bool:
-        stranger = member.phase is Phase.CHALLENGED
-        patience = self.timing.hello_s if stranger else self.timing.dead_after_s
-        return now - member.heard >= patience
-
-    def _members(self) -> dict[Peer, Member]:
-        return {peer: m for peer, m in self.peers.items() if m.phase in MEMBERS}
-
-    def _tell(self, message: Message, phase: Phase) -> list[Effect]:
-        """Sends `message` to every member, which is in `phase` then."""
-        members = self._members()
-        for member in members.values():
-            member.phase = phase
-        return [do.Send(peer, message) for peer in members]
 
     def _welcome(self, member: Member) -> Welcome:
         resumed = self.run.resumed and not self._begun
@@ -392,7 +321,3 @@ class Coordinator:
         return Welcome(
             rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
         )
-
-    def _require_step(self, step: int) -> None:
-        if step != self.step:
-            raise ProtocolError(f"step={step}: the run is at step {self.step}")

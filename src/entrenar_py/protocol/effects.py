@@ -84,6 +84,44 @@ class Deliver(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class Copy(Effect):
+    """The message just received from `rank` is of its copy of an audited shard: keep it apart."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class EndCopy(Effect):
+    """The copy of `shard` that `rank` began with its last Computed is whole."""
+
+    rank: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compare(Effect):
+    """Nobody computes a copy of `shard` any more: say with `compared` which have the same bits."""
+
+    step: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude(Effect):
+    """The audit of `shard` is over: the copy with the number `copy` counts, the others are void.
+
+    Numbers are in the order in which copies became whole. `culprit` gave another; None where nobody
+    did. Without a `copy` nobody can say which is right.
+    """
+
+    step: int
+    shard: int
+    copy: int | None = None
+    culprit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Joined(Effect):
     """`rank` takes part from `step` on; `late` if the run had begun without it."""
 
@@ -132,12 +170,15 @@ class Save(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Effect):
-    """Nobody makes `step`: a value of worker `rank` was not finite, as `said`."""
+    """Nobody makes `step`: a value of worker `rank` was not finite, as `said`, or workers disagree
+    on `shard`.
+    """
 
     step: int
     rank: int | None
     reason: str
     said: NonFinite | None = None
+    shard: int | None = None
 
 
 # --- worker -----------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ class Member:
     """One connection. `rank` is known once it was let in.
 
     It delivers what it was assigned, first Computed, then the blocks of the shards' nodes from the
-    last to the first. In a mesh the others do; they reach it at `address`, and it stays with it
-    what was `delivered`.
+    last to the first. What was `delivered` goes with it in a mesh, where others have it and reach
+    it at `address`, and while a shard of the step is audited.
     """
 
     challenge: Challenge
@@ -29,6 +29,7 @@ class Member:
     covered: dict[int, set[int]] = field(default_factory=dict)  # block -> shards of it that came
     delivered: list[int] = field(default_factory=list)
     host: str = ""
+    backend: str = ""
     address: str = ""
 
     def to_send(self) -> tuple[int, ...]:
@@ -74,13 +75,14 @@ class Member:
         """Whether all of `block` of its first delivery came."""
         return len(self.covered.get(block, ())) == len(self.assigned[0])
 
-    def end_delivery(self) -> None:
-        """The first delivery is whole."""
-        del self.assigned[0]
+    def end_delivery(self) -> tuple[int, ...]:
+        """The first delivery is whole; its shards."""
+        shards = self.assigned.pop(0)
         self.covered.clear()
         self.delivering = False
         if not self.assigned:
             self.phase = Phase.READY
+        return shards
 
     def why_it_halts(self, said: NonFinite) -> str:
         """The reason for everyone; ProtocolError if the shard is not one that it was assigned."""

@@ -154,6 +154,7 @@ RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Shutdown", Stage.OVER),
     (Stage.COMPUTING, "NonFinite, Halt", Stage.OVER),
     (Stage.COMPUTING, "average not finite, Halt", Stage.OVER),
+    (Stage.COMPUTING, "workers disagree, Halt", Stage.OVER),
     (Stage.COMPUTING, "stopped at once, Shutdown", Stage.OVER),
     (Stage.STAGING, "stopped at once, Shutdown", Stage.OVER),
     (Stage.APPLYING, "stopped at once, Shutdown", Stage.OVER),

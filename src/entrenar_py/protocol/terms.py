@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from entrenar_py.errors import UsageError
@@ -29,14 +29,19 @@ class Terms:
 UNKNOWN = Terms(run="", manifest="", data="")
 
 
+def _none(step: int) -> Collection[int]:
+    """No shard of `step`."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
 
     It goes on with any one of them, but waits before its own first step until `num_awaited` are
     there, and before a step of `awaited` until those ranks are. The reduced vector travels in
-    `num_blocks` parts. A checkpoint is written before each
-    step of `saves`. `resumed`: it started from one.
+    `num_blocks` parts. A checkpoint is written before each step of `saves`. `resumed`: it started
+    from one. The shards of a step that `audited` gives are computed by a second worker, too.
     """
 
     terms: Terms
@@ -49,6 +54,7 @@ class Run:
     num_awaited: int = 1
     awaited: Mapping[int, Collection[int]] = field(default_factory=dict)
     saves: Collection[int] = ()
+    audited: Callable[[int], Collection[int]] = _none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +115,12 @@ def admit(
     secret: bytes,
     world_size: int,
     taken: Collection[int | None],
+    barred: Collection[int] = (),
 ) -> Admission | Answer | Refuse:
     """What to answer to `hello`: the secret comes first, so that a stranger learns nothing else.
 
-    `taken` are the ranks of those who are there. One who does not care gets the lowest free rank.
+    `taken` are the ranks of those who are there, `barred` those that nobody may have. One who does
+    not care gets the lowest free rank.
     """
     asks = Terms(run=hello.run, manifest=hello.manifest, data=hello.data) == UNKNOWN
     refused = refusal(hello, challenge, UNKNOWN if asks else terms, secret=secret)
@@ -125,7 +133,10 @@ def admit(
     if hello.rank is not None and hello.rank >= world_size:
         reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
         return Refuse(reason=reason, retry=False)
-    free = [rank for rank in range(world_size) if rank not in taken]
+    if hello.rank in barred:
+        reason = f"rank={hello.rank}: it was caught too often computing something else"
+        return Refuse(reason=reason, retry=False)
+    free = [rank for rank in range(world_size) if rank not in (*taken, *barred)]
     if not free:
         return Refuse(reason=f"all {world_size} ranks are taken by live workers", retry=True)
     if hello.rank not in (None, *free):

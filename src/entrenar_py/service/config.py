@@ -22,6 +22,7 @@ from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.service import address, keys
 from entrenar_py.service.address import Address
+from entrenar_py.systems import audited
 
 SYSTEM = "parameter_server"
 SECRET_BYTES_MIN = 16
@@ -136,10 +137,24 @@ class _Reader:
                     return None
                 del given[name]
                 continue
+            found = self._audited(found)
             if found.workload == "own":
                 self._error("workload", "workload='own': it is a stored trace's; nothing to train")
                 return None
             return None if missing else found
+
+    def _audited(self, scenario: Scenario) -> Scenario:
+        """`scenario`, with what it says of audits: an option of its system."""
+        node = self._root.present("audit_share")
+        if node is None:
+            return scenario
+        found = scenario.with_(options={"audit_share": plain(node)})
+        try:
+            audited.share_of(found)
+        except UsageError as error:
+            self._error("audit_share", str(error).removeprefix("options "))
+            return scenario
+        return found
 
     def _secret(self) -> bytes | None:
         path = self._path(self._root, "secret_file")

@@ -22,7 +22,7 @@ from entrenar_py.service.config import Config
 from entrenar_py.service.happenings import Listener
 from entrenar_py.service.host import Host
 from entrenar_py.service.metrics import Metrics
-from entrenar_py.systems import environment
+from entrenar_py.systems import audited, environment
 from entrenar_py.trace import writer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -114,6 +114,7 @@ def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
         resumed=resume,
         num_awaited=given.wait_for,
         saves=saves,
+        audited=partial(audited.shards, scenario),
     )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from entrenar_py import trace
 from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Message, TreeNode
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest
 from entrenar_py.service.happenings import Happening, Listener, Noted, StepMade
@@ -71,10 +73,17 @@ class Host(Server):
         self._write()
         self._watch.begin()
 
-    def deliver(self, rank: int) -> None:
-        """Also notes when that was."""
-        super().deliver(rank)
-        self._watch.delivered(rank)
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Also notes when a gradient came."""
+        super().keep(rank, message, payload)
+        if isinstance(message, TreeNode):
+            self._watch.delivered(rank)
+
+    def copy(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Also notes when a gradient came."""
+        super().copy(rank, message, payload)
+        if isinstance(message, TreeNode):
+            self._watch.delivered(rank)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Also takes its time."""

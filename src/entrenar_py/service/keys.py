@@ -20,6 +20,10 @@ SERVICE: Mapping[str, tuple[str, str, str]] = {
     "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
     "tls": ("mapping", "nothing is encrypted", "connections over TLS 1.3, and no others"),
     "wait_for": ("whole number >= 1", "`1`", "workers that must be there before the first step"),
+    "audit_share": (
+        *("number from 0 to 1", "`0`"),
+        "share of each step's shards that a second worker computes, too, at least one if not 0",
+    ),
     "timing": ("mapping", "below", "how long is waited"),
     "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
     "metrics": ("path", "none are written", "one JSON object a step"),

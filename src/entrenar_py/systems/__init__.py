@@ -60,14 +60,14 @@ SYSTEMS: dict[str, System] = {
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=_REAL_FAULTS,
-        options=_REAL_OPTIONS,
+        faults=(*_REAL_FAULTS, *faults.SILENT),
+        options=(*_REAL_OPTIONS, "audit_share"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=_SIMULATED_FAULTS,
-        options=("block_bytes", "network_seed"),
+        faults=(*_SIMULATED_FAULTS, *faults.SILENT),
+        options=("block_bytes", "network_seed", "audit_share"),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",

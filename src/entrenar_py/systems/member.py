@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from entrenar_py import trace
+from entrenar_py import faults, trace
 from entrenar_py.errors import ProtocolError
+from entrenar_py.faults import Fault
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
     Assign,
@@ -20,7 +21,7 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import measures
+from entrenar_py.systems import measures, models
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, engine, reduction, sharding, state
 from entrenar_py.training.vectors import GivenVectors
@@ -39,6 +40,7 @@ class Member(Replicas):
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._held: set[int] = set()  # blocks of it
         self._step = 0
+        self._suffered: set[Fault] = set()  # of those that strike once
 
     def sizes(self) -> dict[type[Message], int]:
         """The most payload bytes that a message of each kind may bring."""
@@ -103,6 +105,7 @@ class Member(Replicas):
             halt = self.guard(leaf, worker, step, shard, ids)
             if halt is not None:
                 return self._problem(halt, leaf)
+            self._go_wrong(leaf, step, len(ids))
             leaves.append(leaf)
         nodes = reduction.fold(leaves, self.scenario.num_shards)
         self._nodes |= {(node.level, node.index): node for node in nodes}
@@ -119,6 +122,25 @@ class Member(Replicas):
             for block in self._blocks.order()
             for node in nodes
         ]
+
+    def _go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
+        """Silent corruption, where the scenario wants it: what was recorded of `leaf` looks right.
+
+        Its shard has `count` samples.
+        """
+        for fault in self.scenario.faults:
+            if fault.kind not in faults.SILENT or fault.rank != self.rank:
+                continue
+            assert fault.step is not None, "faults.NEEDED has it"
+            assert fault.value is not None, "faults.NEEDED has it"
+            lasting = fault.kind == "corrupt_worker"
+            once = (fault.step, fault.shard) == (step, leaf.index) and fault not in self._suffered
+            if (step >= fault.step) if lasting else once:
+                self._suffered.add(fault)
+                tensor, element = models.place_of(fault, self.workload)
+                wrong = float(fault.value) * max(count, 1) * self.scale
+                leaf.vector[self.layout.trainable[tensor].start + element] = wrong
+                self.record_fault(fault, step, self.rank, leaf.index)
 
     def hold(self, average: Average, payload: Buffer) -> None:
         """Keeps a block of the averaged gradient until its step is made."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from entrenar_py import backends, trace
 from entrenar_py.errors import CheckpointError, ProtocolError, TraceError, UsageError
-from entrenar_py.protocol.effects import Joined, Left, Stop
+from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
     Applied,
@@ -28,6 +28,7 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas
+from entrenar_py.systems.copies import Copies, injected
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
 from entrenar_py.training.tensors import LinearFunction
@@ -55,6 +56,7 @@ class Server(Replicas):
         self.replica = self.new_worker(_NOBODY, self.initial())
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
+        self._copies = Copies()
         self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
         self._mean = np.empty(self.layout.num_elements, np.float32)  # as far as it is reduced
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
@@ -126,10 +128,7 @@ class Server(Replicas):
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Takes over what `message` carries, which `require` has seen; the memory, too."""
         if isinstance(message, TreeNode):
-            vector = blocks.vector_of(payload)
-            level, index, loss, weight = message.level, message.index, message.loss, message.weight
-            node = reduction.Node(level, index, vector, loss, weight)
-            self._sums.take(rank, message.block, node, payload)
+            self._sums.take(rank, message.block, _node(message, payload), payload)
             return
         if isinstance(message, State):
             self.replica = self.take_over(_NOBODY, payload)
@@ -146,6 +145,30 @@ class Server(Replicas):
         self._sums.deliver(rank)
         self._record(self._events.pop(rank, []))
 
+    def copy(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Takes over what `message` carries of a copy that is yet to be compared."""
+        if isinstance(message, TreeNode):
+            self._copies.take(rank, message.block, _node(message, payload), payload)
+        else:
+            self._copies.begin(rank, self._events_in(rank, message, payload))
+
+    def end_copy(self, rank: int, shard: int) -> None:
+        """The copy that `rank` has begun is whole."""
+        self._copies.end(rank, shard)
+
+    def compare(self, shard: int) -> tuple[list[int], list[int]]:
+        """Whose copies of `shard` are there, and of each the first one with the same bits."""
+        return [one.rank for one in self._copies.of(shard)], self._copies.alike(shard)
+
+    def conclude(self, effect: Conclude) -> None:
+        """Takes over the copy that counts, and records the audit."""
+        chosen, events = self._copies.conclude(effect, self._locate)
+        self._record(events)
+        if chosen is not None:
+            for block, (node, payload) in chosen.nodes.items():
+                self._sums.take(_NOBODY, block, node, payload)
+            self._sums.deliver(_NOBODY)
+
     def joined(self, effect: Joined) -> None:
         """Records who came late; those of the beginning need no mention."""
         self.present.add(effect.rank)
@@ -158,7 +181,8 @@ class Server(Replicas):
         """Forgets what a worker that is gone had not wholly delivered."""
         self.present.discard(effect.rank)
         self._sums.forget(effect.rank)
-        self._events.pop(effect.rank, None)
+        self._record(injected(self._events.pop(effect.rank, [])))
+        self._record(self._copies.forget(effect.rank))
         self.recorder.emit(
             trace.Membership(
                 step=effect.step, rank=effect.rank, change="left", reason=effect.reason
@@ -168,6 +192,7 @@ class Server(Replicas):
     def gather(self, step: int) -> None:
         """Forgets what was delivered of a step that did not happen."""
         self._sums.clear()
+        self._copies.clear()
         self._events.clear()
         self._average = None
 
@@ -204,7 +229,7 @@ class Server(Replicas):
                 step=effect.step,
                 reason=effect.reason,
                 rank=effect.rank,
-                shard=None if said is None else said.shard,
+                shard=effect.shard if said is None else said.shard,
                 tensor=None if said is None else said.tensor,
                 ids=() if said is None else said.ids,
             )
@@ -266,6 +291,10 @@ class Server(Replicas):
             return blocks.payload_of(self._mean[self.blocks.part(message.block)])
         return b""
 
+    def _locate(self, block: int, place: int) -> tuple[str, int]:
+        """The tensor, and the element of it, at `place` in `block`."""
+        return self.layout.locate(self.blocks.part(block).start + place)
+
     def _record(self, events: Iterable[trace.Event]) -> None:
         for event in events:
             self.recorder.emit(event)
@@ -288,3 +317,9 @@ class Server(Replicas):
                     f"{type(message).__name__} of rank {rank} in step {step} tells of another"
                 )
         return events
+
+
+def _node(message: TreeNode, payload: Buffer) -> reduction.Node:
+    """The node whose block `message` brings; its vector is a view of `payload`."""
+    vector = blocks.vector_of(payload)
+    return reduction.Node(message.level, message.index, vector, message.loss, message.weight)

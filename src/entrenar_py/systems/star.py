@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from entrenar_py import faults, trace
 from entrenar_py.drivers.ends import CoordinatorEnd, WorkerEnd
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.attendance import CONVICTIONS_MAX
+from entrenar_py.protocol.effects import Conclude, Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, measures, membership, strangers
+from entrenar_py.systems import AUTO, audited, measures, membership, strangers
 from entrenar_py.systems.server import Server
 from entrenar_py.training.vectors import GivenVectors
 
@@ -34,6 +37,7 @@ class Star(Server, ABC):
         super().__init__(scenario)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
         self._ranks = set(membership.initial_ranks(scenario))  # who is there, or on the way back
+        self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
         self._guests: list[tuple[Fault, Guest]] = []  # who came uninvited
         self.secret = b""
@@ -97,6 +101,12 @@ class Star(Server, ABC):
         super().gather(step)
         self._join(step)
 
+    def conclude(self, effect: Conclude) -> None:
+        """Also notes who is caught."""
+        super().conclude(effect)
+        if effect.culprit is not None:
+            self._caught[effect.culprit] += 1
+
     def waiting(self, *kinds: str) -> list[Fault]:
         """The faults of these kinds that have not struck yet."""
         return [one for one in self._waiting if one.kind in kinds]
@@ -126,13 +136,19 @@ class Star(Server, ABC):
     def run_of(self, first: int, last: int) -> Run:
         """The run from step `first` to before step `last`, as far as nothing has struck yet."""
         self._awaited = {first: set(self._ranks)}
-        for fault in self.waiting("join", "lie", *faults.ON_THE_WAY):
+        silent = [one for one in self.scenario.faults if one.kind in faults.SILENT]
+        for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *silent):
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.rank is not None, "faults.NEEDED has it"
             # Whom something befalls is waited for before the next step, if there is one.
             step = fault.step + (fault.kind != "join")
             if fault.step >= first:
                 self._awaited.setdefault(step, set()).add(fault.rank)
+        # Who is not let in again any more does not come to another coordinator either.
+        barred = {rank for rank, times in self._caught.items() if times >= CONVICTIONS_MAX}
+        self._ranks -= barred
+        for awaited in self._awaited.values():
+            awaited -= barred
         saves = {last} & set(self.scenario.stops)  # from which the next run starts
         if self.waiting("restart"):
             saves |= set(range(first + 1, last + 1))
@@ -146,6 +162,7 @@ class Star(Server, ABC):
             resumed=first > 0,
             awaited=self._awaited,
             saves=saves,
+            audited=partial(audited.shards, self.scenario),
         )
 
     def _join(self, step: int) -> None:

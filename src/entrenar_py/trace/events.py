@@ -153,6 +153,25 @@ class Injected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Audit(Event):
+    """Each of `ranks` computed logical `shard` of `step`, and what they got was compared.
+
+    `alike` is for each the number of the first one who got the same bits. `culprit` is who got
+    something else than two others, first in `element` of `tensor`; its copy was thrown away. With
+    one rank alone nothing was compared. The Shard event is that of a rank whose copy counts.
+    """
+
+    kind: ClassVar[str] = "audit"
+    step: int
+    shard: int
+    ranks: tuple[int, ...]
+    alike: tuple[int, ...]
+    culprit: int | None = None
+    tensor: str | None = None
+    element: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planted(Event):
     """The scenario's mutant really took part: a function that it replaces was called."""
 
@@ -300,9 +319,8 @@ class Admission(Event):
 class Reduced(Event):
     """The average that worker `rank` holds in step `step`, beside that of the known terms.
 
-    `roundings` is how far it is off at `element`, where that is most: the distance from the mean in
-    float64, of the mean of the terms' absolute values, in units of 2^-24; inf where it is not
-    finite.
+    `roundings` is how far it is off from the mean in float64 at `element`, where that is most: in
+    units of 2^-24 of the mean of the terms' absolute values; inf where it is not finite.
     """
 
     kind: ClassVar[str] = "reduced"
@@ -343,7 +361,7 @@ class End(Event):
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
-        *(Start, Shard, Update, Membership, Injected, Planted, Halt, Saved),
+        *(Start, Shard, Update, Membership, Injected, Audit, Planted, Halt, Saved),
         *(Manifest, Attempt, Product, Memory, Carried, Refused, Admission),
         *(Reduced, Traffic, End),
     )

@@ -1,0 +1,179 @@
+"""Bugs in how a wrong value of one worker is found by another, and in what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.protocol import audits
+from entrenar_py.protocol.audits import Audit, Verdict
+from entrenar_py.protocol.coordinator import Coordinator
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.member import Member as Seen
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.copies import Copies, Copy
+from entrenar_py.training.blocks import Sums
+
+from .subjects import COORDINATOR, TRAINING, star
+
+AUDITS = "entrenar_py.protocol.audits"
+AUDITED = "entrenar_py.systems.audited"
+COPIES = "entrenar_py.systems.copies"
+_verdict, _replace, _deliver = audits.verdict, Coordinator._replace, Sums.deliver
+
+
+# --- what is compared -------------------------------------------------------------------------
+
+
+def none_drawn(scenario: Scenario, step: int) -> Collection[int]:
+    """Audits nothing, whatever was asked for."""
+    return ()
+
+
+def itself(self: Audit, present: Collection[int], turn: int) -> int | None:
+    """Has a worker audit itself."""
+    return next(iter((*self.asked, *self.copies, *sorted(present))), None)
+
+
+def whoever_said_it(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
+    """Is content with what was said twice, by one worker or by two."""
+    return _verdict(range(len(copies)), alike)
+
+
+def all_alike(self: Copies, shard: int) -> list[int]:
+    """Takes all copies for the same."""
+    return [0 for _ in self.of(shard)]
+
+
+def last_block_equals(self: Copy, other: Copy) -> bool:
+    """Compares the block that comes first, which is the last one."""
+    mine, theirs = (one.nodes[max(one.nodes)][0].vector for one in (self, other))
+    return mine.tobytes() == theirs.tobytes()
+
+
+# --- what follows -----------------------------------------------------------------------------
+
+
+def blames_a_witness(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
+    """Names one of those who agree."""
+    found = _verdict(copies, alike)
+    if found is None or found.culprit is None:
+        return found
+    return replace(found, culprit=copies[found.copy])
+
+
+def counts_what_is_wrong(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
+    """Names who is wrong, and goes on with what it computed."""
+    found = _verdict(copies, alike)
+    if found is None or found.culprit is None:
+        return found
+    return replace(found, copy=copies.index(found.culprit))
+
+
+def takes_itself_for_a_witness(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
+    """What was said by most counts, also where one worker said it twice."""
+    if len(copies) < 3:
+        return _verdict(copies, alike)
+    copy = max(alike, key=alike.count)
+    others = [rank for rank, like in zip(copies, alike, strict=True) if like != copy]
+    return Verdict(copy, others[0] if others else None)
+
+
+def keeps_what_it_delivered(
+    self: Coordinator, lost: Seen, members: Mapping[Peer, Seen]
+) -> list[Effect]:
+    """Computes again what a worker that was caught had yet to deliver, and no more."""
+    lost.delivered.clear()
+    return _replace(self, lost, members)
+
+
+def delivered_all_the_same(self: Sums, rank: int) -> None:
+    """What a worker delivered counts, though it was caught."""
+    _deliver(self, rank)
+
+
+_OWNER = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
+_LASTING = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
+_ALL = {"audit_share": 1.0, "block_bytes": 400}
+_CALM = star(options=_ALL)
+_WRONG = star(options=_ALL, faults=(_OWNER,))
+
+VARIANTS = (
+    Variant(
+        name="audits-left-out",
+        summary="no shard is audited, whatever was asked for",
+        source="classic (a flag that nothing reads)",
+        plants={f"{AUDITED}.shards": none_drawn},
+        scenario=_CALM,
+        invariants=("F-WP-006",),
+        place={"step": 0},
+    ),
+    Variant(
+        name="audited-by-itself",
+        summary="a shard is computed twice by the same worker",
+        source="classic (a common cause)",
+        plants={f"{AUDITS}.Audit.second": itself, f"{AUDITS}.verdict": whoever_said_it},
+        scenario=_CALM,
+        invariants=("F-WP-006",),
+        place={"step": 0, "rank": 0, "shard": 0},
+    ),
+    Variant(
+        name="mismatch-ignored",
+        summary="copies of a shard are taken for the same, whatever is in them",
+        source="classic (a check that can't fail)",
+        plants={f"{COPIES}.Copies.alike": all_alike},
+        scenario=_WRONG,
+        invariants=("F-WP-006",),
+        place={"step": 1, "rank": 1, "shard": 2},
+    ),
+    Variant(
+        name="first-block-compared",
+        summary="of two copies of a shard only the block that comes first is compared",
+        source="classic (a loop that ends early)",
+        plants={f"{COPIES}.Copy.equals": last_block_equals},
+        scenario=_WRONG,
+        invariants=("F-WP-006",),
+        place={"step": 1, "rank": 1, "shard": 2},
+    ),
+    Variant(
+        name="auditor-blamed",
+        summary="of the workers that computed a shard one of those who agree is dropped",
+        source="classic (an inverted condition)",
+        plants={f"{AUDITS}.verdict": blames_a_witness},
+        scenario=_WRONG,
+        invariants=("F-WP-006",),
+        place={"step": 1, "rank": 2, "shard": 2},
+    ),
+    Variant(
+        name="itself-for-a-witness",
+        summary="a worker that says the same twice outvotes another",
+        source="classic (votes counted, not voters)",
+        plants={f"{AUDITS}.verdict": takes_itself_for_a_witness},
+        scenario=star(options=_ALL, faults=(replace(_LASTING, rank=0),), world_size=2),
+        invariants=("F-WP-006",),
+        place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="culprits-copy-counted",
+        summary="who is wrong is named and dropped, and its copy counts all the same",
+        source="classic (audited after the fact)",
+        plants={f"{AUDITS}.verdict": counts_what_is_wrong},
+        scenario=_WRONG,
+        invariants=("F-WP-006",),
+        place={"step": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="culprits-other-shards-kept",
+        summary="who is wrong is dropped, and what else it delivered of the step counts",
+        source="classic (half a clean-up)",
+        plants={
+            f"{COORDINATOR}.Coordinator._replace": keeps_what_it_delivered,
+            f"{TRAINING}.blocks.Sums.forget": delivered_all_the_same,
+        },
+        scenario=star(options={**_ALL, "audit_share": 0.4}, faults=(_LASTING,)),
+        invariants=("F-WP-006",),
+        place={"step": 1, "tensor": "hidden1.weight"},
+    ),
+)

@@ -1,0 +1,60 @@
+"""Other ways to audit rightly: no check may alarm on any of these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.protocol.audits import Audit
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import audited
+
+from .audits import AUDITED, AUDITS
+from .subjects import star
+
+_shards = audited.shards
+
+
+def the_next(self: Audit, present: Collection[int], turn: int) -> int | None:
+    """Asks the next rank, in every step the same."""
+    others = sorted(set(present).difference(self.asked, self.copies))
+    return next((rank for rank in others if rank > max(self.asked + self.copies)), None) or next(
+        iter(others), None
+    )
+
+
+def one_more(scenario: Scenario, step: int) -> Collection[int]:
+    """Audits the first shard of each step, too."""
+    return sorted({0, *_shards(scenario, step)})
+
+
+_SOME = star(options={"audit_share": 0.4, "block_bytes": 400}, optimizer="momentum", num_steps=5)
+_ALL = {**_SOME.options, "audit_share": 1.0}
+_WRONG = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
+_LEAVING = Fault(kind="leave", rank=1, step=1)
+_TRIED = ("F-DP-001", "F-DP-002", "F-DP-005", "F-DP-006", "F-TI-006", "F-TI-007", "F-WP-006")
+
+VARIANTS = (
+    Variant(
+        name="all-audited",
+        summary="every shard is computed by two workers, and a worker is lost",
+        plants={},
+        scenario=_SOME.with_(options=_ALL, faults=(_LEAVING,), dropout=0.2),
+        tried=(*_TRIED, "F-WP-005"),
+    ),
+    Variant(
+        name="audited-by-the-next",
+        summary="the worker after it audits each worker, in every step",
+        plants={f"{AUDITS}.Audit.second": the_next},
+        scenario=_SOME.with_(options=_ALL, faults=(_WRONG,)),
+        tried=("F-DP-001", "F-DP-002", "F-WP-006"),
+    ),
+    Variant(
+        name="one-more-audited",
+        summary="a shard more is audited than was asked for",
+        plants={f"{AUDITED}.shards": one_more},
+        scenario=_SOME.with_(faults=(_LEAVING,), world_size=4),
+        tried=(*_TRIED, "F-WP-005"),
+    ),
+)

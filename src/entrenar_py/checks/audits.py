@@ -1,0 +1,223 @@
+"""F-WP-006: what a worker computes wrongly, finite and unseen, is found by another, and named.
+
+Source: wire-protocol-v1, F-WP-006.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.contract import Invariant
+from entrenar_py.faults import SILENT, Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Audit, Halt, Injected, Membership, Start, Trace, Update
+from entrenar_py.verdict import Finding, Tally
+
+SYSTEM = "parameter_server_simulated"
+SHARE = "audit_share"
+# Step and shard -> the ranks for which it went wrong.
+Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
+
+
+def family(scenario: Scenario) -> list[Scenario]:
+    """The run, and the same training with nothing wrong and nobody audited."""
+    return evidence.distinct([scenario, calm(scenario)])
+
+
+def calm(scenario: Scenario) -> Scenario:
+    """The same training with nothing wrong and nobody audited."""
+    options = {name: value for name, value in scenario.options.items() if name != SHARE}
+    return evidence.plain(scenario, options=options)
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """All shards audited, and some; owner or auditor wrong, once or for good; others lost, too."""
+    usual = Scenario(
+        system=SYSTEM,
+        workload="mlp",
+        world_size=3,
+        seed=0,
+        num_shards=5,
+        num_samples=21,
+        batch_size=8,
+        num_steps=4,
+        width=8,
+        optimizer="momentum",
+        options={SHARE: 1.0, "block_bytes": 1000},
+    )
+    some, one = ({**usual.options, SHARE: share} for share in (0.4, 0.2))
+    owner = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
+    # Of another worker, and in the last block.
+    auditor = replace(owner, rank=2, tensor="output.bias", element=9, value="1e-6")
+    lasting = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
+    killed = Fault(kind="kill", step=1, rank=0, at="Computed")
+    return [
+        usual,
+        usual.with_(options=some, dropout=0.2),
+        usual.with_(faults=(owner,)),
+        usual.with_(faults=(auditor,), optimizer="adamw", learning_rate=0.01),
+        usual.with_(faults=(lasting,), num_steps=5),
+        usual.with_(faults=(lasting,), num_steps=5, options=some),
+        # When one of two is gone nobody is left to audit the other: of step 1 shard 1 is audited.
+        usual.with_(faults=(replace(owner, shard=1),), world_size=2, options=one),
+        usual.with_(faults=(owner, killed), world_size=4),
+    ]
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """As many shards are audited as asked for; who was wrong is named, and nobody else; and what
+    was found changed nothing.
+    """
+    tally = Tally(invariant.id)
+    models = {one.scenario: one for one in traces if one.scenario == calm(one.scenario)}
+    for trace in traces:
+        if not trace.scenario.options.get(SHARE):
+            continue
+        if trace.end.status == "failed" and not trace.of(Start):
+            tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
+        elif "bitwise" not in trace.promises:
+            tally.miss(f"{trace.scenario.system} promises no bits to compare")
+        elif calm(trace.scenario) not in models:
+            tally.miss("no run of the same training in which nothing is wrong to compare with")
+        else:
+            _enough(tally, trace)
+            for audit, there, wrong in _with_who_was_there(trace):
+                _right(tally, trace, audit, there, wrong)
+            _told(tally, trace)
+            _same_weights(tally, models[calm(trace.scenario)], trace)
+    return tally.finding(nothing=missing.probed(invariant, "no shard of any run was audited"))
+
+
+def undecided(trace: Trace) -> list[Audit]:
+    """The audits in which workers disagreed, and nobody could say who was wrong."""
+    return [one for one in trace.of(Audit) if one.culprit is None and len(set(one.alike)) > 1]
+
+
+def first_open(trace: Trace) -> float:
+    """The first step in which something wrong was not audited, so that anything may follow."""
+    seen = {(one.step, one.shard) for one in trace.of(Audit) if len(set(one.ranks)) > 1}
+    caught = {(one.step, one.culprit) for one in trace.of(Audit)}
+    return min(
+        (
+            step
+            for (step, shard), ranks in _strikes(trace).items()
+            if (step, shard) not in seen and any((step, rank) not in caught for rank in ranks)
+        ),
+        default=math.inf,
+    )
+
+
+def _strikes(trace: Trace) -> Strikes:
+    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for event in trace.of(Injected):
+        if event.fault.get("kind") not in SILENT:
+            continue
+        if event.step is not None and event.shard is not None and event.rank is not None:
+            found[event.step, event.shard].add(event.rank)
+    return found
+
+
+def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:
+    """Each audit, who was there then, and who of those whose copies it had did go wrong.
+
+    What went wrong is recorded before the audit that it is in; or the worker left before that, and
+    nothing that it computed was used.
+    """
+    there: set[int] = set()
+    open_at: dict[tuple[int | None, int | None], set[int | None]] = defaultdict(set)
+    for event in trace.events:
+        if isinstance(event, Start):
+            there.add(event.rank)
+        elif isinstance(event, Injected) and event.fault.get("kind") in SILENT:
+            open_at[event.step, event.shard].add(event.rank)
+        elif isinstance(event, Membership) and event.change == "left":
+            there.discard(event.rank)
+            for ranks in open_at.values():
+                ranks.discard(event.rank)
+        elif isinstance(event, Audit):
+            struck = open_at.pop((event.step, event.shard), set())
+            yield event, set(there), {rank for rank in event.ranks if rank in struck}
+
+
+def _enough(tally: Tally, trace: Trace) -> None:
+    """In every step that was made as many shards were audited as the scenario asks for."""
+    scenario = trace.scenario
+    due = max(1, round(scenario.options[SHARE] * scenario.num_shards))
+    audited: dict[int, set[int]] = defaultdict(set)
+    for audit in trace.of(Audit):
+        audited[audit.step].add(audit.shard)
+    for step in sorted({update.step for update in trace.of(Update)}):
+        tally.check(
+            len(audited[step]) >= due,
+            f"of {scenario.num_shards} shards of step {step} {len(audited[step])} were audited",
+            step=step,
+            expected=f"{due} or more",
+            got=str(len(audited[step])),
+            scenario=scenario.to_dict(),
+        )
+
+
+def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set[int]) -> None:
+    """An audit is by two, names who was wrong, and nobody else."""
+    place: dict[str, Any] = {"step": audit.step, "shard": audit.shard}
+    where = f"shard {audit.shard} of step {audit.step}"
+    place["scenario"] = trace.scenario.to_dict()
+    asked = len(set(audit.ranks))
+    if asked < 2:
+        if len(there) < 2:
+            tally.miss(f"{where} was computed by one worker, and no other was there to audit it")
+            return
+        message = f"{where} was audited by nobody but its worker, though others were there"
+        tally.check(False, message, rank=audit.ranks[0], **place)
+    elif audit.culprit is not None:
+        named = f"worker {audit.culprit} was caught at {where}, where it computed nothing wrong"
+        tally.check(audit.culprit in wrong, named, rank=audit.culprit, **place)
+    elif len(set(audit.alike)) > 1 and asked < 3 and len(there) > asked:
+        message = f"workers disagreed on {where}, and none of those who could say was asked"
+        tally.check(False, message, rank=min(wrong, default=None), **place)
+    elif len(set(audit.alike)) > 1:
+        made = [update.step for update in trace.of(Update) if update.step >= audit.step]
+        message = f"workers disagreed on {where}, nobody was named, and training went on"
+        halted = any(halt.step == audit.step for halt in trace.of(Halt))
+        tally.check(halted and not made, message, rank=audit.ranks[0], **place)
+    else:
+        message = f"what worker {min(wrong, default=None)} computed wrongly passed as {where}"
+        tally.check(not wrong, message, rank=min(wrong, default=None), **place)
+
+
+def _told(tally: Tally, trace: Trace) -> None:
+    """Says so where nothing that went wrong was audited, or not all of it."""
+    strikes, audited = _strikes(trace), {(one.step, one.shard) for one in trace.of(Audit)}
+    if strikes and not audited.intersection(strikes):
+        tally.miss("nothing that went wrong was in a shard that is audited: audit more, or longer")
+    elif (step := first_open(trace)) < math.inf:
+        tally.note(
+            f"what went wrong in step {step} was not audited: the weights from there on are not "
+            "compared"
+        )
+
+
+def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
+    """Whatever was found, the steps are made as if nothing had gone wrong."""
+    scenario, limit = trace.scenario.to_dict(), first_open(trace)
+    halts = [halt.step for halt in trace.of(Halt)]
+    expected, got = evidence.updates(model), evidence.updates(trace)
+    status = "halted" if halts else model.end.status
+    how = f"the run ended {trace.end.status} ({trace.end.reason})"
+    tally.equal(status, trace.end.status, how, scenario=scenario)
+    for step, by_rank in sorted(got.items()):
+        if step >= limit:
+            break
+        for rank, update in sorted(by_rank.items()):
+            place = {"step": step, "rank": rank, "scenario": scenario}
+            weights = evidence.any_rank(expected[step]).weights if step in expected else {}
+            message = "not the weights of the run in which nothing is wrong"
+            evidence.compare_exact(tally, weights, update.weights, message, **place)
+    lost = sorted(step for step in expected.keys() - got.keys() if step < min([*halts, math.inf]))
+    first = lost[0] if lost else None
+    tally.check(not lost, f"steps {lost[:5]} were never made", step=first, scenario=scenario)

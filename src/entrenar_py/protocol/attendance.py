@@ -1,0 +1,111 @@
+"""Who is connected to a coordinator, who of them takes part, and who is silent for too long.
+
+How the run goes on is the coordinator's own affair.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import terms
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.member import Member
+from entrenar_py.protocol.messages import (
+    VERSION,
+    Challenge,
+    Heartbeat,
+    Hello,
+    Message,
+    Refuse,
+)
+from entrenar_py.protocol.phases import MEMBERS
+from entrenar_py.protocol.phases import PeerPhase as Phase
+from entrenar_py.protocol.terms import Run, Timing
+
+CONVICTIONS_MAX = 2  # a bit that fell over once is forgiven; who is caught so often is not let in
+
+
+class Attendance:
+    """Every connection of one coordinator. Times are seconds on any clock that does not go back."""
+
+    def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
+        self.run, self.secret, self.timing = run, secret, timing
+        self.peers: dict[Peer, Member] = {}
+        self._convicted: Counter[int] = Counter()  # rank -> how often an audit caught it
+
+    def heard(self, peer: Peer, now: float) -> None:
+        """A whole frame came from `peer`, whatever it is part of; a stranger gains no time."""
+        member = self.peers.get(peer)
+        if member is not None and member.phase is not Phase.CHALLENGED:
+            member.heard = now
+
+    def _challenge(self, peer: Peer, nonce: str, now: float, host: str) -> list[Effect]:
+        """Asks who is new to prove itself."""
+        challenge = Challenge(version=VERSION, nonce=nonce)
+        self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
+        return [do.Send(peer, challenge)]
+
+    def _admit(self, peer: Peer, member: Member, hello: Hello) -> list[Effect]:
+        """Answers a hello: whoever may take part waits from now on, any other's connection ends."""
+        answer = terms.admit(
+            hello,
+            member.challenge,
+            self.run.terms,
+            secret=self.secret,
+            world_size=self.run.world_size,
+            taken={other.rank for other in self.peers.values()},
+            barred=self._barred(),
+        )
+        if isinstance(answer, Refuse):
+            del self.peers[peer]
+            return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
+        if isinstance(answer, terms.Answer):
+            del self.peers[peer]  # it comes again when it has built what the run needs
+            offer = do.Send(peer, terms.offer(self.timing, answer.proof))
+            return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
+        member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
+        member.backend = hello.backend
+        return [do.Secure(peer, answer.key)]
+
+    def _barred(self) -> set[int]:
+        """The ranks that nobody may have any more."""
+        return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
+
+    def _silent(self, now: float) -> list[Peer]:
+        """Those who are to be given up."""
+        return [peer for peer, member in self.peers.items() if self._is_silent(member, now)]
+
+    def _is_silent(self, member: Member, now: float) -> bool:
+        stranger = member.phase is Phase.CHALLENGED
+        patience = self.timing.hello_s if stranger else self.timing.dead_after_s
+        return now - member.heard >= patience
+
+    def _beat(self, now: float) -> list[Effect]:
+        """Tells those who were let in that we live, where it is time to."""
+        effects: list[Effect] = []
+        for peer, member in self.peers.items():
+            told = member.phase is Phase.CHALLENGED or now - member.said < self.timing.heartbeat_s
+            if not told:
+                member.said = now
+                effects.append(do.Send(peer, Heartbeat()))
+        return effects
+
+    def _members(self) -> dict[Peer, Member]:
+        """Those who take part."""
+        return {peer: m for peer, m in self.peers.items() if m.phase in MEMBERS}
+
+    def _tell(self, message: Message, phase: Phase) -> list[Effect]:
+        """Sends `message` to every member, which is in `phase` then."""
+        members = self._members()
+        for member in members.values():
+            member.phase = phase
+        return [do.Send(peer, message) for peer in members]
+
+    def _dismiss(self, farewell: Message, reason: str) -> list[Effect]:
+        """Tells everyone who was let in, and ends every connection."""
+        there = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
+        told = [do.Send(peer, farewell) for peer in there]
+        closed = [do.Close(peer, reason) for peer in self.peers]
+        self.peers.clear()
+        return [*told, *closed]

@@ -1,0 +1,170 @@
+"""Who computes which shards of the step in work, and what of it is there.
+
+A shard that is audited is given to two workers, and counts when two agree on it. Until every audit
+of the step is over nothing is averaged, and what a worker delivered goes with it: what it said may
+turn out to be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.attendance import Attendance
+from entrenar_py.protocol.audits import Audit, Verdict
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.member import Member
+from entrenar_py.protocol.messages import Assign, Computed, TreeNode
+from entrenar_py.protocol.phases import PeerPhase as Phase
+from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.training import reduction, sharding
+
+
+class Dealing(Attendance):
+    """The shards of one step at a time, in the hands of who takes part."""
+
+    def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
+        super().__init__(run, secret=secret, timing=timing)
+        self.step = run.first_step
+        self._missing: dict[int, set[int]] = {}  # block -> shards not yet there
+        self._reducing: set[int] = set()  # blocks that are there, and not yet averaged
+        self._audits: dict[int, Audit] = {}  # shard -> its audit, as long as that is not over
+
+    # --- dealing ----------------------------------------------------------------------------------
+
+    def _deal(self, members: Mapping[Peer, Member]) -> list[Effect]:
+        """Hands all shards out, those that are audited to two workers each."""
+        shards = range(self.run.num_shards)
+        self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
+        self._audits = {shard: Audit() for shard in sorted(self.run.audited(self.step))}
+        assigned = self._assign(shards, members)
+        return [*assigned, *(effect for shard in self._audits for effect in self._pursue(shard))]
+
+    def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
+        """Hands `shards` out in runs; a member that has some takes more behind them."""
+        peer_of = {member.in_rank(): peer for peer, member in members.items()}
+        effects: list[Effect] = []
+        for rank, run in sharding.runs(shards, peer_of).items():
+            plain = tuple(shard for shard in run if shard not in self._audits)
+            if plain:
+                effects += self._give(peer_of[rank], plain)
+            for shard in run:
+                if shard in self._audits:
+                    effects += self._ask(rank, shard)
+        return effects
+
+    def _give(self, peer: Peer, shards: tuple[int, ...]) -> list[Effect]:
+        member = self.peers[peer]
+        member.assigned.append(shards)
+        member.phase = Phase.COMPUTING
+        return [do.Send(peer, Assign(step=self.step, shards=shards))]
+
+    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
+        """Gives to `members` what `lost` had to deliver, and what can't be taken for delivered."""
+        for block, missing in self._missing.items():
+            missing.update(lost.covered.get(block, ()), lost.delivered)
+        orphaned = [shard for shard in lost.to_send() if shard not in self._audits]
+        audited = [shard for shard, one in self._audits.items() if one.forget(lost.in_rank())]
+        assigned = self._assign(orphaned, members) if orphaned else []
+        return [*assigned, *(effect for shard in audited for effect in self._pursue(shard))]
+
+    # --- audits -----------------------------------------------------------------------------------
+
+    def _ask(self, rank: int, shard: int) -> list[Effect]:
+        """Has `rank` compute an audited shard, by itself: it can't tell that it is one."""
+        self._audits[shard].asked.append(rank)
+        return self._give(self._ranks()[rank], (shard,))
+
+    def _pursue(self, shard: int) -> list[Effect]:
+        """Has two compute an audited shard, if there are two, and what came compared."""
+        audit, effects = self._audits[shard], list[Effect]()
+        while len(audit.asked) + len(audit.copies) < 2:
+            rank = audit.second(self._witnesses(audit), self.step + shard)
+            if rank is None:
+                break
+            effects += self._ask(rank, shard)
+        return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
+
+    def _witnesses(self, audit: Audit) -> list[int]:
+        """Who can be asked: another backend would round differently, and be in the right."""
+        members = {member.in_rank(): member for member in self._members().values()}
+        parts = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
+        return [rank for rank, one in members.items() if not parts or one.backend in parts]
+
+    def _count_copy(self, shard: int, found: Verdict) -> list[Effect]:
+        """The audit of `shard` is over, and one copy of it counts."""
+        del self._audits[shard]
+        for missing in self._missing.values():
+            missing.discard(shard)
+        return [do.Conclude(self.step, shard, found.copy, found.culprit)]
+
+    def _release(self) -> list[Effect]:
+        """After the last audit: what was delivered stays, and what is whole is averaged."""
+        if self._audits:
+            return []
+        kept = [one for member in self._members().values() for one in self._keep_whole(member)]
+        blocks = sorted(self._missing, reverse=True)
+        return [*kept, *(one for block in blocks for one in self._reduce(block))]
+
+    # --- what comes -------------------------------------------------------------------------------
+
+    def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
+        self._require_step(said.step)
+        member.begin_delivery(said)
+        rank = member.in_rank()
+        return [do.Keep(rank, said) if self._copied(member) is None else do.Copy(rank, said)]
+
+    def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
+        self._require_step(node.step)
+        under = reduction.shards_under(node.level, node.index, self.run.num_shards)
+        member.take(node, under, self.run.num_blocks)
+        if (shard := self._copied(member)) is not None:
+            copy = do.Copy(member.in_rank(), node)
+            return [copy, *self._end_copy(member, shard)] if member.is_whole(0) else [copy]
+        effects = self._count(member, node, under)
+        if member.is_whole(0):
+            member.delivered += member.end_delivery()
+            effects += self._keep_whole(member)
+        return [*effects, *self._reduce(node.block)]
+
+    def _copied(self, member: Member) -> int | None:
+        """The audited shard that `member` delivers a copy of; None if it delivers its own."""
+        shard = member.assigned[0][0]
+        return shard if shard in self._audits else None
+
+    def _end_copy(self, member: Member, shard: int) -> list[Effect]:
+        member.end_delivery()
+        rank = member.in_rank()
+        self._audits[shard].end_copy(rank)
+        return [do.EndCopy(rank, shard), *self._pursue(shard)]
+
+    def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
+        """Counts what is new in a node: nothing, of a block that is there already."""
+        if node.block not in self._missing:
+            return []
+        self._missing[node.block].difference_update(under)
+        return [do.Keep(member.in_rank(), node)]
+
+    def _reduce(self, block: int) -> list[Effect]:
+        """Has `block` averaged, if it is there of every shard and was not before."""
+        if self._missing.get(block) != set():
+            return []
+        del self._missing[block]
+        self._reducing.add(block)
+        return [do.Reduce(self.step, block)]
+
+    def _keep_whole(self, member: Member) -> list[Effect]:
+        """What `member` delivered stays, whoever dies; while an audit is open it may not."""
+        if self._audits or member.delivering or not member.delivered:
+            return []
+        member.delivered.clear()
+        return [do.Deliver(member.in_rank())]
+
+    def _ranks(self) -> dict[int, Peer]:
+        """Who takes part, by rank."""
+        return {member.in_rank(): peer for peer, member in self._members().items()}
+
+    def _require_step(self, step: int) -> None:
+        if step != self.step:
+            raise ProtocolError(f"step={step}: the run is at step {self.step}")

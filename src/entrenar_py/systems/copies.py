@@ -1,0 +1,113 @@
+"""What several workers computed of the same shards, kept apart until it is known which counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from entrenar_py import trace
+from entrenar_py.protocol.effects import Conclude
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.training.reduction import Node
+
+# Block, and place in it -> the name of a tensor, and the element of it.
+Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
+
+
+@dataclass
+class Copy:
+    """One worker's: what it records of it, and by block its nodes with the memory they lie in."""
+
+    rank: int
+    events: list[trace.Event]
+    nodes: dict[int, tuple[Node, Buffer]] = field(default_factory=dict)
+
+    def equals(self, other: Copy) -> bool:
+        """Whether all blocks, losses and weights have the same bits."""
+        return self.nodes.keys() == other.nodes.keys() and all(
+            _bits(node) == _bits(other.nodes[block][0]) for block, (node, _) in self.nodes.items()
+        )
+
+    def difference(self, other: Copy) -> tuple[int, int] | None:
+        """Block, and place in it, of the first element that differs; None if it is the loss."""
+        for block in sorted(self.nodes):
+            ours, theirs = (one.nodes[block][0].vector for one in (self, other))
+            differs = ours.view(np.uint32) != theirs.view(np.uint32)
+            if differs.any():
+                return block, int(differs.argmax())
+        return None
+
+
+class Copies:
+    """Those of one step, by shard; a worker delivers one at a time."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Copy] = {}  # by rank
+        self._whole: dict[int, list[Copy]] = {}  # by shard, in the order in which they came
+
+    def begin(self, rank: int, events: list[trace.Event]) -> None:
+        """`rank` delivers a copy, and recorded `events` of it."""
+        self._open[rank] = Copy(rank, events)
+
+    def take(self, rank: int, block: int, node: Node, payload: Buffer) -> None:
+        """`block` of it; `payload` is the memory that the vector of `node` lies in."""
+        self._open[rank].nodes[block] = node, payload
+
+    def end(self, rank: int, shard: int) -> None:
+        """It is whole."""
+        self._whole.setdefault(shard, []).append(self._open.pop(rank))
+
+    def of(self, shard: int) -> list[Copy]:
+        """The whole ones."""
+        return self._whole.get(shard, [])
+
+    def alike(self, shard: int) -> list[int]:
+        """Of each whole copy the number of the first with the same bits."""
+        copies = self.of(shard)
+        return [next(n for n, one in enumerate(copies) if one.equals(each)) for each in copies]
+
+    def conclude(self, effect: Conclude, locate: Locate) -> tuple[Copy | None, list[trace.Event]]:
+        """The copy that counts, and what is to be recorded; the others are kept no longer."""
+        alike, copies = self.alike(effect.shard), self._whole.pop(effect.shard, [])
+        chosen = None if effect.copy is None else copies[effect.copy]
+        wrong = [one for one in copies if one.rank == effect.culprit]
+        places = [one.difference(chosen) for one in wrong if chosen is not None]
+        place = next((locate(*place) for place in places if place is not None), (None, None))
+        audit = trace.Audit(
+            step=effect.step,
+            shard=effect.shard,
+            ranks=tuple(one.rank for one in copies),
+            alike=tuple(alike),
+            culprit=effect.culprit,
+            tensor=place[0],
+            element=place[1],
+        )
+        told = [
+            e for one in copies for e in (one.events if one is chosen else injected(one.events))
+        ]
+        return chosen, [*told, audit]
+
+    def forget(self, rank: int) -> list[trace.Event]:
+        """`rank` is gone, and its copies with it; what had befallen it."""
+        lost = [self._open.pop(rank)] if rank in self._open else []
+        for shard, copies in self._whole.items():
+            lost += [one for one in copies if one.rank == rank]
+            self._whole[shard] = [one for one in copies if one.rank != rank]
+        return [event for one in lost for event in injected(one.events)]
+
+    def clear(self) -> None:
+        """Another step, or the same one again."""
+        self._open.clear()
+        self._whole.clear()
+
+
+def _bits(node: Node) -> tuple[bytes, bytes]:
+    return node.vector.tobytes(), np.array([node.loss, node.weight]).tobytes()
+
+
+def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
+    """What befell a worker: it did, also where nothing that it computed is used."""
+    return [event for event in events if isinstance(event, trace.Injected)]

@@ -1,0 +1,151 @@
+"""F-WP-006: what the judge says to runs whose shards are audited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from entrenar_py import systems
+from entrenar_py.checks import audits
+from entrenar_py.faults import SILENT, Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Audit, End, Halt, Injected, Trace, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+
+WRONG = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
+AUDITED = Scenario(
+    system="parameter_server_simulated",
+    workload="linear",
+    world_size=3,
+    seed=0,
+    num_steps=3,
+    num_shards=4,
+    options={"audit_share": 1.0},
+)
+CAUGHT = AUDITED.with_(faults=(WRONG,))
+LASTING = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
+
+
+def judged(*runs: Trace) -> tuple[Verdict, str]:
+    """Verdict and reason."""
+    finding = traces.judge("audits", list(runs))
+    return finding.verdict, finding.reason
+
+
+def ran(scenario: Scenario = CAUGHT) -> list[Trace]:
+    """The run and its model."""
+    return traces.family("audits", scenario)
+
+
+@pytest.mark.parametrize("subject", [AUDITED, CAUGHT, AUDITED.with_(faults=(LASTING,))])
+def test_who_is_caught_rightly(subject: Scenario) -> None:
+    """Audits of every shard, all updates, and how it ended; nobody is accused of nothing."""
+    finding = traces.judge("audits", ran(subject))
+    assert finding.verdict is Verdict.HELD, finding.reason
+    assert finding.compared > 3 * 4 + 3 * 2
+
+
+def test_what_was_never_audited_is_open() -> None:
+    """A share that misses what went wrong: it says so, and compares the steps before alone."""
+    run, model = ran(CAUGHT.with_(options={"audit_share": 0.2}))
+    assert [one.shard for one in run.of(Audit) if one.step == 1] != [WRONG.shard]
+    assert judged(run, model)[0] is Verdict.INCONCLUSIVE
+    assert "nothing that went wrong was in a shard that is audited" in judged(run, model)[1]
+
+
+def test_later_weights_are_open_after_a_slip() -> None:
+    """A worker that is wrong for good is caught in the end, and that is all that is claimed."""
+    some = AUDITED.with_(options={"audit_share": 0.2}, faults=(LASTING,), num_steps=12)
+    finding = traces.judge("audits", ran(some))
+    assert finding.verdict is Verdict.HELD, finding.reason
+    assert finding.notes[0].startswith("what went wrong in step 1 was not audited")
+
+
+def test_who_is_alone_is_open() -> None:
+    """One worker can't be audited, and that is no proof of anything."""
+    verdict, reason = judged(*ran(AUDITED.with_(world_size=1)))
+    assert verdict is Verdict.INCONCLUSIVE
+    assert reason.startswith("shard 0 of step 0 was computed by one worker, and no other was there")
+
+
+@pytest.mark.parametrize(
+    ("at", "changes", "reason"),
+    [
+        ({"step": 1, "shard": 2}, {"culprit": None, "alike": (0, 0, 0)}, "what worker 1 computed"),
+        ({"step": 1, "shard": 2}, {"culprit": 2}, "worker 2 was caught at shard 2 of step 1,"),
+        ({"step": 1, "shard": 3}, {"culprit": 1}, "worker 1 was caught at shard 3 of step 1,"),
+        ({"step": 2, "shard": 0}, {"ranks": (0, 0)}, "shard 0 of step 2 was audited by nobody"),
+        (
+            {"step": 2, "shard": 0},
+            {"ranks": (0, 2), "alike": (0, 1)},
+            "workers disagreed on shard 0 of step 2, and none of those who could say was asked",
+        ),
+        (
+            {"step": 2, "shard": 0},
+            {"ranks": (0, 2, 1), "alike": (0, 1, 2)},
+            "workers disagreed on shard 0 of step 2, nobody was named, and training went on",
+        ),
+    ],
+)
+def test_a_wrong_audit(at: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    """The first one is named, by step, worker and shard."""
+    run, model = ran()
+    finding = traces.judge("audits", [traces.altered(run, Audit, at, **changes), model])
+    found = traces.broken(finding)
+    assert found.message.startswith(reason)
+    assert (found.step, found.shard) == (at["step"], at["shard"])
+
+
+def test_too_few_audits() -> None:
+    """A step that was made with fewer than the scenario asks for."""
+    run, model = ran()
+    found = traces.broken(traces.judge("audits", [traces.without(run, Audit, step=0), model]))
+    assert (found.message, found.step) == ("of 4 shards of step 0 0 were audited", 0)
+
+
+def test_other_weights_and_lost_steps() -> None:
+    """What was found must change nothing."""
+    run, model = ran()
+    other = traces.run(AUDITED.with_(seed=1)).of(Update)[0].weights
+    found = traces.altered(run, Update, {"step": 1, "rank": 2}, weights=other)
+    assert traces.broken(traces.judge("audits", [found, model])).step == 1
+    assert judged(traces.without(run, Update, step=2), model)[1] == "steps [2] were never made"
+
+
+def test_two_that_can_not_be_told_apart() -> None:
+    """Training halts, which is right; it goes on, which is not."""
+    run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
+    assert run.end.status == "halted"
+    assert judged(run, model)[0] is Verdict.HELD
+    on = replace(run, events=(*traces.without(run, Halt).events[:-1], End(status="completed")))
+    assert judged(on, model)[0] is Verdict.FALSIFIED
+
+
+def test_what_could_not_be_run_or_compared() -> None:
+    """A run that never began, one without its model, and one that promises no bits are open."""
+    run, model = ran()
+    never = replace(run, events=(End(status="failed", reason="no such backend"),))
+    assert "no such backend" in judged(never, model)[1]
+    assert "no run of the same training" in judged(run)[1]
+    assert "promises no bits" in judged(replace(run, promises=()), model)[1]
+    assert judged(model)[1].startswith("no shard of any run was audited: F-WP-006 is decided by")
+
+
+def test_a_place_that_nobody_named_is_no_crash() -> None:
+    """What is said to have gone wrong somewhere is not known to have been audited."""
+    run, model = ran()
+    vague = traces.altered(run, Injected, {}, step=None, shard=None)
+    assert judged(vague, model)[0] is Verdict.FALSIFIED
+
+
+def test_the_plan_tries_everything() -> None:
+    """Every kind, every share, two workers and more; each strikes, and together they hold."""
+    plan = audits.plan(traces.clause("audits"))
+    assert {fault.kind for one in plan for fault in one.faults} >= set(SILENT)
+    assert {one.options["audit_share"] for one in plan} == {0.2, 0.4, 1.0}
+    assert {one.world_size for one in plan} == {2, 3, 4}
+    struck = [systems.run(one).of(Injected) for one in plan if one.faults]
+    assert all(struck)

@@ -1,0 +1,64 @@
+"""Whom to ask for a copy of an audited shard, and what several copies say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from entrenar_py.protocol.audits import Audit, Verdict, verdict
+
+
+@pytest.mark.parametrize(
+    ("copies", "alike", "found"),
+    [
+        ([1], [0], Verdict(0, None)),
+        ([1, 1], [0, 0], Verdict(0, None)),
+        ([1, 1], [0, 1], None),
+        ([1, 2], [0, 0], Verdict(0, None)),
+        ([1, 2], [0, 1], None),
+        ([1, 2, 0], [0, 1, 1], Verdict(1, 1)),
+        ([1, 2, 0], [0, 1, 0], Verdict(0, 2)),
+        ([1, 2, 0], [0, 1, 2], None),
+        ([1, 2, 1], [0, 1, 1], Verdict(1, 1)),
+        ([1, 2, 1], [0, 1, 0], None),
+        ([1, 2, 1, 2], [0, 1, 0, 0], Verdict(0, 2)),
+        ([1, 2, 1, 2], [0, 1, 0, 1], None),
+        ([1, 2, 1, 2], [0, 1, 2, 2], None),
+    ],
+)
+def test_verdict(copies: list[int], alike: list[int], found: Verdict | None) -> None:
+    """What two workers agree on counts, and one may be wrong; one worker twice is one worker."""
+    assert verdict(copies, alike) == found
+
+
+@pytest.mark.parametrize(
+    ("copies", "present", "asked"),
+    [
+        ([1, 2], {0, 1, 2}, 0),
+        ([1, 2], {1, 2}, 1),
+        ([1, 2, 1], {1, 2}, 2),
+        ([1, 2, 1, 2], {1, 2}, None),
+        ([1, 1], {1}, None),
+        ([1, 2, 0], {0, 1, 2, 3}, None),
+        ([1, 2, 1], {0, 1, 2}, 0),
+    ],
+)
+def test_another(copies: list[int], present: Collection[int], asked: int | None) -> None:
+    """A third worker, or each of two once more; who three workers differ among asks nobody."""
+    assert Audit(copies=copies).another(present, turn=0) == asked
+
+
+def test_everyone_audits_everyone() -> None:
+    """Who is asked beside a worker is another in each turn, and never the worker itself."""
+    seconds = {Audit(asked=[1]).second({0, 1, 2, 3}, turn) for turn in range(3)}
+    assert seconds == {0, 2, 3}
+    assert Audit(asked=[1]).second({1}, 0) is None
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    """With what it gave, and with what it was asked for."""
+    audit = Audit(asked=[0, 1], copies=[1, 2, 1])
+    assert not audit.forget(3)
+    assert audit.forget(1)
+    assert audit == Audit(asked=[0], copies=[2])
