@@ -27,7 +27,7 @@ RING = MESH.with_(system="ring", detail="values")
 NEAR = 1e-5  # five steps, some roundings each
 SECONDS = (0.3, 3.0)  # shorter and longer than that silence
 STEP, RANK, SHARD = 2, 1, 3
-COLUMNS = ("befalls worker 1 in step 2, or comes then", "at message", "seen", "the run", "weights")
+COLUMNS = ("what happens in step 2, to worker 1", "at message", "seen", "the run", "weights")
 
 
 def cases(scenario: Scenario) -> Iterator[Fault]:
@@ -45,6 +45,9 @@ def cases(scenario: Scenario) -> Iterator[Fault]:
     for value in faults.STRANGERS:
         rank = RANK if value == "taken_rank" else None
         yield Fault(kind="stranger", step=STEP, rank=rank, value=value)
+    if "restart" in systems.SYSTEMS[scenario.system].faults:
+        for at in places:
+            yield Fault(kind="restart", step=STEP, at=at)
     if "audit_share" in systems.SYSTEMS[scenario.system].options:
         yield Fault(kind="corrupt_gradient", step=STEP, rank=RANK, shard=SHARD, value="0.5")
         yield Fault(kind="corrupt_worker", step=STEP, rank=RANK, value="0.5")

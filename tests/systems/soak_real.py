@@ -59,8 +59,11 @@ def draw(seed: int) -> Scenario:
     Its seconds are shorter: who is silent for one is given up.
     """
     drawn = schedules.draw(seed, schedules.STAR)
-    kept = tuple(_real(fault) for fault in drawn.faults if fault.kind != "restart")
-    return drawn.with_(system=REAL, faults=kept, options=SOON)
+    kept = {
+        name: drawn.options[name] for name in {"audit_share", "block_bytes"} & set(drawn.options)
+    }
+    befalls = tuple(map(_real, drawn.faults))
+    return drawn.with_(system=REAL, faults=befalls, options={**SOON, **kept})
 
 
 def _real(fault: Fault) -> Fault:

@@ -37,6 +37,7 @@ BACKOFF_S = (0.05, 2.0)
 TICKS_A_HEARTBEAT = 4
 STRANGERS_MAX = 256
 SECRET_BYTES_MIN = 16
+DIED = do.Finish("died")  # what a coordinator says that is gone
 
 
 class CoordinatorServer:
@@ -64,6 +65,7 @@ class CoordinatorServer:
         self.over_s = math.inf  # when the run was, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door | None = None
+        self._dead = False
 
     async def listen(
         self,
@@ -110,7 +112,7 @@ class CoordinatorServer:
             finish = await self._finished
             self._door.close()
             leaving = [link.ended for link in self._peers]
-            if leaving:
+            if leaving and finish is not DIED:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
             return finish
         finally:
@@ -125,8 +127,16 @@ class CoordinatorServer:
         self.end.stop(reason, at_once=at_once)
         self._look()
 
+    def die(self) -> None:
+        """Is gone at once, as if its process were: `finish` gives DIED, and nobody is told."""
+        self._dead = True
+        if not self._finished.done():
+            self._finished.set_result(DIED)
+
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""
+        if self._dead:
+            return
         member = self.end.machine.peers.get(peer)
         rank = None if member is None else member.rank
         self._links[peer].write(self._counted(buffers), self._meddle(rank, False, message))
@@ -151,6 +161,8 @@ class CoordinatorServer:
         return self.end.buffer(self._peers[link])
 
     def _filled(self, link: Link, num_bytes: int) -> None:
+        if self._dead:
+            return
         self.bytes_in += num_bytes
         self.end.filled(self._peers[link], num_bytes)
         self._look()
@@ -161,13 +173,16 @@ class CoordinatorServer:
             yield buffer
 
     def _lost(self, link: Link, reason: str) -> None:
-        self.end.lost(self._peers.pop(link), reason)
-        self._look()
+        peer = self._peers.pop(link)
+        if not self._dead:
+            self.end.lost(peer, reason)
+            self._look()
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
-        self.end.tick()
-        self._look()
+        if not self._dead:
+            self.end.tick()
+            self._look()
 
     def _look(self) -> None:
         if self.end.finished is not None and not self._finished.done():

@@ -21,11 +21,12 @@ from entrenar_py.drivers import guests, sockets
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.drivers.tcp import DIED, CoordinatorServer
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.messages import Assign, Average, Commit, Message
 from entrenar_py.protocol.terms import Run, Timing
@@ -69,6 +70,7 @@ class ProcessStar(Star):
     """A run with real processes on this machine."""
 
     topology = "star"
+    _server: CoordinatorServer
     # Where a fault strikes in this process.
     down: tuple[type[Message], ...] = (Assign, Average, Commit)
 
@@ -102,7 +104,20 @@ class ProcessStar(Star):
             self._take_answers()
 
     async def _serve(self, run: Run) -> Finish:
-        server = CoordinatorServer(
+        self._address = (LOOPBACK, 0)
+        await self._listen(run)
+        self.begin(run)
+        while (finish := await self._finish()) is DIED:
+            await self._listen(self.taken_up(self._server.end.machine.step))
+        self._over_s = self._server.over_s
+        self.measure(None, self._server.end)
+        await asyncio.gather(*self._visits)  # the coordinator has closed them
+        self._visits.clear()
+        return finish
+
+    async def _listen(self, run: Run) -> None:
+        """Has a coordinator of `run` listen, where the one before did if there was one."""
+        self._server = CoordinatorServer(
             run,
             self,
             timing=self._timing,
@@ -110,18 +125,29 @@ class ProcessStar(Star):
             meddle=self.meddle,
             kind=Coordinator if self.topology == "star" else MeshCoordinator,
         )
-        self._address = await server.listen(LOOPBACK, 0, buffer_bytes=self._socket_bytes)
-        self.begin(run)
+        listening = self._server.listen(*self._address, buffer_bytes=self._socket_bytes)
+        self._address = await listening
+
+    async def _finish(self) -> Finish:
         try:
             async with asyncio.timeout(self._deadline_s):
-                finish = await server.finish()
+                return await self._server.finish()
         except TimeoutError:
-            finish = Finish("failed", f"not finished after {self._deadline_s:g} s")
-        self._over_s = server.over_s
-        self.measure(None, server.end)
-        await asyncio.gather(*self._visits)  # the coordinator has closed them
-        self._visits.clear()
-        return finish
+            return Finish("failed", f"not finished after {self._deadline_s:g} s")
+
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Also has the coordinator die, if it is to do so at this message."""
+        super().require(rank, message, payload)
+        self._perhaps_die(message)
+
+    def _perhaps_die(self, message: Message) -> bool:
+        """Whether the coordinator dies here: in a moment, when it has begun to deal with it."""
+        for fault in self.waiting("restart"):
+            if (fault.step, fault.at) == (getattr(message, "step", None), type(message).__name__):
+                self.strike(fault)
+                asyncio.get_running_loop().call_soon(self._server.die)
+                return True
+        return False
 
     def visit(self, guest: Guest) -> None:
         """A stranger at a real socket."""
@@ -170,6 +196,8 @@ class ProcessStar(Star):
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
         """What befalls a message to a worker, and the worker that was to get it."""
         self.meet(message)
+        if self._perhaps_die(message):
+            return Meddling(Fate.CUT)
         for fault in self.waiting(*faults.ON_THE_WAY):
             place = (getattr(message, "step", None), type(message).__name__)
             if rank is not None and (fault.rank, fault.step, fault.at) == (rank, *place):

@@ -5,7 +5,6 @@ The gradients are real, and so are the bytes; only clocks and connections are no
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from entrenar_py import faults, trace
@@ -13,7 +12,7 @@ from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.simulated import Simulation
 from entrenar_py.errors import UsageError
-from entrenar_py.protocol.effects import Finish, Left
+from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.protocol.worker import Worker
@@ -65,17 +64,8 @@ class SimulatedStar(Star):
         return finish
 
     def _restart(self) -> None:
-        """Goes on from the checkpoint with a new coordinator, and with whoever comes back.
-
-        The new one knows nobody: who dies while there is none is missed by nobody else.
-        """
-        step = self.simulation.coordinator.machine.step
-        for rank in sorted(self.present):
-            self.left(Left(rank, step, "the coordinator died"))
-        first = self.restore()
-        self.gather(first)
-        run = replace(self.run_of(first, self.last), resumed=True)
-        self.simulation.restart(run, self)
+        """Goes on from the checkpoint with a new coordinator, and with whoever comes back."""
+        self.simulation.restart(self.taken_up(self.simulation.coordinator.machine.step), self)
 
     def start(self, rank: int) -> None:
         """Starts a simulated worker."""

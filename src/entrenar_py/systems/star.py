@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from entrenar_py.drivers.ends import CoordinatorEnd, WorkerEnd
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.attendance import CONVICTIONS_MAX
-from entrenar_py.protocol.effects import Conclude, Finish
+from entrenar_py.protocol.effects import Conclude, Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
@@ -106,6 +107,17 @@ class Star(Server, ABC):
         super().conclude(effect)
         if effect.culprit is not None:
             self._caught[effect.culprit] += 1
+
+    def taken_up(self, step: int) -> Run:
+        """What another coordinator goes on with, from the checkpoint, when one has died in `step`.
+
+        It knows nobody: who dies while there is none is missed by nobody else.
+        """
+        for rank in sorted(self.present):
+            self.left(Left(rank, step, "the coordinator died"))
+        first = self.restore()
+        self.gather(first)
+        return replace(self.run_of(first, self.last), resumed=True)
 
     def waiting(self, *kinds: str) -> list[Fault]:
         """The faults of these kinds that have not struck yet."""
