@@ -23,11 +23,13 @@ mutants: setup
 
 # A thousand random scenarios on the unbroken trainers: no alarm allowed. Ten thousand random
 # schedules of faults under the simulator: every run ends right, and every mutant is found. An hour
-# of virtual training with a fault every few steps: nothing is kept that should have gone.
+# of virtual training with a fault every few steps: nothing is kept that should have gone. And every
+# reduction of the contract, up to 2^26 elements, which takes 7 GiB.
 soak: setup
 	$(BIN)/python -m tests.test_no_false_alarm 1000
 	$(BIN)/python -m tests.test_schedules 10000 --mutants
 	$(BIN)/python -m tests.systems.soak_hour
+	$(BIN)/entrenar-check --contract reduction-v1.yaml
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run.
 SOAK_S ?= 300

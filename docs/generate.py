@@ -33,7 +33,8 @@ SERVICE = DOCS / "entrenar.md"
 # What each field of a scenario means to who writes one; what it may hold is read from the record.
 MEANINGS = {
     "system": "what runs it; `--system`, where it is given, takes the place of a trainer",
-    "workload": "the model and its data; `own` is only for the trace of a trainer of one's own",
+    "workload": "the model and its data; of `vectors` the gradients are known beforehand; `own` is "
+    "only for the trace of a trainer of one's own",
     "world_size": "workers",
     "seed": "the only source of randomness; `--seed` is added to it",
     "num_shards": "logical shards that a batch is cut into, at least one per worker",
@@ -48,7 +49,7 @@ MEANINGS = {
     "schedule": "what the rate does after the warm-up: stay, or fall to 0 at `num_steps`",
     "warmup_steps": "steps in which the rate rises to `learning_rate`",
     "dropout": "probability, below 1",
-    "width": "hidden width of `mlp`",
+    "width": "hidden width of `mlp`; elements of `vectors`",
     "backends": "the workers' in turn",
     "faults": "what goes wrong, see below",
     "stops": "steps before which the run is saved, thrown away and resumed",
@@ -69,7 +70,7 @@ TYPES = {
 }
 # Where a configuration of `entrenar` means something else by it.
 SERVED = {
-    "workload": "the model and its data",
+    "workload": "the model and its data; of `vectors` the gradients are known beforehand",
     "world_size": "the most workers at a time",
     "seed": "the only source of randomness",
 }

@@ -15,6 +15,7 @@ from . import (
     benign_audits,
     benign_mesh,
     benign_protocol,
+    benign_rings,
     benign_updates,
     blocks,
     checkpoint,
@@ -32,6 +33,7 @@ from . import (
     optimizer,
     protocol,
     randomness,
+    rings,
     schedule,
     updates,
     wire,
@@ -40,21 +42,11 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh, audits, updates),
+    *(wire, protocol, blocks, mesh, audits, rings, updates),
 )
+_BENIGN = (benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates)
 
 
 def variants() -> list[Variant]:
     """Every mutant, by family, then every benign variant."""
-    return [
-        variant
-        for family in (
-            *_MUTANTS,
-            benign,
-            benign_protocol,
-            benign_mesh,
-            benign_audits,
-            benign_updates,
-        )
-        for variant in family.VARIANTS
-    ]
+    return [variant for family in (*_MUTANTS, benign, *_BENIGN) for variant in family.VARIANTS]

@@ -178,7 +178,7 @@ VARIANTS = (
         source="classic (parameter server)",
         plants={f"{SUMS}.root": all_that_came},
         scenario=star(num_samples=40, batch_size=40, num_shards=8),
-        invariants=("F-TI-006", "F-DP-005"),
+        invariants=("F-TI-006", "F-DP-005", "F-RED-002"),
         place={"step": 0, "tensor": "hidden1.weight"},
     ),
     Variant(

@@ -256,7 +256,7 @@ VARIANTS = (
         source="classic (all-reduce)",
         plants={f"{SUMS}.root": all_that_came},
         scenario=mesh(num_samples=40, batch_size=40, num_shards=8),
-        invariants=("F-TI-006", "F-DP-005"),
+        invariants=("F-TI-006", "F-DP-005", "F-RED-002"),
         place={"step": 0},
     ),
     Variant(

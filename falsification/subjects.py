@@ -17,6 +17,8 @@ COORDINATOR = "entrenar_py.protocol.coordinator"
 WORKER = "entrenar_py.protocol.worker"
 MESH_COORDINATOR = "entrenar_py.protocol.mesh_coordinator.MeshCoordinator"
 MESH_WORKER = "entrenar_py.protocol.mesh_worker.MeshWorker"
+RING_WORKER = "entrenar_py.protocol.ring_worker.RingWorker"
+RING_MEMBER = "entrenar_py.systems.ring_member.RingMember"
 MESH_MEMBER = "entrenar_py.systems.mesh_member.MeshMember"
 FRAMES = "entrenar_py.protocol.frames"
 SERVER = "entrenar_py.systems.server"
@@ -59,6 +61,15 @@ def star(**changes: Any) -> Scenario:
 def mesh(**changes: Any) -> Scenario:
     """The same three workers under the simulator, exchanging blocks with each other."""
     return reference(**{"system": "mesh_simulated", "options": {"block_bytes": 400}, **changes})
+
+
+def vectors(**changes: Any) -> Scenario:
+    """Three workers of a simulated ring, shards 0-1, 2-3 and 4, vectors of 51 in five blocks.
+
+    The last block has 11 elements, the others 10.
+    """
+    usual = {"system": "ring_simulated", "workload": "vectors", "width": 51}
+    return reference(**{**usual, "num_steps": 2, "options": {"block_bytes": 44}, **changes})
 
 
 def visit(scenario: Scenario, *, epoch: int = 0) -> list[int]:

@@ -10,7 +10,12 @@ import pytest
 from entrenar_py import shipped
 from entrenar_py.errors import UsageError
 
-NAMES = ["distributed-training-v1.yaml", "training-integrity-v1.yaml", "wire-protocol-v1.yaml"]
+NAMES = [
+    "distributed-training-v1.yaml",
+    "reduction-v1.yaml",
+    "training-integrity-v1.yaml",
+    "wire-protocol-v1.yaml",
+]
 
 
 def test_the_shipped_contracts_are_found_by_name_and_stem() -> None:

@@ -100,6 +100,16 @@ EVENTS: tuple[trace.Event, ...] = (
     ),
     trace.Refused(case="flipped", error=None, claimed_bytes=2**62, allocated_bytes=0),
     trace.Admission(case="wrong secret", entitled=False, let_in=False, answer="refused"),
+    trace.Reduced(step=0, rank=1, num_elements=5, roundings=INF, element=4),
+    trace.Traffic(
+        rank=None,
+        peer="worker",
+        direction="got",
+        message="TreeNode",
+        messages=2,
+        payload_bytes=8,
+        bytes=400,
+    ),
     trace.End(status="completed"),
 )
 WHOLE = trace.Trace(

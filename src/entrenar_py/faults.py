@@ -90,8 +90,10 @@ ON_THE_WAY = (
 )
 # The messages of a step at which that can be (protocol.messages).
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
-# Where the server updates these go down, in the place of averages.
-NEW_WEIGHTS = "Weights"
+# Around a ring go sums in place of nodes.
+RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
+# Where the server of a star updates new weights go down in place of averages.
+SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
 
 # What a worker can say that is not so, and the messages at which it can.
 LIES: dict[str, str] = {
@@ -102,10 +104,10 @@ LIES: dict[str, str] = {
     "for_another": "what it records is said to be another worker's",
 }
 LIE_PLACES: dict[str, tuple[str, ...]] = {
-    "old_step": ("TreeNode", "Computed", "Staged", "Applied"),
-    "too_long": ("TreeNode",),
+    "old_step": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
+    "too_long": ("TreeNode", "Partial"),
     "not_mine": ("TreeNode", "Computed"),
-    "twice": ("TreeNode", "Computed", "Staged", "Applied"),
+    "twice": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
     "for_another": ("Computed", "Applied"),
 }
 # Who can connect that must not be let in.
@@ -157,8 +159,9 @@ class Fault:
         for name in ("tensor", "value", "backend", "at"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "use text, in quotes")
-        if self.at not in (None, *PLACES, NEW_WEIGHTS):
-            self._refuse("at", f"use one of {', '.join((*PLACES, NEW_WEIGHTS))}")
+        places = tuple(dict.fromkeys((*PLACES, *RING_PLACES, *SERVED_PLACES)))
+        if self.at not in (None, *places):
+            self._refuse("at", f"use one of {', '.join(places)}")
         if self.seconds is not None and not _is_duration(self.seconds):
             self._refuse("seconds", "use a number > 0")
         self._check_fields()

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # What a field may hold, where it is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "workload": ("linear", "mlp", "decoder", "own"),  # own: a stored trace of somebody's trainer
+    # own: a stored trace of somebody's trainer
+    "workload": ("linear", "mlp", "decoder", "vectors", "own"),
     "optimizer": ("sgd", "momentum", "adamw"),
     "schedule": ("constant", "linear", "cosine"),
     "detail": ("digests", "values"),
@@ -40,8 +41,9 @@ class Scenario:
     short rather than dropped or padded. `clip_norm` is the largest L2 norm of the averaged
     gradient (None: no clipping). `warmup_steps` of linear warm-up come before `schedule` decays
     over `num_steps`. `stops` are the steps before which the run is checkpointed, thrown away and
-    resumed. `width` is the hidden width of `mlp`. `repeat` tells two runs of one scenario apart;
-    nothing in a run depends on it. `detail="values"` records tensors beside their digests.
+    resumed. `width` is the hidden width of `mlp`, and the length of `vectors`. `repeat` tells two
+    runs of one scenario apart; nothing in a run depends on it. `detail="values"` records tensors
+    beside their digests.
     `backends` are the workers' in turn; `auto` is the first of the fallback chain that serves when
     the run starts. `options` belong to the system (the shape of a matrix product, say); those of a
     trainer of one's own say how it differs: `drop_last: true`, that it drops what does not fill a

@@ -1,4 +1,4 @@
-"""Random schedules of faults for the simulated star and mesh, and whether a run ended right.
+"""Random schedules of faults for the simulated star, mesh and ring, and whether a run ended right.
 
 A seed is a scenario, and a scenario is its run: `attempt(seed)` again replays what it found.
 """
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
+
 from entrenar_py import checks, contract, faults, shipped, systems, trace
+from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
@@ -18,8 +21,9 @@ from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.trace import Halt, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 
-STAR, MESH = "parameter_server_simulated", "mesh_simulated"
-SYSTEMS = (STAR, MESH)
+STAR, MESH, RING = "parameter_server_simulated", "mesh_simulated", "ring_simulated"
+SYSTEMS = (STAR, MESH, RING)
+WORKLOADS = ("linear", "linear", "linear", "mlp", "vectors")
 # Shorter and longer than the 30 s of silence after which either end is given up.
 SECONDS = (0.2, 3.0, 20.0, 50.0)
 NUM_FAULTS_MAX = 4
@@ -27,11 +31,17 @@ AUDITED = 0.25  # how often a star's shards are audited
 SHARES = (1.0, 1.0, 0.3)
 SERVED = 0.25  # how often a star's server updates
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
-# By workload: two blocks or one; eight, three or one. Each costs messages, and time.
-BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20)}
+# By workload: two blocks or one; eight, three or one; 21 elements in 21, seven or one. Each costs
+# messages, and time.
+BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20), "vectors": (4, 12, 2**20)}
+WIDTHS = {"linear": 4, "mlp": 4, "vectors": 21}
+# AdamW's first steps are as long where a gradient is nothing but rounding: a ring's differ there.
+SMOOTH = ("sgd", "momentum")
+NEAR = 1e-5  # weights of a ring from those of the tree: tens of steps, some roundings each
 _VALUES = ("nan", "inf", "-inf")
-_CONTRACTS = ("distributed-training-v1", "wire-protocol-v1")
+_CONTRACTS = ("distributed-training-v1", "wire-protocol-v1", "reduction-v1")
 _CHECKS = ("replica_identity", "coverage", "finiteness", "recovery", "audits")
+_REDUCTIONS = ("reduction_mean", "reduction_traffic")  # of known vectors, which were all reduced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,8 @@ def attempt(seed: int, *, mutant: str | None = None, system: str | None = None) 
     # A worker that one fault took away is not there for the next: that one does not strike then.
     run = systems.run(scenario, every_fault=False)
     calm = systems.run(undisturbed(scenario))
-    return Attempt(seed=seed, scenario=scenario, run=run, complaint=judge(run, calm))
+    other = systems.run(elsewhere(scenario)) if elsewhere(scenario) != scenario else None
+    return Attempt(seed=seed, scenario=scenario, run=run, complaint=judge(run, calm, other))
 
 
 # --- a schedule -------------------------------------------------------------------------------
@@ -59,21 +70,21 @@ def attempt(seed: int, *, mutant: str | None = None, system: str | None = None) 
 def draw(seed: int, system: str | None = None) -> Scenario:
     """The scenario of `seed`: a small training, up to NUM_FAULTS_MAX faults of any kind, stops.
 
-    It can be run, and can end: somebody is always there, or on the way back. In a mesh that is not
-    enough, since the state is with the workers: nothing strikes the one of the highest rank. Where
-    no `system` is given, seeds draw SYSTEMS in turn.
+    It can be run, and can end: somebody is always there, or on the way back. In a mesh or a ring
+    that is not enough, since the state is with the workers: nothing strikes the one of the highest
+    rank. Where no `system` is given, seeds draw SYSTEMS in turn.
     """
     rng = random.Random(seed)
     system = system or SYSTEMS[seed % len(SYSTEMS)]
-    world_size = rng.randint(1 + (system == MESH), 5)
+    world_size = rng.randint(1 + (system != STAR), 5)
     num_samples = rng.randint(8, 40)
     num_steps = rng.randint(3, 8)
     stops = rng.sample(range(1, num_steps), rng.choice((0, 0, 0, 1, 2)))
-    workload = rng.choice(("linear", "linear", "linear", "mlp"))
+    workload = rng.choice(WORKLOADS)
     scenario = Scenario(
         system=system,
         workload=workload,
-        width=4,
+        width=WIDTHS[workload],
         world_size=world_size,
         seed=rng.randrange(2**32),
         num_shards=rng.randint(world_size, 12),
@@ -81,12 +92,13 @@ def draw(seed: int, system: str | None = None) -> Scenario:
         batch_size=rng.randint(1, num_samples),
         num_steps=num_steps,
         accumulation=rng.choice((1, 1, 2, 3)),
-        optimizer=rng.choice(CHOICES["optimizer"]),
+        optimizer=rng.choice(SMOOTH if system == RING else CHOICES["optimizer"]),
         schedule=rng.choice(CHOICES["schedule"]),
         weight_decay=rng.choice((0.0, 0.1)),
         clip_norm=rng.choice((None, None, 0.05)),
         dropout=rng.choice((0.0, 0.0, 0.2)),
         stops=tuple(sorted(stops)),
+        detail="values" if system == RING else "digests",
         options={"block_bytes": rng.choice(BLOCK_BYTES[workload])},
     )
     for _ in range(rng.randint(0, NUM_FAULTS_MAX)):
@@ -117,13 +129,12 @@ def _audited(scenario: Scenario, rng: random.Random) -> Scenario:
 
 def _served(scenario: Scenario, rng: random.Random) -> Scenario:
     """Some in which the server updates: what befell averages befalls new weights there."""
-    if scenario.system != STAR or rng.random() > SERVED:
-        return scenario
+    if scenario.system != STAR or scenario.workload == "vectors" or rng.random() > SERVED:
+        return scenario  # of known vectors it is the workers' averages that are judged
     return scenario.with_(
         options={**scenario.options, "updates": "server"},
         faults=tuple(
-            replace(one, at=faults.NEW_WEIGHTS) if one.at == "Average" else one
-            for one in scenario.faults
+            replace(one, at="Weights") if one.at == "Average" else one for one in scenario.faults
         ),
     )
 
@@ -134,7 +145,7 @@ def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
     if before and before[0].rank is not None and rng.random() < AGAIN:
         rank, step = before[0].rank, before[0].step
     else:
-        num_struck = scenario.world_size - (scenario.system == MESH)
+        num_struck = scenario.world_size - (scenario.system != STAR)
         rank, step = rng.randrange(num_struck), rng.randrange(scenario.num_steps)
     try:
         fault = _fault(scenario, rng, rank, step)
@@ -155,7 +166,7 @@ def _with(scenario: Scenario, fault: Fault) -> Scenario:
 
 def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) -> Fault:
     """One that befalls worker `rank` in `step`, or a value that halts the run wherever it is."""
-    chance = rng.random()
+    chance, places = rng.random(), systems.SYSTEMS[scenario.system].places
     if chance < 0.08:
         kind = rng.choice(("non_finite_gradient", "non_finite_loss"))
         shard = rng.randrange(scenario.num_shards)
@@ -163,10 +174,10 @@ def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) 
     if chance < 0.25:
         return Fault(kind=rng.choice(("leave", "join")), step=step, rank=rank)
     if chance < 0.3:
-        return Fault(kind="restart", step=step, at=rng.choice(faults.PLACES))
+        return Fault(kind="restart", step=step, at=rng.choice(places))
     if chance < 0.4:
         value = rng.choice(tuple(faults.LIES))
-        at = rng.choice(faults.LIE_PLACES[value])
+        at = rng.choice([place for place in faults.LIE_PLACES[value] if place in places])
         return Fault(kind="lie", step=step, rank=rank, at=at, value=value)
     if chance < 0.46:
         value = rng.choice(tuple(faults.STRANGERS))
@@ -178,7 +189,7 @@ def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) 
         kind=kind,
         step=step,
         rank=rank,
-        at=rng.choice(faults.PLACES),
+        at=rng.choice(places),
         seconds=rng.choice(SECONDS) if timed else None,
     )
 
@@ -191,15 +202,22 @@ def undisturbed(scenario: Scenario) -> Scenario:
     return scenario.with_(system="reference", faults=(), stops=(), mutant=None, options={})
 
 
-def judge(run: Trace, calm: Trace) -> str:
+def elsewhere(scenario: Scenario) -> Scenario:
+    """The run whose bits that of `scenario` must have beside those of `undisturbed`, or itself."""
+    if scenario.system != RING or scenario.faults:
+        return scenario
+    return checks.CHECKS["reduction_bits"].family(scenario)[1]
+
+
+def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
     """What is wrong with `run`, whose training undisturbed is `calm`; empty if nothing is.
 
     It has to end: completed, or halted by the first planted value, or by workers that disagree on
     what nobody else can decide. Every step up to there has to be made, by whoever made it to the
-    bits of `calm`, and no check may say FALSIFIED. What follows from a wrong value that nobody
-    audited is not looked at.
+    bits of `calm` (around a ring near them, to the bits of `other`), and no check may say
+    FALSIFIED. What follows from a wrong value that nobody audited is not looked at.
     """
-    return next(_complaints(run, _seen_alike(run, calm)), "")
+    return next(_complaints(run, _seen_alike(run, calm), other), "")
 
 
 def _seen_alike(run: Trace, calm: Trace) -> Trace:
@@ -213,7 +231,7 @@ def _seen_alike(run: Trace, calm: Trace) -> Trace:
     return replace(calm, events=tuple(events))
 
 
-def _complaints(run: Trace, calm: Trace) -> Iterator[str]:
+def _complaints(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
     planted = [fault for fault in run.scenario.faults if fault.kind in faults.PLANTED]
     steps = [fault.step for fault in planted if fault.step is not None]
     disagreed = [audit.step for audit in checks.audits.undecided(run)]
@@ -227,7 +245,7 @@ def _complaints(run: Trace, calm: Trace) -> Iterator[str]:
     if not disagreed:
         yield from _wrong_halts(run, calm, limit)
     yield from _wrong_updates(run, calm, limit)
-    yield from _falsified(run, calm)
+    yield from _falsified(run, calm, other)
 
 
 def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
@@ -257,9 +275,8 @@ def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:
         where = f"in step {update.step} worker {update.rank}"
         if update.step >= limit:
             yield f"{where} made an update though a value was not finite"
-        elif (
-            update.step < known_until
-            and replace(update, rank=models[update.step].rank) != models[update.step]
+        elif update.step < known_until and not _alike(
+            update, models[update.step], exact=run.scenario.system != RING
         ):
             yield f"{where} made another update than the undisturbed run"
     made = {update.step for update in run.of(Update)}
@@ -268,14 +285,38 @@ def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:
         yield f"nobody made steps {lost}"
 
 
-def _falsified(run: Trace, calm: Trace) -> Iterator[str]:
+def _alike(update: Update, model: Update, *, exact: bool) -> bool:
+    """Whether two made one step: the same one, or one of the same samples and near it."""
+    if exact:
+        return replace(update, rank=model.rank) == model
+    ours, theirs = evidence.vectors(update.weights), evidence.vectors(model.weights)
+    assert ours is not None, "a ring's schedule records values"
+    assert theirs is not None, "and so does the undisturbed one"
+    near = (np.abs(ours[name] - theirs[name]).max() <= NEAR for name in theirs)
+    return update.weight == model.weight and ours.keys() == theirs.keys() and all(near)
+
+
+def _is_reduction(run: Trace) -> bool:
+    """Whether all of it was the sum of known vectors, each computed and sent once."""
+    scenario = run.scenario
+    silent = any(fault.kind in faults.SILENT for fault in scenario.faults)
+    known = scenario.workload == "vectors" and not silent
+    return known and not scenario.options.get("audit_share") and run.end.status == "completed"
+
+
+def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
     # Where a worker is left alone nobody audits it: that is open, and not wrong.
     # The undisturbed run stands for that of this system: so it is found beside the disturbed one.
     alone = replace(calm, scenario=run.scenario.with_(faults=()))
     unaudited = replace(calm, scenario=checks.audits.calm(run.scenario))
-    for name, clause in _clauses().items():
-        model = unaudited if name == "audits" else alone
-        finding = checks.CHECKS[name].judge(clause, [run, model])
+    beside = {name: [run, unaudited if name == "audits" else alone] for name in _CHECKS}
+    if _is_reduction(run):
+        beside |= {name: [run] for name in _REDUCTIONS}
+    if other is not None:
+        beside["reduction_bits"] = [run, other]
+    for name, traces in beside.items():
+        clause = _clauses()[name]
+        finding = checks.CHECKS[name].judge(clause, traces)
         if finding.verdict is Verdict.FALSIFIED:
             found = finding.counterexample
             yield f"{clause.id}: {finding.reason} ({found.place() if found else ''})"
@@ -285,9 +326,7 @@ def _falsified(run: Trace, calm: Trace) -> Iterator[str]:
 
 @cache
 def _clauses() -> dict[str, Invariant]:
-    """The clauses that a disturbed run can be judged by alone, by their check's name."""
+    """The clauses of both contracts, by their check's name."""
     known = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
-    paths = map(shipped.contract_path, _CONTRACTS)
-    loaded = [contract.load(path, vocabulary=known) for path in paths]
-    clauses = [one for each in loaded for one in each.invariants]
-    return {one.check: one for one in clauses if one.check in _CHECKS and one.check}
+    loaded = [contract.load(shipped.contract_path(name), vocabulary=known) for name in _CONTRACTS]
+    return {one.check: one for each in loaded for one in each.invariants if one.check}

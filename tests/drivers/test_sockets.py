@@ -78,3 +78,21 @@ def test_each_address_of_a_name_once() -> None:
         assert all(map(sockets.is_loopback, found))
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("wanted", [8_192, sockets.BUFFER_BYTES])
+def test_how_much_the_kernel_may_hold(wanted: int) -> None:
+    """As much as was asked for, at both ends; the kernel doubles it, or has a limit of its own."""
+
+    async def story() -> None:
+        (listener,) = sockets.listen([HERE], buffer_bytes=wanted)
+        with listener:
+            port = listener.getsockname()[1]
+            there = await sockets.connect(LOOPBACK, port, buffer_bytes=wanted)
+            here, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with there, here:
+            for sock in (there, here):
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                    assert 0 < sock.getsockopt(socket.SOL_SOCKET, option) <= 2 * wanted
+
+    go(story())

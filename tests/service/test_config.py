@@ -112,7 +112,7 @@ audit_share: 0.1
         ),
         (
             "workload: mpl\nworld_size: 2\nseed: 1\nsecret_file: secret\n",
-            ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder, own"],
+            ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder, vectors,"],
         ),
         (
             SMALL.replace("mlp", "own"),

@@ -74,7 +74,7 @@ def _trouble(rng: random.Random, step: int, rank: int) -> list[Fault]:
         return [Fault(kind="restart", step=step, at=rng.choice(faults.PLACES))]
     if kind == "lie":
         value = rng.choice(tuple(faults.LIES))
-        at = rng.choice(faults.LIE_PLACES[value])
+        at = rng.choice([one for one in faults.LIE_PLACES[value] if one in faults.PLACES])
         return [Fault(kind="lie", step=step, rank=rank, at=at, value=value)]
     if kind == "stranger":
         return [Fault(kind="stranger", step=step, value=rng.choice(UNINVITED))]

@@ -58,10 +58,11 @@ def draw(seed: int) -> Scenario:
 
     Its seconds are shorter: who is silent for one is given up.
     """
-    drawn = schedules.draw(seed)
-    kept = tuple(_real(fault) for fault in drawn.faults if fault.kind != "restart")
-    updates = {name: value for name, value in drawn.options.items() if name == "updates"}
-    return drawn.with_(system=REAL, faults=kept, options={**SOON, **updates})
+    drawn = schedules.draw(seed, schedules.STAR)
+    taken = {"audit_share", "block_bytes", "updates"} & set(drawn.options)
+    kept = {name: drawn.options[name] for name in taken}
+    befalls = tuple(map(_real, drawn.faults))
+    return drawn.with_(system=REAL, faults=befalls, options={**SOON, **kept})
 
 
 def _real(fault: Fault) -> Fault:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from entrenar_py import systems
-from entrenar_py.faults import LIE_PLACES, Fault
+from entrenar_py.faults import LIE_PLACES, PLACES, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Injected, Membership, Tensors, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -62,7 +62,7 @@ def visited(system: str, value: str) -> Scenario:
     return subject(system, faults=(Fault(kind="stranger", step=STEP, rank=rank, value=value),))
 
 
-LIES = [(value, at) for value, places in LIE_PLACES.items() for at in places]
+LIES = [(value, at) for value, places in LIE_PLACES.items() for at in places if at in PLACES]
 # What each stranger is told; those that only make a noise are sent away without a word.
 TOLD = {
     **dict.fromkeys(("taken_rank", "one_too_many"), "all 3 ranks are taken by live workers"),

@@ -18,7 +18,7 @@ from entrenar_py import faults
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.faults import Fault
 from entrenar_py.systems import parameter_server, worker_process
-from entrenar_py.trace import Halt, Shard, Update
+from entrenar_py.trace import Halt, Membership, Shard, Update
 from tests.systems import stars
 from tests.systems.stars import REAL, subject
 
@@ -92,6 +92,14 @@ def test_who_lies_is_given_up(value: str, at: str) -> None:
     trace = stars.run(stars.lying(REAL, value, at))
     assert stars.held(trace) == stars.expected(trace.scenario)
     stars.require_back(trace)
+
+
+@pytest.mark.parametrize("at", ["Assign", "TreeNode", "Average", "Applied"])
+def test_a_coordinator_that_dies(at: str) -> None:
+    """Another one takes its checkpoint, at the same address; everyone comes back by themselves."""
+    trace = stars.require_right(subject(REAL, faults=(Fault(kind="restart", step=1, at=at),)))
+    reasons = {event.reason for event in trace.of(Membership)}
+    assert reasons == {"the coordinator died"}
 
 
 @pytest.mark.parametrize("value", faults.STRANGERS)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from entrenar_py import faults
-from entrenar_py.faults import PLACES, Fault
+from entrenar_py import faults, systems
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import LIE_PLACES, RING_PLACES, STRANGERS, Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Tensors, Trace
+from entrenar_py.trace import Injected, Tensors, Trace
 from tests.checks import traces
 from tests.systems import stars
 
 REAL, SIMULATED = "ring", "ring_simulated"
+# What passes between workers: where that breaks they still have the coordinator.
+BETWEEN = ("Partial", "Average")
+LIES = [(value, at) for value, said in LIE_PLACES.items() for at in said if at in RING_PLACES]
 BREAKS = ("kill", "cut", "half_open", "duplicate", "truncate", "flip")
 
 
@@ -65,17 +69,63 @@ def test_any_number_of_workers(world_size: int) -> None:
     assert trace.promises == ("draws",)
 
 
-@pytest.mark.parametrize("at", [place for place in PLACES if place != "TreeNode"])
+@pytest.mark.parametrize("at", RING_PLACES)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
     """The round begins again, with or without worker 1; nothing is lost."""
     scenario = subject(SIMULATED, 160, faults=(Fault(kind=kind, step=2, rank=1, at=at),))
-    require_near(stars.held(traces.run(scenario)), stars.expected(scenario))
+    trace = traces.run(scenario)
+    require_near(stars.held(trace), stars.expected(scenario))
+    assert trace.of(Injected)
+    if at in BETWEEN and kind != "kill":
+        assert stars.changes(trace) == []
 
 
 def test_what_breaks_is_tried() -> None:
     """No kind that breaks a connection, or a process, is forgotten here."""
     assert set(BREAKS) < set(faults.ON_THE_WAY)
+
+
+def require_lied(trace: Trace, value: str, at: str) -> None:
+    """Returns if who lied to the coordinator was given up, and of who lied to another the link."""
+    assert [one.fault["value"] for one in trace.of(Injected)] == [value]
+    require_near(stars.held(trace), stars.expected(trace.scenario))
+    if at in BETWEEN or (value, at) == ("twice", "Staged"):  # which is said of a round, not once
+        assert stars.changes(trace) == []
+    else:
+        stars.require_back(trace)
+
+
+@pytest.mark.parametrize(("value", "at"), LIES)
+def test_a_lie_is_found_out(value: str, at: str) -> None:
+    """Whatever it is: the step is reduced again without it."""
+    fault = Fault(kind="lie", step=2, rank=1, at=at, value=value)
+    require_lied(traces.run(subject(SIMULATED, 160, faults=(fault,))), value, at)
+
+
+@pytest.mark.parametrize("value", ["old_step", "too_long", "twice"])
+def test_a_lie_of_a_real_worker(value: str) -> None:
+    """To the next process around the ring."""
+    fault = Fault(kind="lie", step=2, rank=1, at="Partial", value=value)
+    require_lied(traces.run(subject(REAL, 160, faults=(fault,))), value, "Partial")
+
+
+@pytest.mark.parametrize("value", STRANGERS)
+def test_strangers_are_turned_away(value: str) -> None:
+    """Whoever it is: the ring goes on as if nobody had come."""
+    rank = 1 if value == "taken_rank" else None
+    fault = Fault(kind="stranger", step=2, rank=rank, value=value)
+    stars.require_turned_away(traces.run(subject(SIMULATED, 160, faults=(fault,))))
+
+
+@pytest.mark.parametrize(
+    ("system", "at"), [(SIMULATED, "TreeNode"), (REAL, "TreeNode"), ("mesh_simulated", "Partial")]
+)
+def test_what_is_not_said_there_is_no_place(system: str, at: str) -> None:
+    """No sum goes around in a mesh, and no node in a ring: a fault there would never strike."""
+    fault = Fault(kind="cut", step=2, rank=1, at=at)
+    with pytest.raises(UsageError, match=f"fault cut at='{at}' on system {system}: allowed are"):
+        systems.require_possible(stars.subject(system, options={}, faults=(fault,)))
 
 
 @pytest.mark.parametrize("at", ["Computed", "Average", "Commit"])

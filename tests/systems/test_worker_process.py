@@ -45,6 +45,7 @@ def _job(**changes: Any) -> dict[str, Any]:
         "host": "127.0.0.1",
         "port": free_port(),
         "topology": "star",
+        "socket_bytes": 2**16,
         "secret": "00",
         "timing": asdict(Timing(gather_s=0.1)),
         "faults": [],

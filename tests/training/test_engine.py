@@ -12,7 +12,7 @@ from entrenar_py.training.engine import Engine
 from entrenar_py.training.tensors import Array
 from entrenar_py.training.workload import Workload
 
-NAMES = ("linear", "mlp", "decoder")
+NAMES = ("linear", "mlp", "decoder", "vectors")
 
 
 def _workload(name: str) -> Workload:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import LIE_PLACES, ON_THE_WAY, STRANGERS, SURVIVED, Fault
+from entrenar_py.faults import LIE_PLACES, ON_THE_WAY, PLACES, STRANGERS, SURVIVED, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Trace
 from entrenar_py.verdict import Finding, Tally
@@ -50,6 +50,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
         usual.with_(faults=(Fault(kind="lie", step=2, rank=1, at=at, value=value),))
         for value, places in LIE_PLACES.items()
         for at in places
+        if at in PLACES
     ]
     strangers = [usual.with_(faults=(stranger(value, step=2),)) for value in STRANGERS]
     return [*singles, *restarts, *lies, *strangers, usual.with_(faults=crowd)]

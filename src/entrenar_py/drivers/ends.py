@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 from entrenar_py.drivers.meddling import Speak, truthfully
+from entrenar_py.drivers.stream import Meter, Stream
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
@@ -102,18 +102,6 @@ class MemberHands(Protocol):
     def payload(self, message: Message) -> Buffer: ...
 
 
-@dataclass
-class Stream:
-    """The codecs of one connection."""
-
-    decoder: Decoder
-    encoder: Encoder
-
-    def secure(self, key: bytes) -> None:
-        """All later frames are keyed, in both directions."""
-        self.decoder.key = self.encoder.key = key
-
-
 class CoordinatorEnd:
     """The coordinator. `finished` is its Finish effect, once there is one."""
 
@@ -129,6 +117,7 @@ class CoordinatorEnd:
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self._beside = beside
         self.finished: do.Finish | None = None
+        self.meter = Meter()
         self._sizes = hands.sizes()
         self._streams: dict[Peer, Stream] = {}
 
@@ -138,7 +127,7 @@ class CoordinatorEnd:
         decoder = Decoder(
             lambda kind: limit(kind, 0), direction=TO_COORDINATOR, room=self.hands.room
         )
-        self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR))
+        self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR), self.meter)
         self._do(self.machine.connected(peer, nonce, self._clock(), host))
 
     @property
@@ -153,11 +142,11 @@ class CoordinatorEnd:
 
     def filled(self, peer: Peer, num_bytes: int) -> None:
         """`num_bytes` were written to `buffer`."""
-        now, decoder = self._clock(), self._streams[peer].decoder
-        num_frames = decoder.num_frames
+        now, stream = self._clock(), self._streams[peer]
+        num_frames = stream.decoder.num_frames
         try:
-            received = decoder.filled(num_bytes)
-            if decoder.num_frames > num_frames:
+            received = stream.filled(num_bytes)
+            if stream.decoder.num_frames > num_frames:
                 self.machine.heard(peer, now)
             if received is not None:
                 message, payload = received.message, received.payload
@@ -191,7 +180,7 @@ class CoordinatorEnd:
         match effect:
             case do.Send(peer, message):
                 content = self.hands.payload(message)
-                frames = self._streams[peer].encoder.encode(message, content)
+                frames = self._streams[peer].encode(message, content)
                 self._wire.write(peer, message, frames)
             case do.Secure(peer, key):
                 self._streams[peer].secure(key)
@@ -270,6 +259,7 @@ class CoordinatorEnd:
 class WorkerEnd:
     """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
     with `computed`. `finished` is its Finish effect, once there is one. `speak` may have it lie.
+    `meter` counts what it exchanges with the coordinator.
     """
 
     def __init__(
@@ -284,6 +274,7 @@ class WorkerEnd:
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self.finished: do.Finish | None = None
         self.num_stays = 0  # how often it was let in
+        self.meter = Meter()
         self._compute, self._speak = compute, speak
         self._sizes = hands.sizes()
         self._stream = self._new_stream()
@@ -299,11 +290,11 @@ class WorkerEnd:
 
     def filled(self, num_bytes: int) -> None:
         """`num_bytes` were written to `buffer`."""
-        now, decoder = self._clock(), self._stream.decoder
-        num_frames = decoder.num_frames
+        now, stream = self._clock(), self._stream
+        num_frames = stream.decoder.num_frames
         try:
-            received = decoder.filled(num_bytes)
-            if decoder.num_frames > num_frames:
+            received = stream.filled(num_bytes)
+            if stream.decoder.num_frames > num_frames:
                 self.machine.heard(now)
             if received is not None:
                 self.hands.require(received.message, received.payload)
@@ -332,7 +323,7 @@ class WorkerEnd:
         decoder = Decoder(
             lambda kind: limit(kind, 0), direction=FROM_COORDINATOR, room=self.hands.room
         )
-        return Stream(decoder, Encoder(direction=TO_COORDINATOR))
+        return Stream(decoder, Encoder(direction=TO_COORDINATOR), self.meter)
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
         """Does everything that is wanted, and what follows from that, in order.
@@ -372,4 +363,4 @@ class WorkerEnd:
 
     def _send(self, stream: Stream, peer: Peer, message: Message) -> None:
         for said, content in self._speak(message, self.hands.payload(message)):
-            self._wire.write(peer, said, stream.encoder.encode(said, content))
+            self._wire.write(peer, said, stream.encode(said, content))

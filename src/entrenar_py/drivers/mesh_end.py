@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
-from entrenar_py.drivers.ends import Beside, Follow, MemberHands, Stream, Wire, WorkerEnd
+from entrenar_py.drivers.ends import Beside, Follow, MemberHands, Wire, WorkerEnd
 from entrenar_py.drivers.meddling import Speak, truthfully
+from entrenar_py.drivers.stream import Meter, Stream
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Peer
@@ -43,7 +44,9 @@ class RingHands(MeshHands, Protocol):
 
 
 class MeshEnd(WorkerEnd):
-    """`dial` is the driver's: it connects, and says `dialed` or `undialable`."""
+    """`dial` is the driver's: it connects, and says `dialed` or `undialable`. `links_meter` counts
+    what this worker exchanges with the others.
+    """
 
     machine: MeshWorker
     hands: MeshHands
@@ -61,6 +64,7 @@ class MeshEnd(WorkerEnd):
     ) -> None:
         """`beside` is where blocks are reduced; at once and here, if there is none."""
         super().__init__(machine, hands, wire, clock, compute, speak)
+        self.links_meter = Meter()
         self._dial, self._beside = dial, beside
         self._links: dict[Peer, Stream] = {}
         self._postponed: list[tuple[Peer, Received]] = []
@@ -86,11 +90,11 @@ class MeshEnd(WorkerEnd):
 
     def filled_from(self, peer: Peer, num_bytes: int) -> None:
         """`num_bytes` were written to `buffer_of`."""
-        now, decoder = self._clock(), self._links[peer].decoder
-        num_frames = decoder.num_frames
+        now, stream = self._clock(), self._links[peer]
+        num_frames = stream.decoder.num_frames
         try:
-            received = decoder.filled(num_bytes)
-            if decoder.num_frames > num_frames:
+            received = stream.filled(num_bytes)
+            if stream.decoder.num_frames > num_frames:
                 self.machine.heard_from(peer, now)
             if received is not None:
                 self.hands.require(received.message, received.payload)
@@ -106,7 +110,7 @@ class MeshEnd(WorkerEnd):
     def _link(self, ours: int, theirs: int) -> Stream:
         limit = self._sizes.get
         decoder = Decoder(lambda kind: limit(kind, 0), direction=theirs, room=self.hands.room)
-        return Stream(decoder, Encoder(direction=ours))
+        return Stream(decoder, Encoder(direction=ours), self.links_meter)
 
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:

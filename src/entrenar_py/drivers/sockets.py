@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-# As much as the kernel takes at once: with its usual 128 KiB a large tensor costs hundreds of
-# wake-ups. A connection that is silent takes none of it.
+# As much as the kernel takes at once, where nothing else is asked for: with its usual 128 KiB a
+# large tensor costs hundreds of wake-ups. A connection that is silent takes none of it.
 BUFFER_BYTES = 2**22
 BACKLOG = 2**10  # connections not taken up yet: a burst of strangers must not keep a worker out
 
@@ -32,12 +32,15 @@ def is_loopback(address: Address) -> bool:
     return ipaddress.ip_address(address[1][0].partition("%")[0]).is_loopback
 
 
-async def connect(host: str, port: int) -> socket.socket:
-    """A connection to the first address of `host` that takes it; OSError, of each, if none does."""
+async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> socket.socket:
+    """A connection to the first address of `host` that takes it; OSError, of each, if none does.
+
+    `buffer_bytes` is what the kernel may hold of it, in each direction.
+    """
     loop, problems = asyncio.get_running_loop(), []
     for family, place in await resolve(host, port):
         with ExitStack() as failing:
-            sock = failing.enter_context(_new(family))
+            sock = failing.enter_context(_new(family, buffer_bytes))
             try:
                 await loop.sock_connect(sock, place)
             except OSError as error:
@@ -48,8 +51,12 @@ async def connect(host: str, port: int) -> socket.socket:
     raise OSError("; ".join(problems))
 
 
-def listen(addresses: Sequence[Address]) -> list[socket.socket]:
+def listen(
+    addresses: Sequence[Address], *, buffer_bytes: int = BUFFER_BYTES
+) -> list[socket.socket]:
     """A socket listening at each of `addresses`, all at one port; a free one where theirs is 0.
+
+    `buffer_bytes` is what the kernel may hold of a connection, in each direction.
 
     An address that this machine does not have (`localhost` may stand for one) is left out. OSError
     if none is left, or one is taken.
@@ -61,7 +68,7 @@ def listen(addresses: Sequence[Address]) -> list[socket.socket]:
             if port == 0 and listeners:
                 port = listeners[0].getsockname()[1]
             try:
-                listener = _listener(family, (host, port, *scope))
+                listener = _listener(family, (host, port, *scope), buffer_bytes)
             except OSError as error:
                 if error.errno not in _ABSENT:
                     raise
@@ -74,9 +81,11 @@ def listen(addresses: Sequence[Address]) -> list[socket.socket]:
     return listeners
 
 
-def _listener(family: socket.AddressFamily, place: tuple[Any, ...]) -> socket.socket:
+def _listener(
+    family: socket.AddressFamily, place: tuple[Any, ...], buffer_bytes: int
+) -> socket.socket:
     with ExitStack() as failing:
-        sock = failing.enter_context(_new(family))
+        sock = failing.enter_context(_new(family, buffer_bytes))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -86,11 +95,11 @@ def _listener(family: socket.AddressFamily, place: tuple[Any, ...]) -> socket.so
         return sock
 
 
-def _new(family: socket.AddressFamily) -> socket.socket:
+def _new(family: socket.AddressFamily, buffer_bytes: int) -> socket.socket:
     """A socket that never blocks. What is accepted from it inherits its buffers."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
     return sock

@@ -37,6 +37,7 @@ BACKOFF_S = (0.05, 2.0)
 TICKS_A_HEARTBEAT = 4
 STRANGERS_MAX = 256
 SECRET_BYTES_MIN = 16
+DIED = do.Finish("died")  # what a coordinator says that is gone
 
 
 class CoordinatorServer:
@@ -64,6 +65,7 @@ class CoordinatorServer:
         self.over_s = math.inf  # when the run was, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door | None = None
+        self._dead = False
 
     async def listen(
         self,
@@ -72,11 +74,13 @@ class CoordinatorServer:
         *,
         context: ssl.SSLContext | None = None,
         strangers_max: int = STRANGERS_MAX,
+        buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> tuple[str, int]:
         """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
 
         With `context` over TLS. At most `strangers_max` connections at a time may be on their way
-        in, or out; more are turned away, and workers among them come again.
+        in, or out; more are turned away, and workers among them come again. `buffer_bytes` is what
+        the kernel may hold of a connection.
 
         Raises UsageError where others could take part: from other machines, with no secret that
         keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
@@ -85,7 +89,7 @@ class CoordinatorServer:
         addresses = await sockets.resolve(host, port)
         if not all(map(sockets.is_loopback, addresses)):
             _require_protection(host, self.end.machine.secret, context)
-        listeners = sockets.listen(addresses)
+        listeners = sockets.listen(addresses, buffer_bytes=buffer_bytes)
         self._door = Door(
             listeners,
             self._opened,
@@ -108,7 +112,7 @@ class CoordinatorServer:
             finish = await self._finished
             self._door.close()
             leaving = [link.ended for link in self._peers]
-            if leaving:
+            if leaving and finish is not DIED:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
             return finish
         finally:
@@ -123,8 +127,16 @@ class CoordinatorServer:
         self.end.stop(reason, at_once=at_once)
         self._look()
 
+    def die(self) -> None:
+        """Is gone at once, as if its process were: `finish` gives DIED, and nobody is told."""
+        self._dead = True
+        if not self._finished.done():
+            self._finished.set_result(DIED)
+
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""
+        if self._dead:
+            return
         member = self.end.machine.peers.get(peer)
         rank = None if member is None else member.rank
         self._links[peer].write(self._counted(buffers), self._meddle(rank, False, message))
@@ -149,6 +161,8 @@ class CoordinatorServer:
         return self.end.buffer(self._peers[link])
 
     def _filled(self, link: Link, num_bytes: int) -> None:
+        if self._dead:
+            return
         self.bytes_in += num_bytes
         self.end.filled(self._peers[link], num_bytes)
         self._look()
@@ -159,13 +173,16 @@ class CoordinatorServer:
             yield buffer
 
     def _lost(self, link: Link, reason: str) -> None:
-        self.end.lost(self._peers.pop(link), reason)
-        self._look()
+        peer = self._peers.pop(link)
+        if not self._dead:
+            self.end.lost(peer, reason)
+            self._look()
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
-        self.end.tick()
-        self._look()
+        if not self._dead:
+            self.end.tick()
+            self._look()
 
     def _look(self) -> None:
         if self.end.finished is not None and not self._finished.done():
@@ -200,9 +217,13 @@ class WorkerClient:
         meddle: Meddle = unmeddled,
         speak: Speak = truthfully,
         alone: Callable[[str], None] = lambda problem: None,
+        buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        """`alone` is told why there is no coordinator, each time that it tries again."""
+        """`alone` is told why there is no coordinator, each time that it tries again.
+        `buffer_bytes` is what the kernel may hold of a connection.
+        """
         self._alone = alone
+        self.buffer_bytes = buffer_bytes
         self.end = self.new_end(machine, hands, speak)
         self._meddle = meddle
         self._link: Link | None = None
@@ -292,7 +313,7 @@ class WorkerClient:
         """A connection to who is there; OSError (also TimeoutError) if it can't be."""
         patience_s = self.end.machine.timing.hello_s
         async with asyncio.timeout(patience_s):
-            sock = await sockets.connect(host, port)
+            sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
         if context is None:
             return sock
         return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)

@@ -47,8 +47,9 @@ class MeshClient(WorkerClient):
         meddle: Meddle = unmeddled,
         speak: Speak = truthfully,
         door_context: ssl.SSLContext | None = None,
+        buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        super().__init__(machine, hands, meddle=meddle, speak=speak)
+        super().__init__(machine, hands, meddle=meddle, speak=speak, buffer_bytes=buffer_bytes)
         self._door_context = door_context
         self._context: ssl.SSLContext | None = None
         self._door: Door | None = None
@@ -96,7 +97,8 @@ class MeshClient(WorkerClient):
             return
         if self._door is not None:
             self._door.close()
-        listeners = sockets.listen([(sock.family, (host, 0, *scope))])
+        here = (sock.family, (host, 0, *scope))
+        listeners = sockets.listen([here], buffer_bytes=self.buffer_bytes)
         self._host = host
         self._door = Door(
             listeners,

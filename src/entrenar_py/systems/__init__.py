@@ -13,8 +13,9 @@ from importlib import import_module
 from entrenar_py import faults, mutants, trace
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import Fault
+from entrenar_py.faults import PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import updates
 
 # The name under which a trainer takes the first backend of the fallback chain that serves.
 AUTO = "auto"
@@ -24,12 +25,14 @@ AUTO = "auto"
 class System:
     """What a system is, whether it trains a workload, and what it takes from a scenario.
 
-    `faults` are the kinds it can inject, `options` the names it knows; it has no others.
+    `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
+    the names it knows; it has no others.
     """
 
     what: str
     trains: bool = False
     faults: tuple[str, ...] = ()
+    places: tuple[str, ...] = PLACES
     options: tuple[str, ...] = ()
 
     @property
@@ -38,7 +41,11 @@ class System:
         return (*BACKENDS, AUTO) if self.trains else tuple(BACKENDS)
 
 
+_REAL_OPTIONS = ("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes")
 _TRAINING_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
+_REAL_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
+# A coordinator that dies at a message has to see it: over TCP that of a star alone sees all.
+_SIMULATED_FAULTS = (*_REAL_FAULTS, "restart")
 
 # name -> what it is; the module of the same name holds `run`.
 SYSTEMS: dict[str, System] = {
@@ -55,41 +62,40 @@ SYSTEMS: dict[str, System] = {
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.SILENT, *faults.ON_THE_WAY, "lie", "stranger"),
-        options=("heartbeat_s", "dead_after_s", "block_bytes", "audit_share", "updates"),
+        faults=(*_SIMULATED_FAULTS, *faults.SILENT),
+        options=(*_REAL_OPTIONS, "audit_share", "updates"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=(
-            *(*_TRAINING_FAULTS, *faults.SILENT),
-            *(*faults.ON_THE_WAY, "lie", "stranger", "restart"),
-        ),
-        options=("block_bytes", "audit_share", "updates"),
+        faults=(*_SIMULATED_FAULTS, *faults.SILENT),
+        options=("block_bytes", "network_seed", "audit_share", "updates"),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger"),
-        options=("heartbeat_s", "dead_after_s", "block_bytes"),
+        faults=_REAL_FAULTS,
+        options=_REAL_OPTIONS,
     ),
     "mesh_simulated": System(
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart"),
-        options=("block_bytes",),
+        faults=_SIMULATED_FAULTS,
+        options=("block_bytes", "network_seed"),
     ),
     "ring": System(
         what="workers that send blocks around a ring over TCP, each a process of its own",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger"),
-        options=("heartbeat_s", "dead_after_s", "block_bytes"),
+        faults=_REAL_FAULTS,
+        places=RING_PLACES,
+        options=_REAL_OPTIONS,
     ),
     "ring_simulated": System(
         what="workers that send blocks around a ring, under the same simulator",
         trains=True,
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "stranger", "restart"),
-        options=("block_bytes",),
+        faults=_SIMULATED_FAULTS,
+        places=RING_PLACES,
+        options=("block_bytes", "network_seed"),
     ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",
@@ -144,16 +150,18 @@ def require_possible(scenario: Scenario) -> None:
         _require("backend", backend, system.backends, where)
     for option in scenario.options:
         _require("option", option, system.options, where)
+    places = updates.places(scenario, system.places)
     for fault in scenario.faults:
         _require("fault kind", fault.kind, system.faults, where)
+        if fault.at is not None:
+            _require(f"fault {fault.kind} at", fault.at, places, where)
         if fault.backend is not None:
             _require(f"fault {fault.kind} backend", fault.backend, tuple(BACKENDS))
     if system.trains:
-        from entrenar_py.systems import membership, models, updates  # bring torch
+        from entrenar_py.systems import membership, models  # bring torch
 
         membership.require_possible(scenario)
         models.require_places(scenario)
-        updates.require_places(scenario)
 
 
 def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") -> None:

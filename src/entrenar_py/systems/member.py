@@ -22,9 +22,10 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models, updates
+from entrenar_py.systems import measures, models, updates
 from entrenar_py.systems.replicas import Replicas, Worker
 from entrenar_py.training import blocks, engine, reduction, sharding, state
+from entrenar_py.training.vectors import GivenVectors
 
 
 class Member(Replicas):
@@ -168,6 +169,9 @@ class Member(Replicas):
         else:
             average = self.averaged(self._vector, *self._total)
             self.recorder.emit(self.make(worker, step, average))
+            if isinstance(self.workload, GivenVectors):
+                ids, mean = self.batch(), self._vector
+                self.recorder.emit(measures.reduced(step, self.rank, mean, self.workload, ids))
         self._nodes.clear()
         self._held.clear()
         self.advance(sum(map(len, self._shards)))

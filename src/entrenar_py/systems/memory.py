@@ -50,12 +50,17 @@ def run(scenario: Scenario) -> trace.Trace:
     """A Memory event per rank: its share of `scenario` as system reference would give it.
 
     SystemFailure if a process dies or takes longer than its deadline; UsageError for a budget that
-    is not stated, and for what a share has not: stops, recorded values, memory of another device.
+    is not stated, and for what a share has not: known vectors, stops, recorded values, memory of
+    another device.
     """
     budget = scenario.options.get("budget_bytes")
     if type(budget) is not int:
         raise UsageError(
             f"options budget_bytes={budget!r} on system memory: use a whole number of bytes"
+        )
+    if scenario.workload not in DATA_FLOATS:
+        raise UsageError(
+            f"workload={scenario.workload!r} on system memory: use {', '.join(DATA_FLOATS)}"
         )
     for name, honoured in (("stops", ()), ("detail", "digests"), ("backends", ("cpu",))):
         if getattr(scenario, name) != honoured:

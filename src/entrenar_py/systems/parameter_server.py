@@ -17,14 +17,16 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from entrenar_py import faults, trace
-from entrenar_py.drivers import guests
+from entrenar_py.drivers import guests, sockets
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.drivers.tcp import DIED, CoordinatorServer
+from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.messages import Assign, Average, Commit, Message, Weights
 from entrenar_py.protocol.terms import Run, Timing
@@ -34,6 +36,7 @@ from entrenar_py.systems.star import Star
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 3.0
+SOCKET_BYTES_MAX = 2**30  # a kernel takes an int, and doubles it
 RESTART_S = 0.2  # until a worker that was killed is started again
 
 
@@ -67,6 +70,7 @@ class ProcessStar(Star):
     """A run with real processes on this machine."""
 
     topology = "star"
+    _server: CoordinatorServer
     # Where a fault strikes in this process.
     down: tuple[type[Message], ...] = (Assign, Average, Weights, Commit)
 
@@ -78,6 +82,9 @@ class ProcessStar(Star):
             dead_after_s=options.get("dead_after_s", 10.0),
             gather_s=60.0,
         )
+        self._deadline_s = options.get("deadline_s")
+        self._socket_bytes = options.get("socket_bytes", sockets.BUFFER_BYTES)
+        _require_sizes(self._deadline_s, self._socket_bytes)
         self.secret = secrets.token_bytes(32)
         self._address = (LOOPBACK, 0)
         self._visits: list[asyncio.Task[None]] = []
@@ -97,7 +104,20 @@ class ProcessStar(Star):
             self._take_answers()
 
     async def _serve(self, run: Run) -> Finish:
-        server = CoordinatorServer(
+        self._address = (LOOPBACK, 0)
+        await self._listen(run)
+        self.begin(run)
+        while (finish := await self._finish()) is DIED:
+            await self._listen(self.taken_up(self._server.end.machine.step))
+        self._over_s = self._server.over_s
+        self.measure(None, self._server.end)
+        await asyncio.gather(*self._visits)  # the coordinator has closed them
+        self._visits.clear()
+        return finish
+
+    async def _listen(self, run: Run) -> None:
+        """Has a coordinator of `run` listen, where the one before did if there was one."""
+        self._server = CoordinatorServer(
             run,
             self,
             timing=self._timing,
@@ -105,25 +125,46 @@ class ProcessStar(Star):
             meddle=self.meddle,
             kind=Coordinator if self.topology == "star" else MeshCoordinator,
         )
-        self._address = await server.listen(LOOPBACK, 0)
-        self.begin(run)
-        finish = await server.finish()
-        self._over_s = server.over_s
-        await asyncio.gather(*self._visits)  # the coordinator has closed them
-        self._visits.clear()
-        return finish
+        listening = self._server.listen(*self._address, buffer_bytes=self._socket_bytes)
+        self._address = await listening
+
+    async def _finish(self) -> Finish:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._server.finish()
+        except TimeoutError:
+            return Finish("failed", f"not finished after {self._deadline_s:g} s")
+
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Also has the coordinator die, if it is to do so at this message."""
+        super().require(rank, message, payload)
+        self._perhaps_die(message)
+
+    def _perhaps_die(self, message: Message) -> bool:
+        """Whether the coordinator dies here: in a moment, when it has begun to deal with it."""
+        for fault in self.waiting("restart"):
+            if (fault.step, fault.at) == (getattr(message, "step", None), type(message).__name__):
+                self.strike(fault)
+                asyncio.get_running_loop().call_soon(self._server.die)
+                return True
+        return False
 
     def visit(self, guest: Guest) -> None:
         """A stranger at a real socket."""
         self._visits.append(asyncio.create_task(guests.visit(guest, *self._address)))
 
     def _take_answers(self) -> None:
-        """Notes how the workers ended; records that the mutant took part in one, if one says so."""
+        """Notes how the workers ended, and records what they measured; also that the mutant took
+        part in one, if one says so.
+        """
         answers = {rank: json.loads(one.answer) for rank, one in self._hands.items() if one.answer}
         self.ends = [
             Ending(rank, said["status"], said["reason"], said["ended_s"] - self._over_s)
             for rank, said in sorted(answers.items())
         ]
+        for said in answers.values():
+            for event in trace.load_events(said["measured"].encode()):
+                self.recorder.emit(event)
         struck = any(said["struck"] for said in answers.values())
         if struck and self.scenario.mutant is not None:
             self.recorder.emit(trace.Planted(name=self.scenario.mutant))
@@ -146,6 +187,7 @@ class ProcessStar(Star):
             "secret": self.secret.hex(),
             "timing": asdict(self._timing),
             "topology": self.topology,
+            "socket_bytes": self._socket_bytes,
             "faults": suffers,
         }
         hand = self._hands[rank] = crew().give(json.dumps(job).encode())
@@ -154,6 +196,8 @@ class ProcessStar(Star):
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
         """What befalls a message to a worker, and the worker that was to get it."""
         self.meet(message)
+        if self._perhaps_die(message):
+            return Meddling(Fate.CUT)
         for fault in self.waiting(*faults.ON_THE_WAY):
             place = (getattr(message, "step", None), type(message).__name__)
             if rank is not None and (fault.rank, fault.step, fault.at) == (rank, *place):
@@ -189,6 +233,14 @@ class ProcessStar(Star):
             self._restart(fault.rank)
         elif fault.kind == "freeze":
             self._thaw(hand, fault.seconds or 0.0)
+
+
+def _require_sizes(deadline_s: object, socket_bytes: object) -> None:
+    """UsageError for what is no time, or no size of a buffer."""
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
+        raise UsageError(f"options {deadline_s=}: use a number of seconds > 0")
+    if type(socket_bytes) is not int or not 1 <= socket_bytes <= SOCKET_BYTES_MAX:
+        raise UsageError(f"options {socket_bytes=}: use a whole number, 1 to {SOCKET_BYTES_MAX}")
 
 
 def _signal(hand: Hand, number: signal.Signals) -> None:

@@ -5,14 +5,14 @@ The gradients are real, and so are the bytes; only clocks and connections are no
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from entrenar_py import faults, trace
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.simulated import Simulation
-from entrenar_py.protocol.effects import Finish, Left
+from entrenar_py.errors import UsageError
+from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.protocol.worker import Worker
@@ -39,7 +39,11 @@ class SimulatedStar(Star):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self._seeds = scenario.rng("network")
+        seed = scenario.options.get("network_seed", 0)
+        if type(seed) is not int:
+            raise UsageError(f"options network_seed={seed!r}: use a whole number")
+        # Another seed makes other delays, and the same training.
+        self._seeds = scenario.rng("network", *([seed] if seed else []))
 
     def drive(self, run: Run) -> Finish:
         """Lets virtual time pass until the coordinator is finished."""
@@ -53,20 +57,15 @@ class SimulatedStar(Star):
             worker=self.worker,
         )
         self.begin(run)
-        return self.simulation.run(until_s=VIRTUAL_S_MAX)
+        finish = self.simulation.run(until_s=VIRTUAL_S_MAX)
+        self.measure(None, self.simulation.coordinator)
+        for node in self.simulation.nodes:
+            self.measure(node.end.machine.rank, node.end)
+        return finish
 
     def _restart(self) -> None:
-        """Goes on from the checkpoint with a new coordinator, and with whoever comes back.
-
-        The new one knows nobody: who dies while there is none is missed by nobody else.
-        """
-        step = self.simulation.coordinator.machine.step
-        for rank in sorted(self.present):
-            self.left(Left(rank, step, "the coordinator died"))
-        first = self.restore()
-        self.gather(first)
-        run = replace(self.run_of(first, self.last), resumed=True)
-        self.simulation.restart(run, self)
+        """Goes on from the checkpoint with a new coordinator, and with whoever comes back."""
+        self.simulation.restart(self.taken_up(self.simulation.coordinator.machine.step), self)
 
     def start(self, rank: int) -> None:
         """Starts a simulated worker."""

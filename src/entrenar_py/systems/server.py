@@ -44,7 +44,7 @@ _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
     Loaded: (trace.Attempt, trace.Start),
     Computed: (trace.Shard, trace.Injected),
     NonFinite: (trace.Shard, trace.Injected),
-    Applied: (trace.Update,),
+    Applied: (trace.Update, trace.Reduced),
 }
 
 

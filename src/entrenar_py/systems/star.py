@@ -8,19 +8,22 @@ from __future__ import annotations
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from entrenar_py import faults, trace
+from entrenar_py.drivers.ends import CoordinatorEnd, WorkerEnd
 from entrenar_py.drivers.guests import Guest
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.attendance import CONVICTIONS_MAX
-from entrenar_py.protocol.effects import Conclude, Finish
+from entrenar_py.protocol.effects import Conclude, Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, audited, membership, strangers, updates
+from entrenar_py.systems import AUTO, audited, measures, membership, strangers, updates
 from entrenar_py.systems.server import Server
+from entrenar_py.training.vectors import GivenVectors
 
 
 class Star(Server, ABC):
@@ -70,6 +73,12 @@ class Star(Server, ABC):
         served = {one.backend for one in self.recorder.of(trace.Attempt) if one.served}
         return len(names | served) <= 1
 
+    def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
+        """Records what went over the connections of `rank`, or of the coordinator (None)."""
+        if isinstance(self.workload, GivenVectors):
+            for event in measures.traffic(end, rank):
+                self.recorder.emit(event)
+
     @abstractmethod
     def drive(self, run: Run) -> Finish:
         """Drives `run` to its end; `begin` starts its first workers."""
@@ -98,6 +107,17 @@ class Star(Server, ABC):
         super().conclude(effect)
         if effect.culprit is not None:
             self._caught[effect.culprit] += 1
+
+    def taken_up(self, step: int) -> Run:
+        """What another coordinator goes on with, from the checkpoint, when one has died in `step`.
+
+        It knows nobody: who dies while there is none is missed by nobody else.
+        """
+        for rank in sorted(self.present):
+            self.left(Left(rank, step, "the coordinator died"))
+        first = self.restore()
+        self.gather(first)
+        return replace(self.run_of(first, self.last), resumed=True)
 
     def waiting(self, *kinds: str) -> list[Fault]:
         """The faults of these kinds that have not struck yet."""

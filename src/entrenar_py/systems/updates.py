@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from entrenar_py.errors import UsageError
+from entrenar_py.faults import SERVED_PLACES
 from entrenar_py.scenario import Scenario
 
 OPTION = "updates"
@@ -24,13 +25,6 @@ def held(scenario: Scenario) -> str:
     return _STATELESS if by_server(scenario) else scenario.optimizer
 
 
-def require_places(scenario: Scenario) -> None:
-    """Returns if faults strike at messages that there are: averages go down, or new weights."""
-    sent, other = ("Weights", "Average") if by_server(scenario) else ("Average", "Weights")
-    for fault in scenario.faults:
-        if fault.at == other:
-            who = SERVER if sent == "Weights" else WORKERS
-            raise UsageError(
-                f"fault {fault.kind} at={other!r}: where the {who} update{'s' * (who == SERVER)} "
-                f"there is no such message; use {sent}"
-            )
+def places(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """The messages of a step at which a fault can strike: `usual`, where the workers update."""
+    return SERVED_PLACES if by_server(scenario) else usual

@@ -1,8 +1,9 @@
 """What a worker process runs: one job after the other, each a stay in one run, over TCP.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
-`timing`, `topology`, and `faults`, those that this process is to suffer, each noted before that.
-Its answer says how the job went, and when it was over, by the clock of all processes here.
+`timing`, `topology`, `socket_bytes`, and `faults`, those that this process is to suffer, each noted
+before that. Its answer says how the job went, what was measured, and when it was over, by the clock
+of all processes here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from entrenar_py import mutants
+from entrenar_py import mutants, trace
 from entrenar_py.drivers.meddling import Fate, Meddling
 from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import WorkerClient
@@ -32,10 +33,12 @@ from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import measures
 from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.mesh_member import MeshMember
 from entrenar_py.systems.ring_member import RingMember
+from entrenar_py.training.vectors import GivenVectors
 
 # Loaded once, in the parent of all workers.
 PRELOAD = ("entrenar_py.systems.worker_process", "entrenar_py.training.decoder", "torch")
@@ -49,20 +52,27 @@ def main(pipe: Connection) -> None:
     while (given := desk.next()) is not None:
         job = json.loads(given)
         with mutants.planted(job["scenario"]["mutant"]) as planting:
-            finish = asyncio.run(_stay(desk, job))
+            finish, measured = asyncio.run(_stay(desk, job))
             ended = time.monotonic()
-        answer = {**asdict(finish), "struck": planting.struck, "ended_s": ended}
+        answer = {
+            **asdict(finish),
+            "struck": planting.struck,
+            "measured": measured.decode(),
+            "ended_s": ended,
+        }
         desk.answer(json.dumps(answer).encode())
 
 
-async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
-    """One run, to its end."""
+async def _stay(desk: Job, job: Mapping[str, Any]) -> tuple[Finish, bytes]:
+    """One run, to its end; the events of what was measured in it."""
     asyncio.get_running_loop().add_reader(desk.fileno(), _abandoned)
     try:
         client = _client(desk, job)
-        return await client.run(
-            job["host"], job["port"], patience_s=Timing(**job["timing"]).gather_s
-        )
+        patience_s = Timing(**job["timing"]).gather_s
+        finish = await client.run(job["host"], job["port"], patience_s=patience_s)
+        known = job["scenario"]["workload"] == GivenVectors.name
+        events = measures.traffic(client.end, job["rank"]) if known else ()
+        return finish, trace.dump_events(events)
     finally:
         asyncio.get_running_loop().remove_reader(desk.fileno())
 
@@ -81,9 +91,18 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
         in_ring = job["topology"] == "ring"
         doomed = (DoomedInRing if in_ring else DoomedInMesh)(scenario, suffers, desk)
         worker = (RingWorker if in_ring else MeshWorker)(terms, port=None, **machine)
-        return MeshClient(worker, doomed, meddle=doomed.meddle, speak=doomed.speak)
+        return MeshClient(worker, doomed, **_driven(doomed, job))
     member = Doomed(scenario, suffers, desk)
-    return WorkerClient(Worker(terms, **machine), member, meddle=member.meddle, speak=member.speak)
+    return WorkerClient(Worker(terms, **machine), member, **_driven(member, job))
+
+
+def _driven(doomed: Doomed, job: Mapping[str, Any]) -> dict[str, Any]:
+    """How a client is to drive `doomed`."""
+    return {
+        "meddle": doomed.meddle,
+        "speak": doomed.speak,
+        "buffer_bytes": job["socket_bytes"],
+    }
 
 
 def _abandoned() -> None:

@@ -316,6 +316,40 @@ class Admission(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced(Event):
+    """The average that worker `rank` holds in step `step`, beside that of the known terms.
+
+    `roundings` is how far it is off from the mean in float64 at `element`, where that is most: in
+    units of 2^-24 of the mean of the terms' absolute values; inf where it is not finite.
+    """
+
+    kind: ClassVar[str] = "reduced"
+    step: int
+    rank: int
+    num_elements: int
+    roundings: float
+    element: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic(Event):
+    """Messages of one kind that `rank` (None: the coordinator) exchanged in the whole run.
+
+    `direction` is "sent" or "got", `peer` whom with: the "coordinator", or a "worker". `bytes` is
+    all that the socket was given, or gave, for them; `payload_bytes` is part of it.
+    """
+
+    kind: ClassVar[str] = "traffic"
+    rank: int | None
+    peer: str
+    direction: str
+    message: str
+    messages: int
+    payload_bytes: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End(Event):
     """The run is over: `completed`, `halted` (on purpose) or `failed` (`reason` says how)."""
 
@@ -328,7 +362,8 @@ EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
         *(Start, Shard, Update, Membership, Injected, Audit, Planted, Halt, Saved),
-        *(Manifest, Attempt, Product, Memory, Carried, Refused, Admission, End),
+        *(Manifest, Attempt, Product, Memory, Carried, Refused, Admission),
+        *(Reduced, Traffic, End),
     )
 }
 

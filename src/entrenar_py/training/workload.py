@@ -1,4 +1,4 @@
-"""Models with their data, as scenarios name them: `linear`, `mlp`, `decoder`.
+"""Models with their data, as scenarios name them: `linear`, `mlp`, `decoder`, `vectors`.
 
 A workload says what it holds, how it starts and what a set of samples costs; it keeps no weights.
 Same arguments, same bits.
@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.errors import UsageError
-from entrenar_py.training import autograd, datasets, decoder
+from entrenar_py.training import autograd, datasets, decoder, vectors
 from entrenar_py.training.tensors import (
     Array,
     DropFunction,
@@ -89,7 +89,8 @@ class Workload(Protocol):
 def build(name: str, *, num_samples: int, width: int, data: np.random.Generator) -> Workload:
     """The workload `name` with `num_samples` samples.
 
-    `width` is the hidden width of `mlp`; `data` draws the samples of `linear`.
+    `width` is the hidden width of `mlp`, the length of `vectors`; `data` draws the samples of
+    `linear` and `vectors`.
     Raises UsageError when the name is unknown or the data set has fewer samples.
     """
     if name == "linear":
@@ -98,7 +99,9 @@ def build(name: str, *, num_samples: int, width: int, data: np.random.Generator)
         return DigitClassifier(num_samples, width=width)
     if name == "decoder":
         return decoder.ByteDecoder(num_samples)
-    raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder")
+    if name == "vectors":
+        return vectors.GivenVectors(num_samples, length=width, data=data)
+    raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, vectors")
 
 
 class LinearRegression:

@@ -1,0 +1,270 @@
+"""F-RED-001 to F-RED-004: what the workers of a star, a mesh and a ring average, and what it costs.
+
+Judged on the workload `vectors`, whose mean is known beforehand. Source: reduction-v1; the bound on
+the error is derived in docs/numerics.md. What a rank has to send is counted in `traffic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from entrenar_py.checks import evidence, missing, traffic
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Membership, Reduced, Start, Trace, Traffic
+from entrenar_py.verdict import Finding, Tally
+
+KNOWN = "vectors"  # the workload whose terms are known
+UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
+SIMULATED, REAL = ("parameter_server_simulated", "mesh_simulated"), ("parameter_server", "mesh")
+RING, RING_SIMULATED = "ring", "ring_simulated"
+NUM_SHARDS = 8
+_MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
+
+# Lengths and the blocks they are cut in: a single element; fewer than workers; 17 blocks of two
+# sizes; one block, which one worker averages.
+SIZES = ((1, 4), (3, 4), (997, 240), (4_099, 2**20))
+# Sockets of 4 KiB, into which no block fits; blocks for every worker, so that all write at once.
+SMALL = {"socket_bytes": 4_096, "dead_after_s": 30.0, "deadline_s": 60.0}
+TIGHT = ((2, 300_007, 2**20), (3, 65_537, 2**16), (8, 100_003, 2**15))
+# 256 MiB in two blocks, beside the usual sockets of 4 MiB.
+LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """Two to eight workers, from one element up, simulated; over TCP what no socket holds, and 2^26
+    elements once around a ring.
+
+    A mesh sends 2^24: what is longer is no other case to it, and its twin takes as long again.
+    """
+    simulated = [
+        _scenario(system, world_size, length, {"block_bytes": block_bytes})
+        for system in (*SIMULATED, RING_SIMULATED)
+        for world_size in range(2, 9)
+        for length, block_bytes in SIZES
+    ]
+    real = [
+        _scenario(system, world_size, length, {"block_bytes": block_bytes, **SMALL})
+        for system in (*REAL, RING)
+        for world_size, length, block_bytes in TIGHT
+    ]
+    long = [
+        _scenario(system, 2, length, LONG).with_(
+            num_shards=3, num_samples=3, batch_size=3, num_steps=1
+        )
+        for system, length in (("mesh", 2**24), (RING, 2**26))
+    ]
+    return [*simulated, *real, *long]
+
+
+def _scenario(system: str, world_size: int, length: int, options: dict[str, float]) -> Scenario:
+    """Two steps, the second of another weight: shards of two and three samples, then of one."""
+    return Scenario(
+        system=system,
+        workload=KNOWN,
+        world_size=world_size,
+        seed=world_size,
+        num_shards=NUM_SHARDS,
+        num_samples=27,
+        batch_size=19,
+        num_steps=2,
+        width=length,
+        options=options,
+    )
+
+
+def family(scenario: Scenario) -> list[Scenario]:
+    """The run, and the one whose bits it must have."""
+    return evidence.distinct([scenario, _twin(scenario)])
+
+
+def _twin(scenario: Scenario) -> Scenario:
+    """The same reduction by the tree in one process; of a ring, in another simulated network."""
+    if scenario.system in (RING, RING_SIMULATED):
+        options = {name: v for name, v in scenario.options.items() if name == "block_bytes"}
+        options["network_seed"] = scenario.options.get("network_seed", 0) + 1
+        # Another right ring has bits of its own.
+        changes = {"system": RING_SIMULATED, "options": options, "mutant": scenario.mutant}
+        return evidence.plain(scenario, **changes)
+    return evidence.plain(scenario, system="reference", world_size=1, options={})
+
+
+def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Every rank holds the weighted mean, as far off as float32 rounding explains."""
+    tally = Tally(invariant.id)
+    for trace in _subjects(traces, tally):
+        allowed = roundings_max(trace.scenario)
+        _is_whole(tally, trace)
+        seen = {(one.step, one.rank): one for one in trace.of(Reduced)}
+        for step, by_rank in evidence.ranks_by_step(trace):
+            if lacking := by_rank.keys() - {rank for at, rank in seen if at == step}:
+                why = f"{missing.named(lacking)} measured nothing in step {step}"
+                missing.ask(tally, why, "a Reduced for every rank and step")
+        for one in seen.values():
+            tally.check(
+                one.roundings <= allowed,
+                f"the average of {one.num_elements} elements is off by {one.roundings:.3g} "
+                f"roundings, its order of additions explains {allowed:.3g}",
+                step=one.step,
+                rank=one.rank,
+                tensor="vector",
+                element=one.element,
+                expected=f"<= {allowed:.3g}",
+                got=f"{one.roundings:.3g}",
+                scenario=trace.scenario.to_dict(),
+            )
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def roundings_max(scenario: Scenario) -> float:
+    """By how many units of 2^-24 of the terms' mean size the average may be off.
+
+    Along the tree a term passes the additions of its shard, one a level, and the division; around a
+    ring those of its shard, of its worker's shards, one a worker, and the division.
+    """
+    shards, samples = scenario.num_shards, scenario.batch_size
+    in_shard = -(-samples // shards) - 1
+    if scenario.system in (RING, RING_SIMULATED):
+        # Who is lost leaves its shards to others, in the worst case all to one.
+        own = shards if scenario.faults else -(-shards // scenario.world_size)
+        depth = in_shard + (own - 1) + (scenario.world_size - 1) + 1
+    else:
+        depth = in_shard + (shards - 1).bit_length() + 1
+    bound = _gamma(depth, UNIT_ROUNDOFF) + _gamma(samples, UNIT_ROUNDOFF_F64)
+    return bound / UNIT_ROUNDOFF
+
+
+def _gamma(num: int, unit: float) -> float:
+    return num * unit / (1 - num * unit)
+
+
+def judge_bits(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """All ranks hold the same bits: the tree's, or around a ring those of every other run."""
+    tally = Tally(invariant.id)
+    kept = {trace.scenario: trace for trace in evidence.usable(traces, tally)}
+    subjects = [trace for one, trace in kept.items() if traffic.topology(one) is not None]
+    twins = {_twin(trace.scenario) for trace in subjects}
+    for trace in subjects:
+        if not _is_whole(tally, trace):
+            continue
+        _compare_ranks(tally, trace)
+        in_ring = trace.scenario.system in (RING, RING_SIMULATED)
+        if in_ring and trace.scenario.faults:
+            continue  # whoever was lost, the order of the ring was another one
+        model = kept.get(_twin(trace.scenario))
+        if model is not None:
+            _compare_twin(tally, model, trace)
+        elif trace.scenario not in twins:
+            tally.miss(f"no run to compare that of {trace.scenario.system} with")
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _is_whole(tally: Tally, trace: Trace) -> bool:
+    """Whether every rank recorded every step; that it did not is missing. Who was lost may not."""
+    scenario, made = trace.scenario, evidence.updates(trace)
+    for step in range(scenario.num_steps):
+        lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()
+        if lacking and (step not in made or not scenario.faults):
+            why = f"{missing.named(lacking)} recorded nothing of step {step}"
+            missing.ask(tally, why, "an Update for every rank and step")
+            return False
+    return True
+
+
+def _compare_ranks(tally: Tally, trace: Trace) -> None:
+    for step, by_rank in evidence.ranks_by_step(trace):
+        one = evidence.any_rank(by_rank)
+        for rank, update in sorted(by_rank.items()):
+            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            for part in ("gradient", "weights"):
+                message = f"rank {rank} holds other bits than rank {one.rank} ({part})"
+                evidence.compare_exact(
+                    tally, getattr(one, part), getattr(update, part), message, **place
+                )
+
+
+def _compare_twin(tally: Tally, model: Trace, trace: Trace) -> None:
+    expected = evidence.updates(model)
+    message = f"not the bits of {model.scenario.system}"
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for rank, update in sorted(by_rank.items()):
+            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            if step not in expected:
+                tally.check(False, f"step {step} is not of this training", **place)
+                continue
+            wanted = evidence.any_rank(expected[step]).gradient
+            evidence.compare_exact(tally, wanted, update.gradient, message, **place)
+
+
+def judge_traffic(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Every rank sends and gets the payload that its algorithm says, and little beside."""
+    tally = Tally(invariant.id)
+    for trace in _subjects(traces, tally):
+        if trace.scenario.faults:
+            continue  # an exchange that begins again costs as much again
+        expected = traffic.expected_bytes(trace)
+        if expected is None:
+            tally.miss(
+                "it is not known in which blocks the vector went, or who computed which shards"
+            )
+            continue
+        got = traffic.payload_bytes(trace)
+        scenario = trace.scenario.to_dict()
+        for (rank, peer, direction), num_bytes in expected.items():
+            name = "the coordinator" if rank is None else f"rank {rank}"
+            if not any(one.rank == rank for one in trace.of(Traffic)):
+                missing.ask(tally, f"what {name} sent is unknown", "a Traffic for every rank")
+                continue
+            end = {"sent": "to", "got": "from"}[direction]
+            said = got.get((rank, peer, direction), 0)
+            who = "workers" if peer == "worker" else "the coordinator"
+            what = f"{name} {direction} {said} bytes of gradient {end} {who}"
+            tally.equal(num_bytes, said, what, rank=rank, scenario=scenario)
+        _judge_headers(tally, trace)
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _judge_headers(tally: Tally, trace: Trace) -> None:
+    """What comes beside payloads is bounded, and nothing but blocks is carried between workers."""
+    for one in trace.of(Traffic):
+        what = f"{one.messages} {one.message} that were {one.direction}"
+        place = {"rank": one.rank, "scenario": trace.scenario.to_dict()}
+        if one.message in traffic.BLOCKS:
+            most = traffic.beside_bytes_max(one)
+            beside = one.bytes - one.payload_bytes
+            tally.check(
+                beside <= most,
+                f"{what} have {beside} bytes beside their payload",
+                expected=f"<= {most}",
+                got=str(beside),
+                **place,
+            )
+        elif one.peer == "worker" and one.rank is not None:
+            tally.equal(0, one.payload_bytes, f"{what} between workers carry something", **place)
+
+
+def judge_ends(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Every run ends in time, and nobody was given up who was not struck."""
+    tally = Tally(invariant.id)
+    for trace in traces:
+        scenario = trace.scenario
+        if traffic.topology(scenario) is None:
+            continue
+        if trace.end.status == "failed" and not trace.of(Start):
+            tally.miss(f"{scenario.system} could not be run: {trace.end.reason}")
+            continue
+        place = {"scenario": scenario.to_dict()}
+        how = f"the run ended {trace.end.status}: {trace.end.reason}"
+        if not tally.equal("completed", trace.end.status, how, **place) or scenario.faults:
+            continue
+        for one in trace.of(Membership):
+            what = f"rank {one.rank} {one.change}, though nothing befell it: {one.reason}"
+            tally.check(False, what, step=one.step, rank=one.rank, **place)
+    return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _subjects(traces: Sequence[Trace], tally: Tally) -> Iterator[Trace]:
+    """The runs of a star, a mesh or a ring on known vectors."""
+    for trace in evidence.usable(traces, tally):
+        if traffic.topology(trace.scenario) is not None and trace.scenario.workload == KNOWN:
+            yield trace

@@ -1,0 +1,84 @@
+"""The codecs of one connection, and how much of what goes through them: see `Meter`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+
+from entrenar_py.protocol.frames import Buffer, Decoder, Encoder, Received
+from entrenar_py.protocol.messages import Message
+
+
+@dataclass(slots=True)
+class Count:
+    """Whole messages of one kind, their payloads, and all of their bytes, prefixes and headers
+    included.
+    """
+
+    messages: int = 0
+    payload_bytes: int = 0
+    bytes: int = 0
+
+
+class Meter:
+    """What went over connections, by the name of the message.
+
+    Counted where frames meet the socket: what was sent when its bytes are taken for writing, what
+    was got when they were read. A message that was not whole is in no count but that of bytes.
+    Connections are written to by threads of their own.
+    """
+
+    def __init__(self) -> None:
+        self.sent: defaultdict[str, Count] = defaultdict(Count)
+        self.got: defaultdict[str, Count] = defaultdict(Count)
+        self._lock = Lock()
+
+    def write(self, message: Message, num_bytes: int) -> None:
+        """So many bytes of `message` are taken."""
+        with self._lock:
+            self.sent[type(message).__name__].bytes += num_bytes
+
+    def wrote(self, message: Message, payload_bytes: int) -> None:
+        """That was all of it."""
+        with self._lock:
+            count = self.sent[type(message).__name__]
+            count.messages += 1
+            count.payload_bytes += payload_bytes
+
+    def read(self, received: Received, num_bytes: int) -> None:
+        """A whole message came, of so many bytes."""
+        with self._lock:
+            count = self.got[type(received.message).__name__]
+            count.messages += 1
+            count.payload_bytes += received.payload.nbytes
+            count.bytes += num_bytes
+
+
+class Stream:
+    """One connection's codecs; what goes through them is counted in `meter`."""
+
+    def __init__(self, decoder: Decoder, encoder: Encoder, meter: Meter) -> None:
+        self.decoder, self.encoder, self._meter = decoder, encoder, meter
+        self._came_bytes = 0  # of the message in work
+
+    def secure(self, key: bytes) -> None:
+        """All later frames are keyed, in both directions."""
+        self.decoder.key = self.encoder.key = key
+
+    def encode(self, message: Message, payload: Buffer) -> Iterator[Buffer]:
+        """The bytes of `message`, in order, each to be taken when it can be sent."""
+        for buffer in self.encoder.encode(message, payload):
+            self._meter.write(message, memoryview(buffer).nbytes)
+            yield buffer
+        self._meter.wrote(message, memoryview(payload).nbytes)
+
+    def filled(self, num_bytes: int) -> Received | None:
+        """As the decoder's."""
+        self._came_bytes += num_bytes
+        received = self.decoder.filled(num_bytes)
+        if received is not None:
+            self._meter.read(received, self._came_bytes)
+            self._came_bytes = 0
+        return received

@@ -1,0 +1,217 @@
+"""F-RED-001 to F-RED-004: right runs of every kind hold; what was changed in one is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.checks import CHECKS, reductions
+from entrenar_py.checks.reductions import REAL, RING, RING_SIMULATED, SIMULATED
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import End, Membership, Reduced, Shard, Start, Trace, Traffic, Update
+from entrenar_py.verdict import Finding, Verdict
+from tests.checks import traces
+
+CHECKED = ("reduction_mean", "reduction_bits", "reduction_traffic", "reduction_ends")
+PLANNED = CHECKS["reduction_mean"].plan(traces.clause("reduction_mean"))
+
+
+def small(system: str, world_size: int) -> list[Scenario]:
+    """Those of the plan that are tried here: every length, of few numbers of workers."""
+    return [
+        one
+        for one in PLANNED
+        if (one.system, one.world_size) == (system, world_size) and one.width < 10_000
+    ]
+
+
+RIGHT = small(RING_SIMULATED, 3)[2]
+MESHED = small("mesh_simulated", 3)[2]
+
+
+def judged(check: str, trace: Trace) -> Finding:
+    """The family of `trace`, in which `trace` takes the place of the right run."""
+    return traces.judge(check, [trace, *traces.family(check, trace.scenario)[1:]])
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8])
+@pytest.mark.parametrize("system", [*SIMULATED, RING_SIMULATED])
+@pytest.mark.parametrize("check", CHECKED)
+def test_right_reductions_hold(check: str, system: str, world_size: int) -> None:
+    """One element, fewer than workers, many blocks, one block."""
+    subjects = small(system, world_size)
+    assert len(subjects) == 4
+    for subject in subjects:
+        finding = traces.judge(check, traces.family(check, subject))
+        assert finding.verdict is Verdict.HELD, finding
+        assert finding.compared > (0 if check == "reduction_ends" else world_size)
+
+
+@pytest.mark.parametrize("system", [*REAL, RING])
+def test_real_ones_hold_where_no_block_fits_into_a_socket(system: str) -> None:
+    """Processes over TCP, whose sockets hold 4 KiB."""
+    (subject,) = [
+        one for one in PLANNED if (one.system, one.world_size) == (system, 3) and one.width < 2**20
+    ]
+    assert subject.options["block_bytes"] > 10 * subject.options["socket_bytes"]
+    for check in CHECKED:
+        finding = traces.judge(check, traces.family(check, subject))
+        assert finding.verdict is Verdict.HELD, finding
+
+
+def test_the_plan_reaches_what_it_says() -> None:
+    """Every number of workers on every system, and 2^26 elements in blocks of 128 MiB."""
+    for system in (*SIMULATED, RING_SIMULATED):
+        assert {one.world_size for one in PLANNED if one.system == system} == set(range(2, 9))
+        assert any(one.width < one.world_size for one in PLANNED if one.system == system)
+    assert max((one.width, one.system) for one in PLANNED) == (2**26, RING)
+    assert max(one.options["block_bytes"] for one in PLANNED) == 2**27
+    assert {one.system for one in PLANNED if "socket_bytes" in one.options} == {*REAL, RING}
+
+
+def test_every_rank_is_measured() -> None:
+    """Its largest error, in roundings: some, since float32 rounds, and few."""
+    run = traces.run(RIGHT)
+    found = run.of(Reduced)
+    assert {(one.step, one.rank) for one in found} == {(s, r) for s in (0, 1) for r in (0, 1, 2)}
+    assert all(0.5 < one.roundings < reductions.roundings_max(RIGHT) for one in found)
+    assert all(one.num_elements == 997 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("system", "world_size", "most"),
+    [("mesh", 3, 2 + 3 + 1), (RING, 3, 2 + 2 + 2 + 1), (RING, 8, 2 + 0 + 7 + 1)],
+)
+def test_the_bound_counts_additions(system: str, world_size: int, most: int) -> None:
+    """19 samples in 8 shards: two in the largest, then up the tree or around; and a division."""
+    bound = reductions.roundings_max(RIGHT.with_(system=system, world_size=world_size))
+    assert most < bound < most * 1.001
+
+
+@pytest.mark.parametrize("roundings", [7.1, float("inf"), float("nan")])
+def test_a_mean_that_is_off(roundings: float) -> None:
+    """Named by step, rank and element; also one that is not finite."""
+    wrong = traces.altered(
+        traces.run(RIGHT), Reduced, {"step": 1, "rank": 2}, roundings=roundings, element=4
+    )
+    found = traces.broken(judged("reduction_mean", wrong))
+    assert (found.step, found.rank, found.tensor, found.element) == (1, 2, "vector", 4)
+
+
+def test_bits_of_another_rank() -> None:
+    """One rank that holds other bits than the others."""
+    digest = {"vector": traces.values(1.0)}
+    wrong = traces.altered(traces.run(RIGHT), Update, {"step": 1, "rank": 2}, weights=digest)
+    found = traces.broken(judged("reduction_bits", wrong))
+    assert (found.step, found.rank) == (1, 2)
+
+
+@pytest.mark.parametrize("subject", [RIGHT, MESHED], ids=["ring", "mesh"])
+def test_bits_of_another_sum(subject: Scenario) -> None:
+    """All ranks hold the same, which another run of the ring, or the tree, has not."""
+    digest = {"vector": traces.values(1.0)}
+    wrong = traces.altered(traces.run(subject), Update, {"step": 1}, gradient=digest)
+    found = traces.broken(judged("reduction_bits", wrong))
+    assert (found.step, found.rank) == (1, 0)
+    assert "not the bits of" in found.message
+
+
+@pytest.mark.parametrize("more", [-4, 4])
+@pytest.mark.parametrize("subject", [RIGHT, MESHED], ids=["ring", "mesh"])
+def test_an_element_more_or_less(subject: Scenario, more: int) -> None:
+    """Is seen, of either direction."""
+    for direction in ("sent", "got"):
+        place = {"rank": 1, "direction": direction, "message": "Average"}
+        one = traces.one(traces.run(subject), Traffic, **place)
+        wrong = traces.altered(
+            traces.run(subject), Traffic, place, payload_bytes=one.payload_bytes + more
+        )
+        found = traces.broken(judged("reduction_traffic", wrong))
+        assert found.rank == 1
+        assert int(found.got or 0) - int(found.expected or 0) == more
+
+
+@pytest.mark.parametrize(
+    ("message", "peer", "said"),
+    [
+        ("Average", "worker", "bytes beside their payload"),
+        ("Heartbeat", "worker", "between workers carry something"),
+        ("TreeNode", "coordinator", "bytes of gradient to the coordinator"),
+    ],
+)
+def test_what_is_carried_beside(message: str, peer: str, said: str) -> None:
+    """Headers that swell, payloads where none belong, and gradients over the coordinator."""
+    payload = 0 if message == "Average" else 4_000
+    more = Traffic(
+        rank=2,
+        peer=peer,
+        direction="sent",
+        message=message,
+        messages=1,
+        payload_bytes=payload,
+        bytes=4_304 + 1,
+    )
+    run = traces.run(RIGHT)
+    found = traces.broken(judged("reduction_traffic", replace(run, events=(*run.events, more))))
+    assert found.rank == 2
+    assert said in found.message
+
+
+@pytest.mark.parametrize("status", ["failed", "halted"])
+def test_a_run_that_does_not_end(status: str) -> None:
+    """Its reason is the finding's; the other clauses have nothing to judge then."""
+    run = traces.run(RIGHT)
+    end = End(status=status, reason="not finished after 60 s")
+    stuck = replace(run, events=(*run.events[:-1], end))
+    found = traces.broken(judged("reduction_ends", stuck))
+    assert "not finished after 60 s" in found.message
+    if status == "failed":
+        for check in CHECKED[:3]:
+            assert traces.judge(check, [stuck]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_worker_that_was_given_up() -> None:
+    """Though nothing befell it: it was silent, or its connection was taken for broken."""
+    run = traces.run(RIGHT)
+    left = Membership(step=1, rank=2, change="left", reason="silent for 10.0 s")
+    found = traces.broken(judged("reduction_ends", replace(run, events=(left, *run.events))))
+    assert (found.step, found.rank) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("check", "lacking"),
+    [
+        ("reduction_mean", Reduced),
+        ("reduction_mean", Update),
+        ("reduction_traffic", Traffic),
+        ("reduction_traffic", Shard),
+        ("reduction_bits", Update),
+    ],
+)
+def test_nothing_is_held_of_what_was_not_recorded(
+    check: str, lacking: type[Reduced | Traffic | Shard | Update]
+) -> None:
+    """A fact that is missing is no evidence."""
+    for place in ({}, {"rank": 2}):
+        bare = traces.without(traces.run(RIGHT), lacking, **place)
+        assert judged(check, bare).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("check", CHECKED)
+def test_nothing_at_all(check: str) -> None:
+    """No run, a run that crashed, a run without its twin, a run of something else."""
+    other = traces.run(traces.scenario(num_steps=2))
+    crashed = traces.failed(RIGHT)
+    for found in ([], [other], [crashed]):
+        assert traces.judge(check, found).verdict is Verdict.INCONCLUSIVE
+    if check == "reduction_bits":
+        assert traces.judge(check, [traces.run(RIGHT)]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_run_that_never_began_is_not_called_stuck() -> None:
+    """Nobody was given the state: that says nothing of the exchange."""
+    bare = traces.without(traces.run(RIGHT), Start)
+    end = End(status="failed", reason="workers did not come")
+    bare = replace(bare, events=(*bare.events[:-1], end))
+    assert traces.judge("reduction_ends", [bare]).verdict is Verdict.INCONCLUSIVE

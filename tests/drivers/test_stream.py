@@ -1,0 +1,63 @@
+"""What goes through a connection's codecs is counted: messages, their payloads, all bytes."""
+
+from __future__ import annotations
+
+from entrenar_py.drivers.stream import Count, Meter, Stream
+from entrenar_py.protocol.frames import CHUNK_BYTES, PREFIX_BYTES, Decoder, Encoder
+from entrenar_py.protocol.headers import dump
+from entrenar_py.protocol.messages import Heartbeat, Message, TreeNode
+
+NODE = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
+
+
+def stream(meter: Meter) -> Stream:
+    """With room for everything."""
+    made = Stream(Decoder(lambda kind: 2**30), Encoder(), meter)
+    made.secure(bytes(range(32)))
+    return made
+
+
+def told(one: Stream, message: Message, payload: bytes = b"") -> bytes:
+    """All bytes of a message."""
+    return b"".join(one.encode(message, payload))
+
+
+def heard(one: Stream, data: bytes) -> None:
+    """Feeds `data` to the decoder, as much at a time as it asks for."""
+    left = memoryview(data)
+    while left.nbytes:
+        place = one.decoder.buffer()
+        num_bytes = min(place.nbytes, left.nbytes)
+        place[:num_bytes] = left[:num_bytes]
+        left = left[num_bytes:]
+        one.filled(num_bytes)
+
+
+def test_both_ends_count_the_same() -> None:
+    """By kind: how many, what they carry, and that with prefixes and headers."""
+    here, there = Meter(), Meter()
+    ours, theirs = stream(here), stream(there)
+    payload = bytes(2 * CHUNK_BYTES + 5)
+    for message, carried in ((NODE, b"1234"), (Heartbeat(), b""), (NODE, payload)):
+        heard(theirs, told(ours, message, carried))
+    headers = 2 * len(dump(NODE))
+    assert (
+        here.sent
+        == there.got
+        == {
+            "TreeNode": Count(2, len(payload) + 4, len(payload) + 4 + headers + 4 * PREFIX_BYTES),
+            "Heartbeat": Count(1, 0, PREFIX_BYTES + len(dump(Heartbeat()))),
+        }
+    )
+    assert not here.got
+    assert not there.sent
+
+
+def test_what_is_not_whole_counts_as_bytes_alone() -> None:
+    """What was taken of a message whose connection broke, no more; what came of one, not at all."""
+    here, there = Meter(), Meter()
+    ours, theirs = stream(here), stream(there)
+    first = next(iter(ours.encode(NODE, b"1234")))
+    heard(theirs, bytes(first))
+    assert here.sent == {"TreeNode": Count(0, 0, PREFIX_BYTES + len(dump(NODE)))}
+    assert not there.got

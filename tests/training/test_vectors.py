@@ -1,0 +1,61 @@
+"""The workload `vectors`: its gradients are what anyone can draw again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from entrenar_py.training import dropout
+from entrenar_py.training.tensors import Array
+from entrenar_py.training.vectors import WEIGHTS, GivenVectors
+
+LENGTH = 1_000
+
+
+def built(length: int = LENGTH, seed: int = 1) -> GivenVectors:
+    """Ten samples."""
+    return GivenVectors(10, length=length, data=np.random.default_rng(seed))
+
+
+def drawn(model: GivenVectors, sample: int, *pieces: int) -> Array:
+    """v_`sample`, a piece at a time."""
+    stream = model.stream(sample)
+    return np.concatenate([stream.standard_normal(size, dtype=np.float32) for size in pieces])
+
+
+def gradient(model: GivenVectors, ids: list[int], at: float, scale: float = 1.0) -> Array:
+    """Of the samples `ids`, where every element of the tensor is `at`."""
+    tensors = {"vector": torch.full((LENGTH,), at)}
+    _, (found,) = model.gradients(
+        tensors, ids, linear=torch.nn.functional.linear, drop=dropout.none, scale=scale
+    )
+    return found
+
+
+def test_a_gradient_is_the_sum_of_given_vectors() -> None:
+    """Whatever was learned, and drawn in whatever pieces; times the scale."""
+    model = built()
+    expected = drawn(model, 3, LENGTH) + drawn(model, 5, 1, 7, 992)
+    assert np.array_equal(gradient(model, [3, 5], at=0.0), expected)
+    assert np.array_equal(gradient(model, [3, 5], at=9.0, scale=0.25), expected / 4)
+
+
+def test_the_order_of_additions_shows() -> None:
+    """Three of them have other bits in another order, in a good part of the elements."""
+    model = built()
+    a, b, c = (drawn(model, sample, LENGTH) for sample in range(3))
+    assert 0.1 < np.mean((a + b) + c != a + (b + c)) < 0.9
+
+
+def test_samples_weigh_differently() -> None:
+    """One, two or three each, so that no count of samples or workers is the weight by accident."""
+    model = built()
+    assert [model.weight([sample]) for sample in range(4)] == [1, 2, 3, 1]
+    assert model.weight(range(10)) == 19
+    assert model.weight_max == WEIGHTS
+
+
+def test_another_length_or_seed_is_another_data_set() -> None:
+    """Workers with other vectors are not let in."""
+    digests = {built().data_digest, built(LENGTH + 1).data_digest, built(seed=2).data_digest}
+    assert len(digests) == 3
