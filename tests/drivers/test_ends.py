@@ -72,12 +72,16 @@ def _alone(**changes: Any) -> Run:
     return run_of(world_size=1, awaited={}, **changes)
 
 
+@pytest.mark.parametrize("by_server", [False, True])
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_a_run_byte_by_byte(num_blocks: int) -> None:
+def test_a_run_byte_by_byte(num_blocks: int, by_server: bool) -> None:
     """Every step is made by both, the checkpoint is asked for, and both are finished."""
     server, member = FakeServer(), FakeMember()
-    pair = Pair(_alone(num_blocks=num_blocks, saves=[2]), server, member)
+    run = _alone(num_blocks=num_blocks, saves=[2], server_updates=by_server)
+    pair = Pair(run, server, member)
     pair.pass_on()
+    assert server.prepared == ([0, 1, 2] if by_server else [])
+    assert pair.down.said.count("Weights" if by_server else "Average") == 3 * num_blocks
     assert server.made == member.made == [0, 1, 2]
     assert server.told == ["0 joined", "saved 2"]
     assert server.reduced == [[*reversed(range(num_blocks))]] * 3 + [[]]

@@ -40,18 +40,22 @@ IMPATIENT = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=0.2, gather_s=5.0
 @pytest.mark.parametrize(
     ("size", "num_blocks"), [(1, 1), (1, 100), (2**20, 1), (2**20 + 1, 3), (5 * 2**20, 1)]
 )
-def test_a_run_by_two_workers(size: int, num_blocks: int) -> None:
+@pytest.mark.parametrize("by_server", [False, True])
+def test_a_run_by_two_workers(size: int, num_blocks: int, by_server: bool) -> None:
     """Every step is made by everyone, in blocks of any size and number; all hear of the end."""
 
     async def story() -> None:
         content = random.Random(size).randbytes(size)
         hands, members = FakeServer(content), [FakeMember(content), FakeMember(content)]
-        server, port = await listening(run_of(num_blocks=num_blocks), hands)
+        server, port = await listening(
+            run_of(num_blocks=num_blocks, server_updates=by_server), hands
+        )
         clients = [client_of(rank, member) for rank, member in enumerate(members)]
         finishes = asyncio.ensure_future(take_part(clients, port))
         assert await server.finish() == COMPLETED
         assert await finishes == [COMPLETED, COMPLETED]
         assert hands.reduced == [[*reversed(range(num_blocks))] for _ in ALL] + [[]]
+        assert hands.prepared == (ALL if by_server else [])
         assert hands.made == members[0].made == members[1].made == ALL
         assert sorted(hands.told) == ["0 joined", "1 joined"]
 

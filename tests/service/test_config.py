@@ -76,6 +76,7 @@ checkpoint: {path: state/run.ckpt, every_steps: 10}
 metrics: /var/log/run.jsonl
 ledger: ledger.jsonl
 audit_share: 0.1
+updates: server
 """,
     )
     assert (found.scenario.num_steps, found.scenario.learning_rate) == (9, 1e-3)
@@ -86,7 +87,7 @@ audit_share: 0.1
     assert found.checkpoint == config.Checkpoint(path=folder / "state/run.ckpt", every_steps=10)
     assert found.metrics == Path("/var/log/run.jsonl")
     assert found.ledger == folder / "ledger.jsonl"
-    assert found.scenario.options == {"audit_share": 0.1}
+    assert found.scenario.options == {"audit_share": 0.1, "updates": "server"}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,10 @@ audit_share: 0.1
         (
             SMALL + "audit_share: 2\n",
             ["run.yaml:5:14: error: audit_share=2: use a number from 0 to 1"],
+        ),
+        (
+            SMALL + "updates: client\n",
+            ["run.yaml:5:10: error: updates='client': use workers or server"],
         ),
         (
             SMALL + "wait_for: some\n",

@@ -78,6 +78,26 @@ def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_coordinator_that_updates_goes_on_where_it_was(star: Cluster) -> None:
+    """The moments were its own, and are in the checkpoint: the weights end on the same bits."""
+    service: dict[str, Any] = {
+        "checkpoint": {"path": "state", "every_steps": 3},
+        "ledger": "ledger.jsonl",
+        "updates": "server",
+    }
+    star.configure(LONG, wait_for=2, **service)
+    first = star.coordinator()
+    workers = [star.worker(), star.worker()]
+    first.until(r"checkpoint before step")
+    first.kill()
+    second = star.coordinator("--resume")
+    assert [one.code() for one in (second, *workers)] == 3 * [exits.DONE]
+    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    verified = star.verify("--replay")
+    assert verified.code() == exits.DONE, verified.text
+
+
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(star: Cluster) -> None:
     """The run waits when its last worker is killed in the middle of it; the same bits."""
     star.configure(LONG)
