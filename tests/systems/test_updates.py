@@ -111,6 +111,8 @@ def test_audits_go_with_it() -> None:
         (Fault(kind="kill", step=STEP, rank=1, at="Weights"),),
         (Fault(kind="cut", step=STEP, rank=1, at="Commit"),),
         tuple(Fault(kind="kill", step=STEP, rank=n, at="Weights") for n in range(3)),
+        (Fault(kind="restart", step=STEP, at="Weights"),),
+        (Fault(kind="restart", step=STEP, at="Applied"),),
     ],
 )
 def test_real_processes(faults: tuple[Fault, ...]) -> None:
