@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import pytest
@@ -15,11 +14,6 @@ from entrenar_py.kill_matrix import Row
 # The same examples in every run, so that a gate is not a lottery; `make soak` looks further.
 settings.register_profile("entrenar", deadline=None, derandomize=True)
 settings.load_profile("entrenar")
-
-
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: many tests wait for processes of their own."""
-    return min(4, (os.cpu_count() or 1) + 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
