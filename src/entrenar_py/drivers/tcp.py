@@ -112,7 +112,7 @@ class CoordinatorServer:
             finish = await self._finished
             self._door.close()
             leaving = [link.ended for link in self._peers]
-            if leaving and finish is not DIED:
+            if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
             return finish
         finally:
@@ -129,14 +129,18 @@ class CoordinatorServer:
 
     def die(self) -> None:
         """Is gone at once, as if its process were: `finish` gives DIED, and nobody is told."""
+        assert self._door is not None, "listen comes first"
         self._dead = True
+        self._ticking.cancel()
+        self._beside.forget()
+        self._door.close()
+        for link in self._peers:
+            link.abort()
         if not self._finished.done():
             self._finished.set_result(DIED)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""
-        if self._dead:
-            return
         member = self.end.machine.peers.get(peer)
         rank = None if member is None else member.rank
         self._links[peer].write(self._counted(buffers), self._meddle(rank, False, message))
@@ -161,8 +165,6 @@ class CoordinatorServer:
         return self.end.buffer(self._peers[link])
 
     def _filled(self, link: Link, num_bytes: int) -> None:
-        if self._dead:
-            return
         self.bytes_in += num_bytes
         self.end.filled(self._peers[link], num_bytes)
         self._look()
@@ -180,9 +182,8 @@ class CoordinatorServer:
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
-        if not self._dead:
-            self.end.tick()
-            self._look()
+        self.end.tick()
+        self._look()
 
     def _look(self) -> None:
         if self.end.finished is not None and not self._finished.done():
