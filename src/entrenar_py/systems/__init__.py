@@ -43,9 +43,9 @@ class System:
 
 _REAL_OPTIONS = ("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes")
 _TRAINING_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
-_REAL_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
+_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
 # A coordinator that dies at a message has to see it: over TCP that of a star alone sees all.
-_SIMULATED_FAULTS = (*_REAL_FAULTS, "restart")
+_FAULTS_AND_RESTART = (*_FAULTS, "restart")
 
 # name -> what it is; the module of the same name holds `run`.
 SYSTEMS: dict[str, System] = {
@@ -62,38 +62,38 @@ SYSTEMS: dict[str, System] = {
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=(*_SIMULATED_FAULTS, *faults.SILENT),
+        faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
         options=(*_REAL_OPTIONS, "audit_share", "updates"),
     ),
     "parameter_server_simulated": System(
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=(*_SIMULATED_FAULTS, *faults.SILENT),
+        faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates"),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         trains=True,
-        faults=_REAL_FAULTS,
+        faults=_FAULTS,
         options=_REAL_OPTIONS,
     ),
     "mesh_simulated": System(
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
-        faults=_SIMULATED_FAULTS,
+        faults=_FAULTS_AND_RESTART,
         options=("block_bytes", "network_seed"),
     ),
     "ring": System(
         what="workers that send blocks around a ring over TCP, each a process of its own",
         trains=True,
-        faults=_REAL_FAULTS,
+        faults=_FAULTS,
         places=RING_PLACES,
         options=_REAL_OPTIONS,
     ),
     "ring_simulated": System(
         what="workers that send blocks around a ring, under the same simulator",
         trains=True,
-        faults=_SIMULATED_FAULTS,
+        faults=_FAULTS_AND_RESTART,
         places=RING_PLACES,
         options=("block_bytes", "network_seed"),
     ),
