@@ -36,6 +36,16 @@ def run_of(**changes: Any) -> Run:
     return Run(terms=TERMS, **{"awaited": {0: [0, 1]}, **usual, **changes})
 
 
+class AtOnce:
+    """Nothing is beside anything: it is done when it is asked for."""
+
+    def run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        done(work())
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
 class FakeServer:
     """The coordinator's hands. The state and each block are `content`; `made` are the steps made,
     `reduced` the blocks averaged of each, `prepared` those made beside the state in use.

@@ -15,7 +15,7 @@ from entrenar_py.protocol.effects import Peer
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message, NonFinite
 from entrenar_py.protocol.terms import Run
-from tests.drivers.fakes import SECRET, TIMING, FakeMember, FakeServer, run_of, worker_of
+from tests.drivers.fakes import SECRET, TIMING, AtOnce, FakeMember, FakeServer, run_of, worker_of
 
 NONCE = "0" * 32
 
@@ -43,7 +43,7 @@ class Pair:
         self.now = 0.0
         self.down, self.up = Wire(), Wire()
         machine = Coordinator(run, secret=SECRET, timing=TIMING, now=0.0)
-        self.coordinator = CoordinatorEnd(machine, server, self.down, self._clock)
+        self.coordinator = CoordinatorEnd(machine, server, self.down, self._clock, AtOnce())
         self.worker = WorkerEnd(worker_of(0), member, self.up, self._clock, self._compute)
         self.worker.connected("up", NONCE)
         self.coordinator.connected("down", NONCE)

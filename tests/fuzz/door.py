@@ -21,6 +21,7 @@ from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.server import Server
+from tests.drivers.fakes import AtOnce
 
 SCENARIO = Scenario(
     system="parameter_server_simulated",
@@ -74,7 +75,7 @@ class Door:
             awaited=self._awaited,
         )
         machine = Coordinator(run, secret=SECRET, timing=Timing(), now=0.0)
-        self.end = CoordinatorEnd(machine, self.hands, self._down, _clock)
+        self.end = CoordinatorEnd(machine, self.hands, self._down, _clock, AtOnce())
         self._asked: list[do.Compute] = []
         self._honest = worker_end(0, self._up, self._asked.append)
         self._honest.connected(HONEST, NONCE)

@@ -111,9 +111,9 @@ class CoordinatorEnd:
         hands: ServerHands,
         wire: Wire,
         clock: Callable[[], float],
-        beside: Beside | None = None,
+        beside: Beside,
     ) -> None:
-        """`beside` is where blocks are reduced and steps prepared; at once and here without one."""
+        """`beside` is where blocks are reduced and steps prepared."""
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self._beside = beside
         self.finished: do.Finish | None = None
@@ -195,7 +195,7 @@ class CoordinatorEnd:
             case do.Left():
                 self.hands.left(effect)
             case do.Gather(step):
-                self._forget()
+                self._beside.forget()  # it was of a step that is over, or did not happen
                 self.hands.gather(step)
             case do.Deliver(rank):
                 self.hands.deliver(rank)
@@ -210,11 +210,15 @@ class CoordinatorEnd:
             case do.Conclude():
                 self.hands.conclude(effect)
             case do.Reduce(step, block):
-                return self._reduce(step, block)
+                self.hands.complete(block)
+                self._beside.run(
+                    partial(self.hands.reduce, block),
+                    lambda reduced: self._do(self._reduced(step, reduced, block)),
+                )
             case do.Prepare(step):
-                return self._aside(
+                self._beside.run(
                     partial(self.hands.prepare, step),
-                    lambda made: self.machine.prepared(step, *made, self._clock()),
+                    lambda made: self._do(self.machine.prepared(step, *made, self._clock())),
                 )
             case do.Apply(step):
                 self.hands.apply_average(step)
@@ -223,25 +227,10 @@ class CoordinatorEnd:
             case do.Stop():
                 self.hands.stop(effect)
             case do.Finish():
-                self._forget()
+                self._beside.forget()
                 self.finished = effect
             case _:
                 raise AssertionError(f"{effect} is not the coordinator's")
-        return []
-
-    def _reduce(self, step: int, block: int) -> list[Effect]:
-        self.hands.complete(block)
-        return self._aside(
-            partial(self.hands.reduce, block), lambda reduced: self._reduced(step, reduced, block)
-        )
-
-    def _aside(
-        self, work: Callable[[], Outcome], tell: Callable[[Outcome], list[Effect]]
-    ) -> list[Effect]:
-        """Has `work` done beside everything else, and does what the machine, told of it, wants."""
-        if self._beside is None:
-            return tell(work())
-        self._beside.run(work, lambda outcome: self._do(tell(outcome)))
         return []
 
     def _reduced(self, step: int, reduced: tuple[float, float] | str, block: int) -> list[Effect]:
@@ -249,11 +238,6 @@ class CoordinatorEnd:
             return self.machine.refused(step, reduced)
         loss, weight = reduced
         return self.machine.reduced(step, block, loss, weight, self._clock())
-
-    def _forget(self) -> None:
-        """Nothing is reduced any more: it was of a step that is over, or did not happen."""
-        if self._beside is not None:
-            self._beside.forget()
 
 
 class WorkerEnd:

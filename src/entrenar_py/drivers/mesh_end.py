@@ -59,10 +59,10 @@ class MeshEnd(WorkerEnd):
         clock: Callable[[], float],
         compute: Callable[[do.Compute], None],
         dial: Callable[[do.Dial], None],
+        beside: Beside,
         speak: Speak = truthfully,
-        beside: Beside | None = None,
     ) -> None:
-        """`beside` is where blocks are reduced; at once and here, if there is none."""
+        """`beside` is where blocks are reduced."""
         super().__init__(machine, hands, wire, clock, compute, speak)
         self.links_meter = Meter()
         self._dial, self._beside = dial, beside
@@ -129,14 +129,18 @@ class MeshEnd(WorkerEnd):
             case do.Contribute(node):
                 self.hands.contribute(node)
             case do.Reduce(step, block):
-                return [(one, None) for one in self._reduce(step, block)]
+                self.hands.complete(block)
+                self._beside.run(
+                    partial(self.hands.reduce, block),
+                    lambda reduced: self._do(self._reduced(step, reduced, block)),
+                )
             case do.Combine(step, block):
                 return [(one, None) for one in self._combined(step, block, received)]
             case do.Regroup():
-                self._forget()
+                self._beside.forget()  # it was of a round that is over
                 self.hands.regroup()
             case do.Load() | do.Finish():
-                self._forget()
+                self._beside.forget()
                 return super()._one(effect, received)
             case do.Postpone(peer):
                 assert received is not None, "what is postponed was received"
@@ -147,26 +151,11 @@ class MeshEnd(WorkerEnd):
                 return super()._one(effect, received)
         return []
 
-    def _reduce(self, step: int, block: int) -> list[Effect]:
-        self.hands.complete(block)
-        if self._beside is None:
-            return self._reduced(step, self.hands.reduce(block), block)
-        self._beside.run(
-            partial(self.hands.reduce, block),
-            lambda reduced: self._do(self._reduced(step, reduced, block)),
-        )
-        return []
-
     def _reduced(self, step: int, reduced: tuple[float, float] | None, block: int) -> list[Effect]:
         if reduced is None:
             return self.machine.overflowed(step, block)
         loss, weight = reduced
         return self.machine.reduced(step, block, loss, weight)
-
-    def _forget(self) -> None:
-        """Nothing is reduced any more: it was of a round, or a stay, that is over."""
-        if self._beside is not None:
-            self._beside.forget()
 
     def _combined(self, step: int, block: int, received: Received | None) -> list[Effect]:
         assert isinstance(self.machine, RingWorker)

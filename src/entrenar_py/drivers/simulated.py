@@ -86,7 +86,7 @@ class Simulation:
             hands = cast(MeshHands, member)
             beside = self._beside(lambda action: self._to(up.node, action))
             clock = self._time.clock
-            return MeshEnd(mesh, hands, up, clock, up.compute, up.dial, speak, beside)
+            return MeshEnd(mesh, hands, up, clock, up.compute, up.dial, beside, speak)
         machine = self._worker(terms, rank=rank, **kept)
         return WorkerEnd(machine, member, up, self._time.clock, up.compute, speak)
 

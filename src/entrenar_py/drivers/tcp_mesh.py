@@ -62,7 +62,7 @@ class MeshClient(WorkerClient):
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
         clock, self._beside = time.monotonic, Thread()
-        return MeshEnd(machine, mesh, self, clock, self.compute, self.dial, speak, self._beside)
+        return MeshEnd(machine, mesh, self, clock, self.compute, self.dial, self._beside, speak)
 
     async def run(
         self,
