@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import cache
 
 import pytest
@@ -14,6 +15,10 @@ from entrenar_py.kill_matrix import Row
 # The same examples in every run, so that a gate is not a lottery; `make soak` looks further.
 settings.register_profile("entrenar", deadline=None, derandomize=True)
 settings.load_profile("entrenar")
+
+# What a shell starts in the background ignores interrupts, and so would all that is tested here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,8 +26,6 @@ class Telling(ProcessStar):
 
 
 if __name__ == "__main__":
-    # What a shell starts in the background ignores interrupts, and so would what it starts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     mood = sys.argv[1]
     Telling(
         Scenario(
