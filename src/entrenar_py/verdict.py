@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
 
 
 class Verdict(StrEnum):
@@ -142,9 +143,13 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, message: str, **place: Any) -> bool:
-        """Counts one comparison; if it does not hold, keeps the counterexample `place`."""
+        """Counts one comparison; if it does not hold, keeps the counterexample `place`, whose
+        `scenario` is given as a Scenario: most comparisons hold, and never need it as a mapping.
+        """
         self.compared += 1
         if not holds:
+            run: Scenario | None = place.pop("scenario", None)
+            place["scenario"] = None if run is None else run.to_dict()
             found = Counterexample(message=message, **place)
             if self.broken is None or _step(found) < _step(self.broken):
                 self.broken = found

@@ -158,7 +158,7 @@ def _enough(tally: Tally, trace: Trace) -> None:
             step=step,
             expected=f"{due} or more",
             got=str(len(audited[step])),
-            scenario=scenario.to_dict(),
+            scenario=scenario,
         )
 
 
@@ -166,7 +166,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
     """An audit is by two, names who was wrong, and nobody else."""
     place: dict[str, Any] = {"step": audit.step, "shard": audit.shard}
     where = f"shard {audit.shard} of step {audit.step}"
-    place["scenario"] = trace.scenario.to_dict()
+    place["scenario"] = trace.scenario
     asked = len(set(audit.ranks))
     if asked < 2:
         if len(there) < 2:
@@ -204,7 +204,7 @@ def _told(tally: Tally, trace: Trace) -> None:
 
 def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     """Whatever was found, the steps are made as if nothing had gone wrong."""
-    scenario, limit = trace.scenario.to_dict(), first_open(trace)
+    scenario, limit = trace.scenario, first_open(trace)
     halts = [halt.step for halt in trace.of(Halt)]
     expected, got = evidence.updates(model), evidence.updates(trace)
     status = "halted" if halts else model.end.status

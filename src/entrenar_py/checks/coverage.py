@@ -59,7 +59,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
             f"step {step} drew {count} samples of epoch {' and '.join(map(str, epochs))}"
             f"{_silent(trace, step, shards)}",
             step=step,
-            scenario=scenario.to_dict(),
+            scenario=scenario,
         )
         for epoch in begun:
             _ended_complete(tally, trace, seen, epoch, step)
@@ -80,7 +80,7 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
         "step": shard.step,
         "rank": shard.rank,
         "shard": shard.shard,
-        "scenario": trace.scenario.to_dict(),
+        "scenario": trace.scenario,
     }
     if shard.ids or trace.scenario.num_shards == 1:
         tally.check(
@@ -117,7 +117,7 @@ def _ended_complete(
         f"epoch {done} ended without samples {lacking[:8]}",
         step=step if step in seen[done].values() else step - 1,
         sample_ids=tuple(lacking),
-        scenario=trace.scenario.to_dict(),
+        scenario=trace.scenario,
     )
 
 
@@ -138,7 +138,7 @@ def _all_made(tally: Tally, trace: Trace) -> None:
         not lacking,
         f"the run says completed, but of num_steps={num_steps} steps {lacking[:8]} were never made",
         step=lacking[0] if lacking else None,
-        scenario=trace.scenario.to_dict(),
+        scenario=trace.scenario,
     )
 
 
@@ -160,7 +160,7 @@ def _by_members(tally: Tally, trace: Trace) -> None:
                     rank=shard.rank,
                     shard=shard.shard,
                     sample_ids=shard.ids,
-                    scenario=trace.scenario.to_dict(),
+                    scenario=trace.scenario,
                 )
 
 
@@ -187,5 +187,5 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
                 f"{trace.scenario.world_size} workers than with {group[0].scenario.world_size}",
                 step=step,
                 sample_ids=moved,
-                scenario=trace.scenario.to_dict(),
+                scenario=trace.scenario,
             )

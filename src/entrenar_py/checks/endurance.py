@@ -75,7 +75,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 
 def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
-    scenario = trace.scenario.to_dict()
+    scenario = trace.scenario
     how = f"the run ended {trace.end.status} ({trace.end.reason}), undisturbed {calm.end.status}"
     tally.equal(calm.end.status, trace.end.status, how, scenario=scenario)
     expected, got = evidence.updates(calm), evidence.updates(trace)

@@ -83,7 +83,7 @@ def _chain(scenario: Scenario) -> tuple[str, ...]:
 
 def _judge_attempts(tally: Tally, trace: Trace) -> None:
     attempts = trace.of(Attempt)
-    scenario = trace.scenario.to_dict()
+    scenario = trace.scenario
     tried = tuple(attempt.backend for attempt in attempts)
     due = _chain(trace.scenario)[: max(1, len(tried))]
     tally.equal(due, tried, "the chain was tried out of order", scenario=scenario)
@@ -110,7 +110,7 @@ def _judge_attempts(tally: Tally, trace: Trace) -> None:
 
 def _judge_result(tally: Tally, trace: Trace) -> None:
     """One product, by the backend that served, finite and confirmed by float64."""
-    scenario = trace.scenario.to_dict()
+    scenario = trace.scenario
     products = trace.of(Product)
     served = [attempt.backend for attempt in trace.of(Attempt) if attempt.served]
     tally.equal(
@@ -138,7 +138,7 @@ def _judge_result(tally: Tally, trace: Trace) -> None:
 
 def _judge_halt(tally: Tally, trace: Trace) -> None:
     """Nothing served, nothing was returned, everything was tried, and every reason is given."""
-    scenario = trace.scenario.to_dict()
+    scenario = trace.scenario
     attempts = trace.of(Attempt)
     halted = trace.of(Halt)[-1].reason
     doomed = {fault.backend for fault in trace.scenario.faults}

@@ -44,7 +44,7 @@ def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
 
 
 def _stays_finite(tally: Tally, trace: Trace) -> None:
-    scenario = trace.scenario.to_dict()
+    scenario = trace.scenario
     disagreed = {audit.step for audit in audits.undecided(trace)}
     for halt in trace.of(Halt):
         if halt.step in disagreed:
@@ -108,7 +108,7 @@ def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
         rank=update.rank,
         tensor=tensor,
         element=element,
-        scenario=trace.scenario.to_dict(),
+        scenario=trace.scenario,
     )
 
 
@@ -134,7 +134,7 @@ def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Inje
         "step": step,
         "rank": culprit.rank,
         "shard": culprit.shard,
-        "scenario": trace.scenario.to_dict(),
+        "scenario": trace.scenario,
     }
     for update in trace.of(Update):
         if update.step < step:

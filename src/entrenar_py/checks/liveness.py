@@ -50,7 +50,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 def _frozen(
     tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
 ) -> None:
-    scenario = trace.scenario.to_dict()
+    scenario = trace.scenario
     held = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
     for step, weights in held:
         if unknown := [name for name in start.frozen if name not in weights]:
@@ -105,7 +105,7 @@ def _dead(tally: Tally, trace: Trace, start: Start, name: str, rest: Sequence[Up
         tensor=name,
         expected="a change",
         got=last.weights[name].digest,
-        scenario=trace.scenario.to_dict(),
+        scenario=trace.scenario,
     )
 
 

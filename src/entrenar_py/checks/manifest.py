@@ -56,7 +56,7 @@ def _judge_trace(tally: Tally, trace: Trace) -> None:
             bool(manifest.entries),
             f"{manifest.backend} produced no gradient at all",
             rank=manifest.rank,
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )
         if manifest.software:
             tally.note(f"software adapter {manifest.device}")
@@ -72,5 +72,5 @@ def _compare(tally: Tally, first: Manifest, other: Manifest, scenario: Scenario)
             f"gradient {position} on {other.backend} is not the one on {first.backend}",
             tensor=(expected or got)[0],
             rank=other.rank,
-            scenario=scenario.to_dict(),
+            scenario=scenario,
         )

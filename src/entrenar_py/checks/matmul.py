@@ -74,7 +74,7 @@ def _judge_product(
     place: dict[str, Any] = {
         "tensor": "product",
         "element": product.element,
-        "scenario": scenario.to_dict(),
+        "scenario": scenario,
     }
     if product.software:
         tally.note(f"software adapter {product.device}")

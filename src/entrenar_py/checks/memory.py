@@ -41,7 +41,7 @@ def _judge_rank(tally: Tally, memory: Memory, scenario: Scenario) -> None:
         rank=memory.rank,
         expected=f"<= {memory.budget_bytes}",
         got=str(memory.peak_bytes),
-        scenario=scenario.to_dict(),
+        scenario=scenario,
     )
     grown = memory.peak_bytes - memory.baseline_bytes
     stands_out = memory.estimate_bytes >= STANDS_OUT_BYTES
@@ -52,7 +52,7 @@ def _judge_rank(tally: Tally, memory: Memory, scenario: Scenario) -> None:
         rank=memory.rank,
         expected=f"{least:.0f} to {memory.estimate_bytes}",
         got=str(grown),
-        scenario=scenario.to_dict(),
+        scenario=scenario,
     )
 
 

@@ -103,5 +103,5 @@ def _compare_loaded(
         f"rank {start.rank} resumed at another position than was saved",
         step=saved.step,
         rank=start.rank,
-        scenario=comparison.trace.scenario.to_dict(),
+        scenario=comparison.trace.scenario,
     )

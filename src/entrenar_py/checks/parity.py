@@ -122,7 +122,7 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
             break
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
-            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            place = {"step": step, "rank": rank, "scenario": trace.scenario}
             if step < ROUNDING_STEPS:
                 adam_moved = step > 0 and trace.scenario.optimizer == "adamw"
                 allowed = ADAM_LOSS_BOUND if adam_moved else LOSS_BOUND
@@ -210,7 +210,7 @@ def _compare_steps(tally: Tally, model: Trace, trace: Trace) -> None:
         not lacking,
         f"steps {lacking[:5]} were never made",
         step=lacking[0] if lacking else None,
-        scenario=trace.scenario.to_dict(),
+        scenario=trace.scenario,
     )
 
 
@@ -251,7 +251,7 @@ def _compare_starts(tally: Tally, gaps: missing.Gaps, model: Trace, trace: Trace
                 "weights before the first step are not the single device's",
                 step=-1,
                 rank=start.rank,
-                scenario=trace.scenario.to_dict(),
+                scenario=trace.scenario,
             )
             if valued and not compared:
                 what = f"Start.weights in both runs {missing.WITH_VALUES}"

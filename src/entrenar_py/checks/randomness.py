@@ -58,7 +58,7 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
                 step=shard.step,
                 rank=shard.rank,
                 shard=shard.shard,
-                scenario=trace.scenario.to_dict(),
+                scenario=trace.scenario,
             )
             continue
         first = owner.setdefault(shard.draws, shard)
@@ -70,7 +70,7 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
             step=shard.step,
             rank=shard.rank,
             shard=shard.shard,
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )
 
 
@@ -105,7 +105,7 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
             f"epoch {after} visits its samples in the order of epoch {before}",
             step=first_step[after],
             sample_ids=tuple(orders[after][:common]),
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )
 
 
@@ -128,7 +128,7 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
             f"rank {start.rank} starts from other weights than rank {known[0].rank}",
             step=-1,
             rank=start.rank,
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )
 
 
@@ -152,5 +152,5 @@ def _same_for_any_worker_count(tally: Tally, traces: Sequence[Trace]) -> None:
                     step=shard.step,
                     rank=shard.rank,
                     shard=shard.shard,
-                    scenario=trace.scenario.to_dict(),
+                    scenario=trace.scenario,
                 )

@@ -107,7 +107,7 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
     if not made:
         tally.miss("the undisturbed run made no step")
     for change in left:
-        place = {"rank": change.rank, "scenario": trace.scenario.to_dict()}
+        place = {"rank": change.rank, "scenario": trace.scenario}
         for step in sorted(step for step in made if step >= change.step):
             if step in unknown:
                 missing.ask(
@@ -146,7 +146,7 @@ def _on_trajectory(
     last = max(expected)
     for change in left:
         for step in range(min(change.step + within_steps, last), last + 1):
-            place = {"step": step, "rank": change.rank, "scenario": trace.scenario.to_dict()}
+            place = {"step": step, "rank": change.rank, "scenario": trace.scenario}
             if step not in expected:
                 missing.ask(
                     tally, f"the undisturbed run has no step {step}", "an Update for every step"

@@ -111,7 +111,7 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
                 element=one.element,
                 expected=f"<= {allowed:.3g}",
                 got=f"{one.roundings:.3g}",
-                scenario=trace.scenario.to_dict(),
+                scenario=trace.scenario,
             )
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
@@ -175,7 +175,7 @@ def _compare_ranks(tally: Tally, trace: Trace) -> None:
     for step, by_rank in evidence.ranks_by_step(trace):
         one = evidence.any_rank(by_rank)
         for rank, update in sorted(by_rank.items()):
-            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            place = {"step": step, "rank": rank, "scenario": trace.scenario}
             for part in ("gradient", "weights"):
                 message = f"rank {rank} holds other bits than rank {one.rank} ({part})"
                 evidence.compare_exact(
@@ -188,7 +188,7 @@ def _compare_twin(tally: Tally, model: Trace, trace: Trace) -> None:
     message = f"not the bits of {model.scenario.system}"
     for step, by_rank in evidence.ranks_by_step(trace):
         for rank, update in sorted(by_rank.items()):
-            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            place = {"step": step, "rank": rank, "scenario": trace.scenario}
             if step not in expected:
                 tally.check(False, f"step {step} is not of this training", **place)
                 continue
@@ -209,7 +209,7 @@ def judge_traffic(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
             )
             continue
         got = traffic.payload_bytes(trace)
-        scenario = trace.scenario.to_dict()
+        scenario = trace.scenario
         for (rank, peer, direction), num_bytes in expected.items():
             name = "the coordinator" if rank is None else f"rank {rank}"
             if not any(one.rank == rank for one in trace.of(Traffic)):
@@ -228,7 +228,7 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
     """What comes beside payloads is bounded, and nothing but blocks is carried between workers."""
     for one in trace.of(Traffic):
         what = f"{one.messages} {one.message} that were {one.direction}"
-        place = {"rank": one.rank, "scenario": trace.scenario.to_dict()}
+        place = {"rank": one.rank, "scenario": trace.scenario}
         if one.message in traffic.BLOCKS:
             most = traffic.beside_bytes_max(one)
             beside = one.bytes - one.payload_bytes
@@ -253,7 +253,7 @@ def judge_ends(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         if trace.end.status == "failed" and not trace.of(Start):
             tally.miss(f"{scenario.system} could not be run: {trace.end.reason}")
             continue
-        place = {"scenario": scenario.to_dict()}
+        place = {"scenario": scenario}
         how = f"the run ended {trace.end.status}: {trace.end.reason}"
         if not tally.equal("completed", trace.end.status, how, **place) or scenario.faults:
             continue

@@ -76,7 +76,7 @@ def _compare_joined(comparison: Comparison) -> None:
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
     """No member may sit out a step that another member makes, and no one else may make it."""
-    stays, scenario = history.stays(trace), trace.scenario.to_dict()
+    stays, scenario = history.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -102,6 +102,6 @@ def _updated_once(tally: Tally, trace: Trace) -> None:
                     f"rank {event.rank} updated twice in step {event.step}",
                     step=event.step,
                     rank=event.rank,
-                    scenario=trace.scenario.to_dict(),
+                    scenario=trace.scenario,
                 )
             steps.add(event.step)

@@ -76,7 +76,7 @@ def _same_data(tally: Tally, straight: Trace, trace: Trace) -> None:
             "step": shard.step,
             "rank": shard.rank,
             "shard": shard.shard,
-            "scenario": trace.scenario.to_dict(),
+            "scenario": trace.scenario,
         }
         moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
         if shard.ids != model.ids and "ids" not in bare:
@@ -99,5 +99,5 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
                     "the resumed run has another learning rate",
                     step=step,
                     rank=rank,
-                    scenario=trace.scenario.to_dict(),
+                    scenario=trace.scenario,
                 )

@@ -70,7 +70,7 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
             step=shard.step,
             rank=shard.rank,
             shard=shard.shard,
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )
 
 
@@ -115,7 +115,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
             missing.ask(tally, why, "an Update for every rank and step in both")
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
-            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            place = {"step": step, "rank": rank, "scenario": trace.scenario}
             for part in ("gradient", "weights", "optimizer", "buffers"):
                 left, right = getattr(one, part), getattr(update, part)
                 bare = [
@@ -134,7 +134,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         not lacking,
         f"{message}: steps {lacking[:5]} are in one run only",
         step=lacking[0] if lacking else None,
-        scenario=trace.scenario.to_dict(),
+        scenario=trace.scenario,
     )
 
 
@@ -157,5 +157,5 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
             step=shard.step,
             rank=shard.rank,
             shard=shard.shard,
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )

@@ -66,7 +66,7 @@ class Comparison:
                 {name: record for name, record in one.items() if name in other}
                 for one, other in ((left, right), (right, left))
             )
-        scenario = self.trace.scenario.to_dict()
+        scenario = self.trace.scenario
         evidence.compare_exact(
             self._tally, left, right, message, step=step, rank=rank, scenario=scenario
         )
@@ -134,7 +134,7 @@ class Comparison:
                     f"rank {rank} and rank {model} hold different {part}",
                     step=step,
                     rank=rank,
-                    scenario=self.trace.scenario.to_dict(),
+                    scenario=self.trace.scenario,
                 )
 
 

@@ -33,7 +33,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):
-        scenario = trace.scenario.to_dict()
+        scenario = trace.scenario
         for update in trace.of(Update):
             place = {"step": update.step, "rank": update.rank, "scenario": scenario}
             _rate(tally, trace.scenario, update, relative, place)
@@ -193,7 +193,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
             element=element,
             expected=repr(float(expected.weight[element])),
             got=repr(float(after[element])),
-            scenario=trace.scenario.to_dict(),
+            scenario=trace.scenario,
         )
     names = set(rule.trainable) or update.weights.keys() | update.gradient.keys()
     return bool(compared) and not any(

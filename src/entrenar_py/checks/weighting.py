@@ -57,7 +57,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
         if not math.isfinite(mean):  # for F-DP-003 to judge
             continue
         for rank, update in by_rank.items():
-            place = {"step": step, "rank": rank, "scenario": trace.scenario.to_dict()}
+            place = {"step": step, "rank": rank, "scenario": trace.scenario}
             tally.check(
                 math.isclose(weight, update.weight, rel_tol=1e-9),
                 "the step's weight is not its shards'",
@@ -100,7 +100,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         if not (size and math.isfinite(size) and math.isfinite(divisor)):
             continue
         divisor /= size
-        place = {"step": step, "rank": update.rank, "scenario": trace.scenario.to_dict()}
+        place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
         for name, value in mean.items():
             gap = float(np.sqrt(np.square(total[name] - divisor * value).sum()))
             tally.check(

@@ -48,7 +48,7 @@ def judge_round_trip(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     for trace in evidence.usable(traces, tally):
         for one in trace.of(Carried):
             what = f"{one.message} with {one.payload_bytes} bytes, in {one.pieces} pieces"
-            place = {"tensor": one.message, "scenario": trace.scenario.to_dict()}
+            place = {"tensor": one.message, "scenario": trace.scenario}
             tally.equal(one.sent, one.got, f"{what}, is not what was sent", **place)
     return _finding(tally, invariant, "no message was carried")
 
@@ -59,7 +59,7 @@ def judge_refusal(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     for trace in evidence.usable(traces, tally):
         for one in trace.of(Refused):
             what = f"{one.case} gave {one.error or 'a message'}"
-            place = {"tensor": one.case, "scenario": trace.scenario.to_dict()}
+            place = {"tensor": one.case, "scenario": trace.scenario}
             tally.equal(REFUSAL, one.error, what, **place)
     return _finding(tally, invariant, "nothing malformed was read")
 
@@ -68,7 +68,7 @@ def judge_memory(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Reading takes the payload's bytes and little more; what is refused takes little at all."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
-        scenario = trace.scenario.to_dict()
+        scenario = trace.scenario
         for one in trace.of(Carried):
             most = one.payload_bytes + BESIDE_BYTES
             tally.check(
@@ -97,7 +97,7 @@ def judge_admission(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     for trace in evidence.usable(traces, tally):
         for one in trace.of(Admission):
             was = "was let in" if one.let_in else "was turned away"
-            place = {"tensor": one.case, "scenario": trace.scenario.to_dict()}
+            place = {"tensor": one.case, "scenario": trace.scenario}
             tally.equal(one.entitled, one.let_in, f"{one.case}: {was}", **place)
     return _finding(tally, invariant, "nobody asked to join")
 

@@ -23,14 +23,12 @@ from entrenar_py.trace.events import (
     Saved,
     Shard,
     Start,
-    TensorRecord,
-    Tensors,
-    Trace,
     Traffic,
     Update,
-    record_tensor,
 )
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
+from entrenar_py.trace.run import Trace
+from entrenar_py.trace.tensors import TensorRecord, Tensors, record_tensor
 
 __all__ = [
     "EVENTS",

@@ -6,50 +6,12 @@ A field that a trainer does not reveal is None (or empty), and a judge that need
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from blake3 import blake3
+from entrenar_py.trace.tensors import Tensors
 
-from entrenar_py.scenario import Scenario
-
-if TYPE_CHECKING:
-    import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """A tensor as a trace keeps it: its digest, and its values where the scenario asks for them.
-
-    `digest` is BLAKE3 (128 bits, hex) of the raw little-endian elements in C order. `data` is the
-    base64 of the same bytes, `dtype` a numpy dtype name.
-    """
-
-    digest: str
-    data: str | None = None
-    dtype: str = "float32"
-
-    def values(self) -> np.ndarray[Any, Any] | None:
-        """The elements, flat `[size]`; None when only the digest was kept."""
-        if self.data is None:
-            return None
-        import numpy as np
-
-        return np.frombuffer(base64.b64decode(self.data), dtype=self.dtype)
-
-
-def record_tensor(tensor: np.ndarray[Any, Any], *, values: bool = False) -> TensorRecord:
-    """The record of a C-contiguous array of any shape; the array is not kept."""
-    data = tensor.data.cast("B") if tensor.size else b""
-    digest = blake3(data).hexdigest(16)
-    if not values:
-        return TensorRecord(digest)
-    return TensorRecord(digest, base64.b64encode(data).decode(), tensor.dtype.name)
-
-
-Tensors = Mapping[str, TensorRecord]
 _NONE: Tensors = {}
 
 
@@ -368,33 +330,3 @@ EVENTS: dict[str, type[Event]] = {
 }
 
 E = TypeVar("E", bound=Event)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """The events of one run of `scenario`, in order.
-
-    `environment` holds versions and devices. `promises` are what the system claims for itself:
-    "bitwise" (the same bits for any number of workers of one backend), or at least "draws" (what is
-    drawn, samples and masks, is keyed by logical shard and not by who computes it).
-    """
-
-    scenario: Scenario
-    environment: Mapping[str, Any]
-    promises: tuple[str, ...]
-    events: tuple[Event, ...]
-
-    @property
-    def draws_by_shard(self) -> bool:
-        """Whether it promises the same draws for any number of workers."""
-        return bool({"bitwise", "draws"}.intersection(self.promises))
-
-    def of(self, kind: type[E]) -> list[E]:
-        """The events of one kind, in order."""
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def end(self) -> End:
-        """How the run ended; `failed` when the trace does not say."""
-        ends = self.of(End)
-        return ends[-1] if ends else End(status="failed", reason="the trace has no end event")

@@ -16,7 +16,8 @@ from blake3 import blake3
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import records
-from entrenar_py.trace.events import End, Event, Trace
+from entrenar_py.trace.events import End, Event
+from entrenar_py.trace.run import Trace
 
 VERSION = 1
 

@@ -18,7 +18,8 @@ from typing import Any
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import ledger, records
-from entrenar_py.trace.events import End, Event, Membership, Start, Trace
+from entrenar_py.trace.events import End, Event, Membership, Start
+from entrenar_py.trace.run import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,49 @@
+"""The trace of one run: its scenario, what its system promises, and its events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace.events import E, End, Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The events of one run of `scenario`, in order.
+
+    `environment` holds versions and devices. `promises` are what the system claims for itself:
+    "bitwise" (the same bits for any number of workers of one backend), or at least "draws" (what is
+    drawn, samples and masks, is keyed by logical shard and not by who computes it).
+    """
+
+    scenario: Scenario
+    environment: Mapping[str, Any]
+    promises: tuple[str, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def draws_by_shard(self) -> bool:
+        """Whether it promises the same draws for any number of workers."""
+        return bool({"bitwise", "draws"}.intersection(self.promises))
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, in order."""
+        return list(self._by_kind.get(kind, ()))
+
+    @cached_property
+    def _by_kind(self) -> dict[type, list[Any]]:
+        found: dict[type, list[Any]] = defaultdict(list)
+        for event in self.events:
+            found[type(event)].append(event)
+        return found
+
+    @property
+    def end(self) -> End:
+        """How the run ended; `failed` when the trace does not say."""
+        ends = self.of(End)
+        return ends[-1] if ends else End(status="failed", reason="the trace has no end event")
