@@ -184,6 +184,18 @@ def test_of_two_that_can_t_reach_each_other_one_stays() -> None:
     assert mesh.finish() == do.Finish("completed")
 
 
+def test_what_both_ends_tell_counts_once() -> None:
+    """The second one in the round that the first one's word began: two breaks, four complaints."""
+    mesh, stations = started(2)
+    for round_ in range(1, 5):
+        by = round_ % 2
+        say(mesh, stations[by], unreachable(1 - by, round_))
+    assert [one.rank for one in mesh.coordinator.peers.values()] == [0, 1]
+    say(mesh, stations[1], unreachable(0, 5))
+    assert [one.rank for one in mesh.coordinator.peers.values()] == [0]
+    assert mesh.finish() == do.Finish("completed")
+
+
 def test_complaints_are_of_one_step() -> None:
     """Those of the step before are forgiven."""
     mesh, stations = started()

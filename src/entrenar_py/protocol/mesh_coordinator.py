@@ -50,6 +50,7 @@ class MeshCoordinator(Coordinator):
         self._held = run.first_step  # the step before which the state is here
         self._complaints: Counter[Peer] = Counter()  # of and about whom, in this step
         self._num_rounds = 0  # that this step was begun again for them
+        self._told: tuple[int, int] | None = None  # who complained last, and of whom
 
     def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret
@@ -92,7 +93,11 @@ class MeshCoordinator(Coordinator):
     def _unreachable(
         self, peer: Peer, member: Member, said: Unreachable, now: float
     ) -> list[Effect]:
-        """Begins another round; the third time, without the one that was complained of most."""
+        """Begins another round; the third time, without the one that was complained of most.
+
+        What breaks one connection may be told by both of its ends, by the second one in the round
+        that the first one's word began: that is no time more.
+        """
         if said.round != self._round:
             return []
         if self.stage is not Stage.COMPUTING:
@@ -101,7 +106,10 @@ class MeshCoordinator(Coordinator):
         rank_of = {member.in_rank(): peer for peer, member in self._members().items()}
         self._complaints.update([peer, rank_of.get(said.rank)])
         del self._complaints[None]
-        self._num_rounds += 1
+        place = member.in_rank(), said.rank
+        told = self._told == place[::-1]
+        self._told = None if told else place
+        self._num_rounds += not told
         if self._num_rounds < ROUNDS_MAX:
             return self._regroup(self._members())
         worst = max(rank_of, key=lambda rank: (self._complaints[rank_of[rank]], rank))
@@ -136,7 +144,7 @@ class MeshCoordinator(Coordinator):
 
     def _gather(self, step: int, now: float) -> list[Effect]:
         self._complaints.clear()
-        self._num_rounds = 0
+        self._num_rounds, self._told = 0, None
         for member in self.peers.values():
             member.delivered.clear()
         return super()._gather(step, now)
