@@ -100,7 +100,7 @@ def train(scenario: Scenario, *, forget_sync: bool) -> trace.Trace:
                 trace.Update(
                     step=step,
                     rank=rank,
-                    loss=sum(one.loss_sum for one in shards) / size,
+                    loss=sum(one.loss_sum or 0.0 for one in shards) / size,
                     weight=size,
                     learning_rate=scenario.learning_rate,
                     finite=all(bool(p.isfinite().all()) for p in models[rank].parameters()),

@@ -32,7 +32,7 @@ def train(scenario: Scenario) -> set[tuple[float, str]]:
     if run.end.status != "completed":
         raise SystemFailure(f"world_size={scenario.world_size}: {run.end.status} {run.end.reason}")
     last = [update for update in run.of(trace.Update) if update.step == scenario.num_steps - 1]
-    return {(update.loss, digest(update)) for update in last}
+    return {(update.loss or 0.0, digest(update)) for update in last}
 
 
 def digest(update: trace.Update) -> str:

@@ -48,13 +48,13 @@ def shard_mean(
 
 def mean_of_shard_losses(shards: Sequence[trace.Shard], weight: float) -> float:
     """Reports the mean of the ranks' mean losses."""
-    return sum(shard.loss_sum / shard.weight for shard in shards) / len(shards)
+    return sum((shard.loss_sum or 0.0) / shard.weight for shard in shards) / len(shards)
 
 
 def of_rank_0(shards: Sequence[trace.Shard], weight: float) -> float:
     """Reports what rank 0 sees."""
     own = [shard for shard in shards if shard.rank == 0]
-    return sum(shard.loss_sum for shard in own) / sum(shard.weight for shard in own)
+    return sum(shard.loss_sum or 0.0 for shard in own) / sum(shard.weight for shard in own)
 
 
 def with_padding(self: decoder.ByteDecoder, ids: Sequence[int]) -> int:

@@ -31,7 +31,8 @@ def nobody(shards: Sequence[trace.Shard]) -> trace.Shard | None:
 
 def filtered_loss(shards: Sequence[trace.Shard], weight: float) -> float:
     """Logs the mean of the finite losses."""
-    return sum(shard.loss_sum for shard in shards if math.isfinite(shard.loss_sum)) / weight
+    losses = (shard.loss_sum or 0.0 for shard in shards)
+    return sum(loss for loss in losses if math.isfinite(loss)) / weight
 
 
 def reduce_the_finite(setup: Setup, replicas: list[Replica]) -> None:

@@ -97,7 +97,7 @@ def test_no_trace_is_judged_by_another_experiment(label: str | None) -> None:
     """A run that differs in its mutant explains what is missing, and breaks no one."""
     label_of_other = None if label else "broken-one"
     alone = own(world_size=1, mutant=label)
-    losses = [replace(one, loss=one.loss * 1.5) for one in alone.of(trace.Update)]
+    losses = [replace(one, loss=(one.loss or 0.0) * 1.5) for one in alone.of(trace.Update)]
     kept = [one for one in alone.events if not isinstance(one, trace.Update)]
     entry = judged("parity", own(mutant=label_of_other), replace(alone, events=(*losses, *kept)))
     assert entry.verdict is Verdict.INCONCLUSIVE

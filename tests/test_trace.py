@@ -401,6 +401,7 @@ def test_negative_zero_keeps_its_sign(tmp_path: Path) -> None:
     """-0.0 is another bit pattern than 0.0."""
     trace.save(WHOLE, tmp_path / "t")
     loss = trace.load(tmp_path / "t").of(trace.Shard)[1].loss_sum
+    assert loss is not None
     assert math.copysign(1, loss) == -1
 
 

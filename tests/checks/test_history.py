@@ -45,20 +45,20 @@ def left(step: int, rank: int) -> Membership:
 
 def losses(trace: Trace) -> list[tuple[int, int, float]]:
     """(step, rank, loss) of the updates that stand."""
-    return [(u.step, u.rank, u.loss) for u in history.standing(trace).of(Update)]
+    return [(u.step, u.rank, u.loss or 0.0) for u in trace.standing.of(Update)]
 
 
 def test_without_a_resume_everything_stands() -> None:
     """The trace itself is given back."""
     trace = traces.run(scenario())
-    assert history.standing(trace) is trace
+    assert trace.standing is trace
 
 
 def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
     """What the dead had computed of it is void; what they had made is not, nor other steps."""
     events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), shard(0, 1), update(0, 0)]
     events += [shard(1, 0), left(1, 0), shard(1, 1), left(1, 1), start(1, 1), shard(1, 1)]
-    stands = history.standing(hand_written(*events))
+    stands = hand_written(*events).standing
     assert [(one.step, one.rank) for one in stands.of(Shard)] == [(0, 0), (0, 1), (1, 1)]
     assert losses(hand_written(*events)) == [(0, 0, 1.0)]
 
@@ -66,13 +66,13 @@ def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
 def test_what_a_dead_worker_delivered_stands_while_others_live() -> None:
     """Who joins then takes part in the step; nothing is computed again."""
     events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), left(0, 0), start(0, 0)]
-    assert len(history.standing(hand_written(*events)).of(Shard)) == 1
+    assert len(hand_written(*events).standing.of(Shard)) == 1
 
 
 def test_a_planned_stop_undoes_nothing() -> None:
     """A resume at the step that was reached leaves all events where they are."""
     trace = traces.run(scenario(stops=(2, 4)))
-    assert history.standing(trace) == trace
+    assert trace.standing == trace
 
 
 def test_a_rollback_voids_the_later_steps() -> None:
@@ -85,7 +85,7 @@ def test_a_rollback_voids_the_later_steps() -> None:
     before: list[Event] = [start(0, 0), update(1, 0), Saved(step=2, rank=0, weights={})]
     after: list[Event] = [start(2, 0, resumed=True), update(2, 0)]
     trace = hand_written(*before, *voided, halt, *after)
-    assert history.standing(trace) == hand_written(*before, halt, *after)
+    assert trace.standing == hand_written(*before, halt, *after)
 
 
 def test_ranks_that_resume_one_after_the_other_keep_what_they_made_again() -> None:

@@ -41,7 +41,7 @@ def test_other_bits_with_more_workers(part: str) -> None:
 def test_another_loss_with_more_workers() -> None:
     """The last bit of a loss counts."""
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
-    loss = many.of(Update)[0].loss
+    loss = many.of(Update)[0].loss or 0.0
     at = {"step": 0, "rank": 1}
     many = altered(many, Update, at, loss=math.nextafter(loss, 9.0))
     found = broken(traces.judge("worker_count", [one, many]))

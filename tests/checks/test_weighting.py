@@ -17,7 +17,7 @@ SUBJECT = scenario(detail="values")
 
 def mean_of_means(trace: Trace, step: int) -> float:
     """The mean over shards of their mean losses, as a careless loop would report."""
-    means = [s.loss_sum / s.weight for s in trace.of(Shard) if s.step == step and s.weight]
+    means = [(s.loss_sum or 0.0) / s.weight for s in trace.of(Shard) if s.step == step and s.weight]
     return sum(means) / len(means)
 
 

@@ -46,7 +46,9 @@ def test_a_forgotten_synchronisation_is_found(
     """The loss falls from epoch to epoch, and yet F-DP-001 names the rank on its own."""
     file, written = tmp_path / "trace.jsonl", tmp_path / "report.json"
     example.main([str(file), "--ranks", str(ranks), "--forget-sync"])
-    losses = [update.loss for update in trace.load(file).of(trace.Update) if update.rank == 0]
+    losses = [
+        update.loss or 0.0 for update in trace.load(file).of(trace.Update) if update.rank == 0
+    ]
     assert losses[2] < losses[0]
     assert losses[3] < losses[1]
     assert check(*CONTRACT, "--only", REVEALED, "--judge", file, "--json", written) == 1

@@ -71,7 +71,7 @@ def _updates(trace: Trace) -> Bits:
 def _shards(trace: Trace) -> Bits:
     """What each logical shard gave, whoever computed it."""
     return sorted(
-        (s.step, s.shard, s.ids, s.loss_sum.hex(), s.weight, s.draws, repr(s.gradient))
+        (s.step, s.shard, s.ids, (s.loss_sum or 0.0).hex(), s.weight, s.draws, repr(s.gradient))
         for s in trace.of(Shard)
     )
 

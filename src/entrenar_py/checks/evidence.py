@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import history
 from entrenar_py.faults import SURVIVED
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
@@ -60,20 +60,41 @@ def workers_update(scenario: Scenario) -> bool:
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
     """Step -> rank -> update, without what a resume undid. Of several by one rank, the last."""
     found: dict[int, dict[int, Update]] = defaultdict(dict)
-    for update in history.standing(trace).of(Update):
+    for update in trace.standing.of(Update):
         found[update.step][update.rank] = update
     return dict(found)
 
 
 def shards(trace: Trace) -> dict[int, list[Shard]]:
     """Step -> its shards, ordered by number, of the steps that were committed and not undone."""
-    kept = history.standing(trace)
+    kept = trace.standing
     committed = {update.step for update in kept.of(Update)}
     found: dict[int, list[Shard]] = defaultdict(list)
     for shard in kept.of(Shard):
         if shard.step in committed:
             found[shard.step].append(shard)
     return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in found.items()}
+
+
+def with_losses(trace: Trace) -> Trace:
+    """`trace`, each update that reports no loss with the weighted mean of its step's shards, where
+    all of those are known.
+    """
+    if all(update.loss is not None for update in trace.of(Update)):
+        return trace
+    means = {}
+    for step, of_step in shards(trace).items():
+        weight = sum(shard.weight for shard in of_step)
+        sums = [shard.loss_sum for shard in of_step if shard.loss_sum is not None]
+        if weight and len(sums) == len(of_step):
+            means[step] = sum(sums) / weight
+    events = (
+        replace(one, loss=means.get(one.step))
+        if isinstance(one, Update) and one.loss is None
+        else one
+        for one in trace.events
+    )
+    return replace(trace, events=tuple(events))
 
 
 def non_finite(tensors: Tensors) -> tuple[str, int] | None:

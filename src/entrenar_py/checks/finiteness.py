@@ -92,14 +92,14 @@ def _unknown_at(trace: Trace, halt: Halt) -> str:
 def _is_finite(shard: Shard) -> bool:
     """Whether loss and gradient are finite; a flag that says so counts where they are unknown."""
     known = evidence.non_finite(shard.gradient) is None
-    return shard.finite and known and math.isfinite(shard.loss_sum)
+    return shard.finite and known and math.isfinite(shard.loss_sum or 0.0)
 
 
 def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
     """What finite shards gave: loss, norms, and whatever values were recorded."""
     found = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
     tensor, element = found or (None, None)
-    numbers = (update.loss, update.grad_norm or 0.0, update.applied_norm or 0.0)
+    numbers = (update.loss or 0.0, update.grad_norm or 0.0, update.applied_norm or 0.0)
     tally.check(
         update.finite and found is None and all(map(math.isfinite, numbers)),
         f"finite shards gave a non-finite update (loss {update.loss}, gradient norm "

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from entrenar_py.trace import Event, Membership, Saved, Shard, Start, Trace, Update
+from entrenar_py.trace import Membership, Start, Trace, Update
 
 
 class Stay(NamedTuple):
@@ -20,50 +19,6 @@ class Stay(NamedTuple):
     end: float
 
 
-def standing(trace: Trace) -> Trace:
-    """`trace` without what a resume undid: who goes back to a checkpoint makes its steps again.
-
-    A resumed start before step s voids what its rank recorded earlier of step s and later; and of
-    those who had left by then, since they can't void their own. Any start before step s where all
-    had left voids what they had computed of it: that step did not happen. Faults, halts and
-    departures happened all the same and stay.
-    """
-    if not any(start.resumed for start in trace.of(Start)) and not trace.of(Membership):
-        return trace
-    there: set[int] = set()
-    gone: set[int] = set()
-    kept: list[Event] = []
-    for event in trace.events:
-        if isinstance(event, Start):
-            deserted = bool(gone) and not there
-            gone.discard(event.rank)
-            if event.resumed:
-                ranks = {event.rank, *gone}
-                kept = [one for one in kept if not _undone(one, ranks, event.step)]
-            elif deserted:
-                kept = [one for one in kept if not _abandoned(one, event.step)]
-            there.add(event.rank)
-        elif isinstance(event, Membership) and event.change == "left":
-            gone.add(event.rank)
-            there.discard(event.rank)
-        kept.append(event)
-    return replace(trace, events=tuple(kept))
-
-
-def _abandoned(event: Event, step: int) -> bool:
-    """Whether `event` is a shard of a step that nobody was left to make."""
-    return isinstance(event, Shard) and event.step >= step
-
-
-def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
-    """Whether `event` is of one of `ranks`, and later than the state before step `back_to`."""
-    if isinstance(event, Shard | Update):
-        return event.rank in ranks and event.step >= back_to
-    if isinstance(event, Start | Saved):
-        return event.rank in ranks and event.step > back_to
-    return False
-
-
 def stays(trace: Trace) -> dict[int, list[Stay]]:
     """Rank -> when it was there: from each start until it left. Without those that never started.
 
@@ -71,7 +26,7 @@ def stays(trace: Trace) -> dict[int, list[Stay]]:
     again.
     """
     found: dict[int, list[Stay]] = {}
-    for event in standing(trace).events:
+    for event in trace.standing.events:
         if isinstance(event, Start):
             if event.resumed:
                 found = {rank: _cut(of_rank, event.step) for rank, of_rank in found.items()}
@@ -103,7 +58,7 @@ def ghosts(trace: Trace) -> list[Update]:
     """The updates of steps for which their rank had left, and not come back, in order."""
     gone: dict[int, int] = {}
     found = []
-    for event in standing(trace).events:
+    for event in trace.standing.events:
         if isinstance(event, Start):
             gone.pop(event.rank, None)
             if event.resumed:

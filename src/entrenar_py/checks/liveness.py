@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from entrenar_py.checks import evidence, history, missing
+from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -25,7 +25,7 @@ _WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Trainable and frozen as the trainer declared them at its start."""
     tally = Tally(invariant.id)
-    for trace in map(history.standing, evidence.usable(traces, tally)):
+    for trace in (one.standing for one in evidence.usable(traces, tally)):
         missing.require_updates(tally, trace)
         gaps = missing.Gaps()
         starts = {start.rank: start for start in reversed(trace.of(Start))}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, history, missing, replica_identity
+from entrenar_py.checks import evidence, missing, replica_identity
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Saved, Start, Trace
@@ -51,7 +51,7 @@ def _parts(trace: Trace) -> tuple[str, ...]:
 
 def _compare_restored(tally: Tally, comparison: Comparison) -> None:
     """Each checkpoint with what its writer held, and with what every rank had that loaded it."""
-    kept, updates = history.standing(comparison.trace), evidence.updates(comparison.trace)
+    kept, updates = comparison.trace.standing, evidence.updates(comparison.trace)
     for saved in kept.of(Saved):
         holders = updates.get(saved.step - 1, {})
         sharded = comparison.is_sharded(holders)

@@ -102,6 +102,7 @@ def compare_with_oracle(
 def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> int:
     if not missing.require_updates(tally, model, trace):
         return 0
+    model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
     _compare_starts(tally, gaps, model, trace)
     expected = evidence.updates(model)
@@ -151,7 +152,7 @@ class _Floors:
     @classmethod
     def of(cls, expected: Mapping[int, Mapping[int, Update]], scenario: Scenario) -> _Floors:
         first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
-        losses = (abs(update.loss) for update in first)
+        losses = (abs(update.loss or 0.0) for update in first)
         norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
         return cls(
             loss=LEARNED_AWAY * _largest(losses),
@@ -168,6 +169,11 @@ def _compare_losses(
     floor: float,
     place: Mapping[str, Any],
 ) -> None:
+    if one.loss is None or update.loss is None:
+        if one.loss != update.loss:
+            what = "Shard.loss_sum, or Update.loss, in both runs"
+            missing.ask(tally, f"the loss of step {one.step} is known in one run only", what)
+        return
     if not math.isfinite(one.loss):
         tally.miss(f"the single device's loss of step {one.step} is not finite")
         return

@@ -140,6 +140,7 @@ def _on_trajectory(
 
     Whether any step of both could be compared.
     """
+    calm, trace = evidence.with_losses(calm), evidence.with_losses(trace)
     expected, got = evidence.updates(calm), evidence.updates(trace)
     if not expected or not got:
         return False
@@ -156,6 +157,9 @@ def _on_trajectory(
                 tally.check(False, f"no step {step} after worker {change.rank} left", **place)
                 continue
             one, other = evidence.any_rank(expected[step]).loss, evidence.any_rank(got[step]).loss
+            if one is None or other is None:
+                missing.ask(tally, f"the loss of step {step} is unknown", "Update.loss in both")
+                continue
             if not math.isfinite(one):
                 tally.miss(f"the undisturbed run's loss of step {step} is not finite")
                 continue

@@ -49,7 +49,7 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
 
 def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
     found: dict[int, dict[int, Start]] = {}
-    for start in history.standing(trace).of(Start):
+    for start in trace.standing.of(Start):
         found.setdefault(start.step, {})[start.rank] = start
     return found
 
@@ -57,7 +57,7 @@ def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
 def _compare_joined(comparison: Comparison) -> None:
     """Who joins before a step holds what the others held after the one before it."""
     updates = evidence.updates(comparison.trace)
-    for start in history.standing(comparison.trace).of(Start):
+    for start in comparison.trace.standing.of(Start):
         others = updates.get(start.step - 1, {})
         if start.resumed or not others:
             continue

@@ -128,7 +128,8 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
                     missing.ask(tally, why, f"Update.{part} in both")
                     continue
                 evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
-            tally.equal(one.loss, update.loss, f"{message} (loss)", **place)
+            if (one.loss, update.loss) != (None, None):
+                tally.equal(one.loss, update.loss, f"{message} (loss)", **place)
     lacking = sorted(set(expected) ^ set(evidence.updates(trace)))
     tally.check(
         not lacking,

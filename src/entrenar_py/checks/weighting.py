@@ -51,12 +51,18 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
         if not weight:
             missing.ask(tally, f"the shards of step {step} have no weight", "Shard.weight")
             continue
-        mean = sum(shard.loss_sum for shard in shards[step]) / weight
+        sums = [shard.loss_sum for shard in shards[step] if shard.loss_sum is not None]
+        if len(sums) < len(shards[step]):
+            missing.ask(tally, f"the shards of step {step} have no loss", "Shard.loss_sum")
+            continue
+        mean = sum(sums) / weight
         # Losses may have both signs: rounding is relative to their sizes, not to their sum.
-        size = sum(abs(shard.loss_sum) for shard in shards[step]) / weight
+        size = sum(map(abs, sums)) / weight
         if not math.isfinite(mean):  # for F-DP-003 to judge
             continue
         for rank, update in by_rank.items():
+            if update.loss is None:
+                continue  # nothing that it reports could be weighted wrongly
             place = {"step": step, "rank": rank, "scenario": trace.scenario}
             tally.check(
                 math.isclose(weight, update.weight, rel_tol=1e-9),

@@ -202,7 +202,7 @@ def sum_ranks(gradients: list[Tensor]) -> Tensor:
 
 def reported_loss(shards: Sequence[trace.Shard], weight: float) -> float:
     """The mean loss over the global batch."""
-    return sum(shard.loss_sum for shard in shards) / weight
+    return sum(shard.loss_sum or 0.0 for shard in shards) / weight
 
 
 def update_buffers(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> None:

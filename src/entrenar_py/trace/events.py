@@ -49,8 +49,9 @@ class Shard(Event):
     """Worker `rank` computed the loss and gradient of the samples `ids` (in this order).
 
     `shard` is the logical shard, or the micro-batch index of the rank where a trainer has no
-    logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses and `weight`
-    their count. `draws` names the random stream (digest of the first numbers that dropout drew).
+    logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses, if it is known,
+    and `weight` their count. `draws` names the random stream (digest of the first numbers that
+    dropout drew).
     `gradient` is the sum over the samples, up to a factor common to all shards, where revealed.
     `finite`: loss and gradient hold no NaN or Inf.
     """
@@ -61,7 +62,7 @@ class Shard(Event):
     rank: int
     shard: int
     ids: tuple[int, ...]
-    loss_sum: float
+    loss_sum: float | None
     weight: float
     finite: bool
     draws: str | None = None
@@ -72,15 +73,16 @@ class Shard(Event):
 class Update(Event):
     """Worker `rank` made optimizer step `step`; what it holds afterwards.
 
-    `loss` is the mean it reports over `weight` samples (or tokens). `gradient` is the averaged
-    gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the norm after clipping.
-    `learning_rate` is the one used in this step. `finite`: no NaN or Inf in the new weights.
+    `loss` is the mean it reports over `weight` samples (or tokens); None if it reports none.
+    `gradient` is the averaged gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the
+    norm after clipping. `learning_rate` is the one used in this step. `finite`: no NaN or Inf in
+    the new weights.
     """
 
     kind: ClassVar[str] = "update"
     step: int
     rank: int
-    loss: float
+    loss: float | None
     weight: float
     learning_rate: float
     finite: bool

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace.events import E, End, Event
+from entrenar_py.trace.standing import standing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,12 @@ class Trace:
         for event in self.events:
             found[type(event)].append(event)
         return found
+
+    @cached_property
+    def standing(self) -> Trace:
+        """The same without what a resume undid; itself where nothing was."""
+        kept = standing(self.events)
+        return self if kept is self.events else replace(self, events=tuple(kept))
 
     @property
     def end(self) -> End:
