@@ -14,7 +14,7 @@ LINES_MAX = 400
 # The room a module belongs to (the longest matching name) and its floor.
 FLOORS = {
     "errors": 0,
-    "": 0,  # entrenar_py itself: the version
+    "": 4,  # entrenar_py itself: the version, and `observe`
     "backends": 1,
     "protocol": 2,
     "training": 2,
@@ -22,12 +22,14 @@ FLOORS = {
     "contract": 4,
     "faults": 4,
     "mutants": 4,
+    "observing": 4,
     "scenario": 4,
     "shipped": 4,
     "trace": 4,
     "verdict": 4,
     "systems": 5,
     "checks": 5,
+    "command": 6,
     "counterexamples": 6,
     "explore": 6,
     "falsify": 6,

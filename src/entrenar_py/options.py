@@ -28,11 +28,15 @@ examples:
   entrenar-check --contract distributed-training-v1.yaml
   entrenar-check --contract distributed-training-v1.yaml --only F-DP-005 --examples 500
   entrenar-check --contract my-contract.yaml --validate --strict
+  entrenar-check --contract distributed-training-v1.yaml -- \\
+      torchrun --nproc_per_node={world_size} my_train.py
 """
 
 _SELECTION = ("only", "exclude", "severity")
 _REPORT = ("json", "junit", "allow_inconclusive", "quiet")
 _VARIATION = ("system", "world_size", "backend", "seed")
+
+_COMMANDED = ("steps", "deadline")  # of somebody's own command alone
 
 # What runs instead of the search -> the options that mean something then; all others are refused,
 # because an option that is accepted and ignored lies. Without a mode every option counts.
@@ -42,6 +46,10 @@ MODES: dict[str, tuple[str, ...]] = {
     "judge": ("contract", "strict", "no_color", *_SELECTION, *_VARIATION, *_REPORT),
     "replay": ("contract", "strict", "no_color", "trace_dir", *_REPORT),
     "mutants": ("no_color",),
+    "command": (
+        *("contract", "strict", "no_color", "world_size", "seed", "steps", "deadline", "trace_dir"),
+        *(*_SELECTION, *_REPORT),
+    ),
 }
 
 
@@ -56,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line, every option of it."""
     cli = _Parser(
         prog=PROG,
-        usage="%(prog)s --contract FILE [options]",
+        usage="%(prog)s --contract FILE [options] [-- COMMAND ...]",
         description="Tries to falsify a distributed trainer against a written contract.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; `mode` is a name in MODES, or None. UsageError for what makes no sense."""
     cli = parser()
-    options = cli.parse_args(arguments)
+    own, command = _split(arguments)
+    options = cli.parse_args(own)
+    options.command = command
     options.mode = next((name for name in MODES if getattr(options, name)), None)
     if options.mode is not None:
         for action in cli._actions:
@@ -84,11 +94,30 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             if name in ("help", "version", options.mode, *MODES[options.mode]):
                 continue
             if getattr(options, name) != action.default:
-                option = action.option_strings[0]
-                raise UsageError(f"{option} means nothing with --{options.mode}; leave it out")
+                option, mode = action.option_strings[0], _mode(options.mode)
+                raise UsageError(f"{option} means nothing with {mode}; leave it out")
+    if command and options.mode != "command":
+        raise UsageError(f"a command behind -- means nothing with --{options.mode}; leave it out")
+    for name in () if command else _COMMANDED:
+        if getattr(options, name) != cli.get_default(name):
+            raise UsageError(f"{_flag(name)} means something with a command behind -- alone")
     if options.json is not None and options.json == options.junit:
         raise UsageError(f"--json and --junit are both {options.json}; give two files")
     return options
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """What is this command's own, and the command behind `--`; UsageError if there is none."""
+    if "--" not in arguments:
+        return arguments, ()
+    place = list(arguments).index("--")
+    if place == len(arguments) - 1:
+        raise UsageError("after -- comes the command that trains: -- torchrun ... my_train.py")
+    return arguments[:place], tuple(arguments[place + 1 :])
+
+
+def _mode(name: str) -> str:
+    return "a command behind --" if name == "command" else f"--{name}"
 
 
 def reference() -> str:
@@ -96,14 +125,20 @@ def reference() -> str:
     codes, _, examples = EPILOG.partition("\n\nexamples:\n")
     parts = [
         f"# `{PROG}`",
-        f"`{PROG} --contract FILE [options]`",
+        f"`{PROG} --contract FILE [options] [-- COMMAND ...]`",
         "Generated from `entrenar_py.options`; a test says whether this page is current.",
     ]
     for group in parser()._action_groups:
         rows = [_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             parts += [f"## {(group.title or '').capitalize()}", _table("option", rows)]
-    meant = [(f"`--{mode}`", ", ".join(map(_option, MODES[mode]))) for mode in MODES]
+    meant = [
+        (
+            "`-- COMMAND`" if mode == "command" else f"`--{mode}`",
+            ", ".join(map(_option, MODES[mode])),
+        )
+        for mode in MODES
+    ]
     parts += [
         "## Options that go together",
         "Any other option means nothing beside these and is refused, with exit code 2.",
@@ -124,7 +159,11 @@ def _row(action: argparse.Action) -> tuple[str, str]:
 
 
 def _option(name: str) -> str:
-    return f"`--{name.replace('_', '-')}`"
+    return f"`{_flag(name)}`"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
@@ -176,6 +215,20 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--timeout", metavar="S", type=_seconds, help="start no new run after S seconds"
+    )
+    group.add_argument(
+        "--deadline",
+        metavar="S",
+        type=_seconds,
+        default=300.0,
+        help="end each run of a command after S seconds (default 300)",
+    )
+    group.add_argument(
+        "--steps",
+        metavar="N",
+        type=lambda text: _natural(text, least=1),
+        default=8,
+        help="what {steps} stands for in a command: optimizer steps of a run (default 8)",
     )
     group.add_argument(
         "-x", dest="stop_early", action="store_true", help="stop at the first falsified invariant"

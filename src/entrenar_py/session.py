@@ -9,7 +9,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,13 @@ from entrenar_py import (
     shipped,
     stored,
 )
+from entrenar_py.command import ranks, runs, watched
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.options import PROG
 from entrenar_py.reports import evidence, json_format, junit, output_file, terminal
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, Report
+from entrenar_py.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
         work = _replaying(options, loaded)
     elif options.mode == "judge":
         work = _judging(options, selected)
+    elif options.mode == "command":
+        work = _watching(options, selected)
     else:
         work = _falsifying(options, selected)
     _make_trace_folder(options.trace_dir)
@@ -179,6 +183,35 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wor
         system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
         num_traces=len(traces),
+    )
+
+
+def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
+    """Somebody's own trainer: its runs, then what the checks find on them.
+
+    Clauses that probes of the harness decide say nothing of it, and are left out.
+    """
+    tasks = watched.tasks(selected)
+    wish = runs.Plan(
+        command=options.command,
+        wanted={one.check.name for one in tasks if one.check is not None},
+        world_sizes=options.world_size or runs.WORLD_SIZES,
+        seed=options.seed,
+        num_steps=options.steps,
+        deadline_s=options.deadline,
+        folder=options.trace_dir,
+    )
+    traces: dict[Path, Trace] = {}
+
+    def entries(show: falsify.Progress) -> Iterator[Entry]:
+        traces.update(runs.record(wish, partial(show, "runs")))
+        yield from watched.judge(tasks, traces)
+
+    return _Work(
+        entries=entries,
+        environment=lambda: stored.environment(traces.values()),
+        system=ranks.SYSTEM,
+        seed=options.seed,
     )
 
 

@@ -47,6 +47,9 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recomputes every update of every rank; of each the first that can't be is missing."""
+    if trace.scenario.options.get("rule") == "other":
+        tally.miss("the optimizer's rule is not one that is known here (options: rule: other)")
+        return
     rules: dict[int, update_rule.Rule] = {}
     lost: set[int] = set()
     gaps = missing.Gaps()

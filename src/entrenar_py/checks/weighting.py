@@ -82,7 +82,8 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
 
 def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
     """The averaged gradient is the shards' sum divided by one number: by the same one in every
-    tensor, and in every step by the same one, or by the same multiple of the step's weight.
+    tensor, and in every step by the same one, or by the same multiple of the step's weight (which
+    a trainer of one's own leaves open that records its gradients clipped: `clipping: other`).
 
     Needs no second run. Shards record sums over their samples, up to a factor common to all: the
     weight is in it where a trainer divides before it adds.
@@ -116,6 +117,8 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
                 tensor=name,
                 **place,
             )
+        if trace.scenario.options.get("clipping") == "other":
+            continue  # what was recorded may be clipped, in each step by another factor
         divided = divisor, divisor / update.weight
         model = model or divided
         tally.check(

@@ -1,0 +1,123 @@
+"""Real bugs in scripts that are right otherwise: each script of `examples/user_trainers` with a
+line of it changed.
+
+What each is, and where it was found, is in docs/kill-matrix.md under the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """`script` with each of `changes` (what stands there, what stands there instead).
+
+    `check` has to find it, at `step` (-1: before the first one), `rank` and `tensor` as far as
+    these are named.
+    """
+
+    name: str
+    script: str
+    changes: tuple[tuple[str, str], ...]
+    check: str
+    step: int | None = None
+    rank: int | None = None
+    tensor: str | None = None
+    words: str = ""
+
+
+TWINS = (
+    Twin(
+        name="the wrapper is bypassed, so nothing is synchronised",
+        script="ddp.py",
+        changes=(("mse_loss(ddp(inputs)", "mse_loss(model(inputs)"),),
+        check="replica_identity",
+        step=0,
+        rank=1,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="every epoch has the order of the first",
+        script="ddp.py",
+        changes=(("    sampler.set_epoch(epoch)\n", ""),),
+        check="randomness",
+        step=4,
+        words="in the order of epoch 0",
+    ),
+    Twin(
+        name="a NaN is clipped into the weights",
+        script="ddp.py",
+        changes=((", error_if_nonfinite=True", ""),),
+        check="finiteness",
+        step=4,
+        rank=1,
+    ),
+    Twin(
+        name="each rank starts from weights of its own",
+        script="plain_loop.py",
+        changes=(("    dist.broadcast(parameter.data, src=0)", "    pass"),),
+        check="replica_identity",
+        step=-1,
+        rank=1,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="a mean over ranks of unequal shares",
+        script="plain_loop.py",
+        changes=(
+            ('targets, reduction="sum")', "targets)"),
+            ("loss / len(ids)", "loss"),
+            ("parameter.grad /= count", "parameter.grad /= world_size"),
+        ),
+        check="parity",
+        step=0,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="the sum over ranks is not divided",
+        script="plain_loop.py",
+        changes=(("parameter.grad /= count", "parameter.grad /= len(ids)"),),
+        check="parity",
+        step=0,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="batches are padded until they divide",
+        script="plain_loop.py",
+        changes=(("batch[rank::world_size]", "(batch + batch[:1])[rank:8:world_size]"),),
+        check="coverage",
+        step=0,
+        words="samples drawn again",
+    ),
+    Twin(
+        name="the last micro-batch is not synchronised",
+        script="accumulation.py",
+        changes=(("nullcontext() if last", "nullcontext() if not last"),),
+        check="replica_identity",
+        step=0,
+        rank=1,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="a resume without the optimizer's moments",
+        script="resume.py",
+        changes=(('    optimizer.load_state_dict(saved["optimizer"])\n', ""),),
+        check="resume",
+        rank=0,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="a resume at the head of the epoch",
+        script="resume.py",
+        changes=(("index < done or ", ""),),
+        check="resume",
+        words="other samples are drawn",
+    ),
+    Twin(
+        name="a resume with the schedule's beginning",
+        script="resume.py",
+        changes=(('    schedule.load_state_dict(saved["schedule"])\n', ""),),
+        check="resume",
+    ),
+)

@@ -1,0 +1,247 @@
+"""The files of a run's ranks put together: one trace, of the scenario that they show it was."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from entrenar_py import trace
+from entrenar_py.checks.update_rule import DEFAULTS
+from entrenar_py.command.launch import Ended
+from entrenar_py.errors import TraceError
+from entrenar_py.faults import Fault
+from entrenar_py.observing import rank_file
+from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Event, Injected, Membership, Shard, Start, Update
+
+SYSTEM = "command"
+LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
+# torch.optim's optimizers whose rule is known to the checks, and the one in a scenario's words.
+_RULES = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a run was launched as."""
+
+    world_size: int
+    seed: int
+    repeat: int = 0
+    faults: tuple[Fault, ...] = ()
+    stops: tuple[int, ...] = ()
+
+
+def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) -> trace.Trace:
+    """The trace of the run whose ranks' files are in `folder`; `failed` where it came to no end.
+
+    What a run did not live to show (how many steps it makes, what is in its data) it has from
+    `like`, the scenario of an undisturbed one.
+    """
+    ranks, problems = [], []
+    for path in sorted(folder.glob(f"*{rank_file.SUFFIX}")):
+        try:
+            ranks.append(rank_file.load(path))
+        except TraceError as error:
+            problems.append(str(error))
+    events = _ordered(ranks)
+    scenario = _scenario(ranks, events, asked, like)
+    events = _in_their_epochs(events, scenario)
+    status, reason = _ending(ranks, events, asked, ended)
+    if problems and status == "completed":
+        status, reason = "failed", problems[0]
+    versions = ranks[0].header["versions"] if ranks else {}
+    return trace.Trace(
+        scenario=scenario,
+        environment=dict(versions),
+        promises=(),
+        events=(
+            *_numbered(events, scenario.accumulation),
+            trace.End(status=status, reason=reason),
+        ),
+    )
+
+
+# --- what happened ----------------------------------------------------------------------------
+
+
+def _ordered(ranks: Sequence[RankTrace]) -> list[Event]:
+    """All ranks' events step by step, those of a life after those of the life before; of one step
+    starts first and updates last, but who is gone made none.
+    """
+    kinds = (Start, Shard, Update, Injected, Membership)
+
+    def place(event: Event) -> tuple[int, int]:
+        step = getattr(event, "step", None) or 0
+        return step, kinds.index(type(event)) if type(event) in kinds else len(kinds)
+
+    lives = sorted({one.life for one in ranks})
+    return [
+        event
+        for life in lives
+        for event in sorted((e for one in ranks if one.life == life for e in one.events), key=place)
+    ]
+
+
+def _numbered(events: Iterable[Event], accumulation: int) -> list[Event]:
+    """Shards numbered through the ranks, and updates with the weight of all shards of their step:
+    a rank knows its own alone.
+    """
+    weights: dict[int, float] = defaultdict(float)
+    found: list[Event] = []
+    for event in events:
+        if isinstance(event, Shard):
+            weights[event.step] += event.weight
+        if isinstance(event, Shard | Injected) and event.shard is not None:
+            number = (event.rank or 0) * accumulation + event.shard
+            found.append(replace(event, shard=number))
+        elif isinstance(event, Update):
+            found.append(replace(event, weight=weights[event.step]))
+        else:
+            found.append(event)
+    return found
+
+
+def _in_their_epochs(events: Sequence[Event], scenario: Scenario) -> list[Event]:
+    """Shards with the epochs of the whole run: who goes on in step k counts its own from 0."""
+    batches = scenario.num_samples / scenario.batch_size
+    per_epoch = int(batches) if scenario.options.get("drop_last") else math.ceil(batches)
+    begun: dict[int, int] = {}  # rank -> epochs before its life
+    found: list[Event] = []
+    for event in events:
+        if isinstance(event, Start):
+            begun[event.rank] = event.step // max(per_epoch, 1)
+        if isinstance(event, Shard):
+            event = replace(event, epoch=event.epoch + begun.get(event.rank, 0))
+        found.append(event)
+    return found
+
+
+def _ending(
+    ranks: Sequence[RankTrace], events: Sequence[Event], asked: Asked, ended: Ended
+) -> tuple[str, str]:
+    """How the run ended: `completed`, `halted` (a planted value stopped it) or `failed`; and why.
+
+    An exit code says little where the work was done: a process group may fail when it is taken
+    down. So a run has completed if a rank came to its end, and no rank made fewer steps.
+    """
+    ranks = [*{one.rank: one for one in sorted(ranks, key=lambda one: one.life)}.values()]
+    told = next((one.problem for one in ranks if one.problem), "")
+    last = ended.tail[-1] if ended.tail else "it printed nothing"
+    how = f"{ended.how}: {told or last} (its output is in {ended.output})"
+    made: dict[int, int] = defaultdict(int)
+    for event in events:
+        if isinstance(event, Update):
+            made[event.rank] = max(made[event.rank], event.step + 1)
+    if ended.code is None:
+        stood = ", ".join(f"rank {one.rank} had made {made[one.rank]} steps" for one in ranks)
+        return "failed", f"{ended.how}: {stood or 'no rank had begun'}; output in {ended.output}"
+    if not ranks:
+        return "failed", f"nothing was recorded: add `{LINE}` to the script; {how}"
+    world_sizes = {one.header["world_size"] for one in ranks}
+    if world_sizes != {asked.world_size}:
+        found = ", ".join(map(str, sorted(world_sizes)))
+        return "failed", (
+            f"it was to run with {asked.world_size} workers and ran with {found}: say "
+            "{world_size} where the command says how many"
+        )
+    if ended.code == 0 and not told:
+        return "completed", ""
+    struck = [event.fault["kind"] for event in events if isinstance(event, Injected)]
+    if any(kind.startswith("non_finite") for kind in struck):
+        return "halted", how
+    if "leave" in struck:
+        return "failed", (
+            f"a worker was killed, and the run ended with it: {how}; it would have to be started "
+            "again (torchrun --max-restarts=1) and to go on from a checkpoint in {workdir}"
+        )
+    ends = [made[one.rank] for one in ranks if one.ended and not one.problem]
+    if ends and {made[rank] for rank in range(asked.world_size)} == {max(ends)} and not told:
+        return "completed", ""
+    return "failed", how
+
+
+# --- what it was ------------------------------------------------------------------------------
+
+
+def _scenario(
+    ranks: Sequence[RankTrace], events: Sequence[Event], asked: Asked, like: Scenario | None
+) -> Scenario:
+    disturbed = asked.faults or asked.stops or asked.repeat
+    if like is not None and (disturbed or not any(isinstance(one, Update) for one in events)):
+        return like.with_(
+            world_size=asked.world_size,
+            num_shards=max(like.num_shards, asked.world_size),
+            seed=asked.seed,
+            repeat=asked.repeat,
+            faults=asked.faults,
+            stops=asked.stops,
+        )
+    header: Mapping[str, Any] = ranks[0].header if ranks else {}
+    shards_of = [event for event in events if isinstance(event, Shard)]
+    steps = {event.step for event in events if isinstance(event, Update)}
+    per_step: dict[int, int] = defaultdict(int)
+    for shard in shards_of:
+        per_step[shard.step] += len(shard.ids)
+    ids = [sample for shard in shards_of for sample in shard.ids]
+    num_samples = header.get("num_samples") or max(ids, default=0) + 1
+    accumulation = max((shard.shard for shard in shards_of), default=0) + 1
+    num_samples = max(num_samples, asked.world_size)
+    return Scenario(
+        system=SYSTEM,
+        workload="own",
+        world_size=asked.world_size,
+        seed=asked.seed,
+        repeat=asked.repeat,
+        num_shards=accumulation * asked.world_size,
+        num_samples=num_samples,
+        batch_size=min(max(per_step.values(), default=1) or 1, num_samples),
+        num_steps=max(steps, default=0) + 1,
+        accumulation=accumulation,
+        dropout=float(header.get("dropout", 0.0)),
+        detail="values" if header.get("values") else "digests",
+        **_optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)]),
+    )
+
+
+def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, Any]:
+    """The scenario's fields on the optimizer, and in its `options` what differs from the usual.
+
+    `rule: other` where no check knows what the optimizer makes of a gradient, `schedule: other`
+    where the learning rate changes.
+    """
+    groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
+    name, first = header.get("optimizer", ""), groups[0]
+    decays = {float(group.get("weight_decay") or 0) for group in groups} - {0.0}
+    rule = _RULES.get(name, "momentum")
+    if name == "SGD" and not first.get("momentum"):
+        rule = "sgd"
+    strange = (
+        name not in _RULES
+        or len(decays) > 1
+        or (name == "Adam" and bool(decays))
+        or any(group.get("maximize") or group.get("amsgrad") for group in groups)
+        or any(group.get(key) != first.get(key) for group in groups for key in (*DEFAULTS, "lr"))
+    )
+    options: dict[str, Any] = {"clipping": "other"}  # gradients are recorded as they are applied
+    options |= {"drop_last": True} if header.get("drop_last") else {}
+    for key, usual in DEFAULTS.items():
+        if key in first and rule != "sgd" and _plain(first[key]) != _plain(usual):
+            options[key] = _plain(first[key])
+    options |= {"rule": "other"} if strange else {}
+    rate = float(first.get("initial_lr", first.get("lr", 0.0)))
+    options |= {"schedule": "other"} if any(one != rate for one in rates) else {}
+    return {
+        "optimizer": rule,
+        "learning_rate": rate,
+        "weight_decay": max(decays, default=0.0),
+        "options": options,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value

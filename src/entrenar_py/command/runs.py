@@ -1,0 +1,177 @@
+"""Which runs of a command the checks need beside each other, and these runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entrenar_py import interrupts, trace
+from entrenar_py.command import ranks
+from entrenar_py.command.launch import OUTPUT, Ended, launch
+from entrenar_py.command.ranks import Asked
+from entrenar_py.errors import UsageError, did_you_mean
+from entrenar_py.faults import Fault
+from entrenar_py.observing import FAULTS
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
+
+WORLD_SIZES = (1, 2)  # one for the others to be compared with
+DEADLINE_S = 300.0
+NUM_STEPS = 8
+# What stands in a command for what differs from run to run, and what it is.
+PLACEHOLDERS = {
+    "world_size": "how many workers there are",
+    "seed": "the seed",
+    "steps": "how many optimizer steps to make in all, also after a resume",
+    "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
+    "trace_dir": "the folder that the ranks record to",
+}
+
+# What compares a run with that of one worker.
+_BESIDE_ONE = {"coverage", "parity", "weighting", "randomness", "worker_count"}
+
+# (runs done, runs planned, what is run now)
+Show = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a command is to be run, for the checks that `wanted` names."""
+
+    command: tuple[str, ...]
+    wanted: Collection[str]
+    world_sizes: tuple[int, ...] = WORLD_SIZES
+    seed: int = 0
+    num_steps: int = NUM_STEPS
+    deadline_s: float = DEADLINE_S
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        require_placeholders(self.command)
+
+    def can_say(self, name: str) -> bool:
+        """Whether the command has a place for it."""
+        return any("{" + name + "}" in word for word in self.command)
+
+    @property
+    def most(self) -> int:
+        """The largest number of workers: with so many it is run again, disturbed and stopped."""
+        return max(self.world_sizes)
+
+    def plain(self) -> dict[str, Asked]:
+        """Name -> the undisturbed run with each number of workers, the largest first."""
+        models = {1} if set(self.wanted) & _BESIDE_ONE else set()
+        sizes = sorted({*models, *self.world_sizes}, reverse=True)
+        return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
+
+    def others(self, like: Scenario) -> dict[str, Asked]:
+        """Name -> what else is run, where the undisturbed run was `like`."""
+        name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
+        nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
+        leave = Fault(kind="leave", step=middle, rank=rank)
+        stops = _stops(like) if self.can_say("steps") and self.can_say("workdir") else ()
+        asked = Asked(world_size=self.most, seed=self.seed)
+        found: dict[str, Asked] = {}
+        if {"determinism", "coverage"} & set(self.wanted):
+            found[f"{name}-again"] = replace(asked, repeat=1)
+        if "finiteness" in self.wanted:
+            found[f"{name}-nan"] = replace(asked, faults=(nan,))
+        if "recovery" in self.wanted and self.most > 1:
+            found[f"{name}-killed"] = replace(asked, faults=(leave,))
+        if {"resume", "optimizer_state"} & set(self.wanted) and stops:
+            found[f"{name}-resumed"] = replace(asked, stops=stops)
+        return found
+
+
+def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
+    """Runs the command as often as `plan` says: each run's trace, and the file that it is kept in.
+
+    Each has a folder of its own below the plan's (or a new one for temporary files), with its
+    output and its ranks' files. Where the first run fails no other is made: they would, too.
+    """
+    base = plan.folder or Path(tempfile.mkdtemp(prefix="entrenar-"))
+    like: Scenario | None = None
+    planned = plan.plain()
+    while planned:
+        name = next(iter(planned))
+        asked = planned.pop(name)
+        interrupts.check()
+        show(0, 0, f"{shlex.join(plan.command)} ({name})")
+        found = _run(plan, asked, (base / name).absolute(), like)
+        trace.save(found, base / f"{name}.jsonl")
+        yield base / f"{name}.jsonl", found
+        if like is None:
+            if found.end.status == "failed":
+                return
+            like = found.scenario
+            planned |= plan.others(like)
+
+
+def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace:
+    """One run, from stop to stop."""
+    _clear(folder)
+    (folder / "work").mkdir(parents=True)
+    ended: Ended | None = None
+    for num_steps in (*asked.stops, plan.num_steps):
+        values = {
+            "world_size": str(asked.world_size),
+            "seed": str(asked.seed),
+            "steps": str(num_steps),
+            "trace_dir": str(folder),
+            "workdir": str(folder / "work"),
+        }
+        ended = launch(
+            [_filled(word, values) for word in plan.command],
+            folder=folder,
+            variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
+            deadline_s=plan.deadline_s,
+        )
+        if ended.code is None:
+            break
+    assert ended is not None, "it was launched"
+    return ranks.trace_of(folder, asked, ended, like)
+
+
+def _stops(like: Scenario) -> tuple[int, ...]:
+    """Two stops in the middle of an epoch, or one, or none."""
+    per_epoch = -(-like.num_samples // like.batch_size)
+    inside = [step for step in range(1, like.num_steps) if step % per_epoch] or [
+        *range(1, like.num_steps)
+    ]
+    places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
+    return tuple(sorted(places))
+
+
+def _name(world_size: int) -> str:
+    return f"{world_size}-worker{'' if world_size == 1 else 's'}"
+
+
+def _clear(folder: Path) -> None:
+    """Makes way for a run: what an earlier one has left in `folder` is not taken for its.
+
+    UsageError for a folder that no run has left.
+    """
+    if (folder / OUTPUT).exists():
+        shutil.rmtree(folder)
+    elif folder.exists():
+        raise UsageError(f"--trace-dir: {folder} is there, and of no run; give another folder")
+
+
+def _filled(word: str, values: dict[str, str]) -> str:
+    """`word` with its placeholders filled in."""
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", value)
+    return word
+
+
+def require_placeholders(command: Sequence[str]) -> None:
+    """Returns if every placeholder is one; UsageError, with what was meant, for a misspelt one."""
+    for word in command:
+        name = word.partition("{")[2].partition("}")[0]
+        if "{" + name + "}" in word and name.isidentifier() and name not in PLACEHOLDERS:
+            raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}")

@@ -1,0 +1,65 @@
+"""What the checks find on the runs of somebody's own trainer: each on those that are for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from entrenar_py import plan, stored
+from entrenar_py.contract import Invariant
+from entrenar_py.plan import Task
+from entrenar_py.reports.report import Entry
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import inconclusive
+
+# Which runs that are disturbed a check is there for.
+_DISTURBED = {"finiteness": "non_finite_gradient", "recovery": "leave"}
+_STOPPED = ("resume", "optimizer_state")
+
+
+def tasks(selected: Sequence[Invariant]) -> list[Task]:
+    """What can be said of a trainer: without clauses that probes of the harness itself decide."""
+    found = plan.tasks(selected, plan.Plan())
+    return [one for one in found if one.check is not None and one.check.explores]
+
+
+def judge(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterator[Entry]:
+    """An entry per task that any of the runs, by file, is for."""
+    for task in tasks:
+        assert task.check is not None, "what has scenarios has a check"
+        own = judged_by(task.check.name, traces)
+        if own:
+            (entry,) = stored.judge_stored([task], own)
+            why = lacking(task.check.name, own)
+            if why:
+                entry = replace(entry, finding=inconclusive(task.invariant.id, why))
+            yield entry
+
+
+def judged_by(check: str, traces: Mapping[Path, Trace]) -> dict[Path, Trace]:
+    """Those of `traces` that say something about `check`: a run that was disturbed or stopped is
+    there for the check that asked for it. Bits for any number of workers only who promises judges.
+    """
+    if check == "worker_count":
+        return {file: one for file, one in traces.items() if "bitwise" in one.promises}
+
+    def fits(one: Scenario) -> bool:
+        disturbed = all(fault.kind == _DISTURBED.get(check) for fault in one.faults)
+        return disturbed and (not one.stops or check in _STOPPED)
+
+    return {file: one for file, one in traces.items() if fits(one.scenario)}
+
+
+def lacking(check: str, traces: Mapping[Path, Trace]) -> str:
+    """Why no run was made that `check` can't do without, and what to do; empty if there is one."""
+    scenarios = [one.scenario for one in traces.values()]
+    if check == "resume" and not any(one.stops for one in scenarios):
+        return (
+            "it was not stopped and resumed: the command has no {steps} (how many optimizer steps "
+            "to make) or no {workdir} (where checkpoints go, and from where it goes on)"
+        )
+    if check == "recovery" and not any(one.faults for one in scenarios):
+        return "no worker was killed: that takes two"
+    return ""

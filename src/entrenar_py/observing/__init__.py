@@ -1,0 +1,54 @@
+"""The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
+
+Inert unless the harness listens: then nothing but this file is imported, and no hook is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Where the harness wants to find what is recorded; nobody listens where it is not set.
+FOLDER = "ENTRENAR_TRACE_DIR"
+FAULTS = "ENTRENAR_FAULTS"  # what is to go wrong, as a JSON list
+
+
+class Observation:
+    """What a script may tell of itself that no hook can see. This one listens to nothing."""
+
+    def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
+        """The ids of the samples of the next backward pass, where no sampler tells them.
+
+        An id is a sample's place in the data set, from 0; `epoch` counts from 0, and is that of
+        the samples before where it is left out.
+        """
+
+    def loss(self, value: float | torch.Tensor, weight: float) -> None:
+        """The mean loss of a micro-batch, over `weight` samples or tokens; once a backward pass."""
+
+    def close(self) -> None:
+        """Training is over: what comes after it is not part of it. At the process's end at last."""
+
+
+def observe(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sampler: Any = None,
+    step: int = 0,
+) -> Observation:
+    """Records what `optimizer` makes of `model` from here on, by torch's own hooks.
+
+    `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel`. `sampler` is
+    what draws the samples: the `DataLoader`, a batch sampler or a sampler. `step` is the number of
+    optimizer steps that were made before, for a script that goes on from a checkpoint.
+    """
+    if FOLDER not in os.environ:
+        return Observation()
+    from entrenar_py.observing.observer import Observer
+
+    return Observer(model, optimizer, sampler=sampler, step=step)

@@ -1,0 +1,111 @@
+"""Which samples a DataLoader or a sampler hands out, and of which epoch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+Ids = tuple[int, ...]
+
+
+class Draws:
+    """What `source` draws, as it is handed out. An epoch begins whenever it is gone through anew.
+
+    `num_samples` is the size of its data set, None if it does not tell; `drop_last` whether it
+    leaves out what does not fill a batch.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._epoch = -1
+        self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
+        self._ids: Ids = ()  # of the batch that was handed out last
+        self.num_samples = _size_of(source)
+        self.drop_last = _drops_last(source)
+        if isinstance(source, DataLoader):
+            inner = source.batch_sampler if source.batch_sampler is not None else source.sampler
+            _watch(inner, self._draw)
+            _watch(source, self._hand_out, self._begin)
+        else:
+            batches = hasattr(source, "batch_size")
+            _watch(source, self._draw_batch if batches else self._draw_one, self._begin)
+
+    def take(self) -> tuple[int, Ids]:
+        """The epoch, and the samples of the batch that was handed out last, if any was since the
+        last time and its samples have numbers.
+        """
+        ids, self._ids = self._ids, ()
+        return max(self._epoch, 0), ids
+
+    def _begin(self) -> None:
+        self._epoch += 1
+        self._ahead.clear()
+
+    def _draw(self, drawn: Any) -> None:
+        try:
+            ids = tuple(map(int, drawn)) if isinstance(drawn, Iterable) else (int(drawn),)
+        except (TypeError, ValueError):  # keys of another kind
+            ids = ()
+        self._ahead.append(ids)
+
+    def _hand_out(self, batch: Any = None) -> None:
+        self._ids = self._ahead.popleft() if self._ahead else ()
+
+    def _draw_one(self, drawn: Any) -> None:
+        """A sampler gives single samples: those since the last forward pass are its batch."""
+        self._draw(drawn)
+        self._ids += self._ahead.popleft()
+
+    def _draw_batch(self, drawn: Any) -> None:
+        self._draw(drawn)
+        self._hand_out()
+
+
+class _Watched:
+    """An iterator that tells what it gives; in all else it is the one inside."""
+
+    def __init__(self, inner: Iterator[Any], tell: Callable[[Any], None]) -> None:
+        self._inner, self._tell = inner, tell
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        given = next(self._inner)
+        self._tell(given)
+        return given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _watch(
+    source: Any, tell: Callable[[Any], None], begin: Callable[[], None] = lambda: None
+) -> None:
+    """Has `source` tell what it gives when it is gone through, and that this begins.
+
+    It is the same object, of a class made for it alone: `for` looks for `__iter__` there.
+    """
+    kind = type(source)
+
+    def go_through(self: Any) -> Iterator[Any]:
+        begin()
+        return _Watched(iter(kind.__iter__(self)), tell)
+
+    source.__class__ = type(kind.__name__, (kind,), {"__iter__": go_through})
+
+
+def _size_of(source: Any) -> int | None:
+    for name in ("dataset", "data_source"):
+        data = getattr(source, name, None)
+        if isinstance(data, Sized):
+            return len(data)
+    inner = getattr(source, "sampler", None)
+    return None if inner is None else _size_of(inner)
+
+
+def _drops_last(source: Any) -> bool:
+    inner = getattr(source, "sampler", None)
+    return bool(getattr(source, "drop_last", False)) or (inner is not None and _drops_last(inner))

@@ -1,0 +1,118 @@
+"""The file in which one rank of somebody's own trainer keeps what it records, line by line.
+
+A header, an event a line, and a last line if training came to its end: what is there when the
+process dies stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from entrenar_py import trace
+from entrenar_py.errors import TraceError
+
+VERSION = 1
+SUFFIX = ".rank.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What one rank recorded in its `life`, 0 for its first one.
+
+    `header` is how it was launched and what it declared; `ended` whether training came to its end,
+    and `problem` what it ended by, empty if by nothing.
+    """
+
+    life: int
+    header: Mapping[str, Any]
+    events: tuple[trace.Event, ...]
+    ended: bool
+    problem: str
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return int(self.header["rank"])
+
+
+class RankFile:
+    """The file, as the rank writes it; the process's own, whatever others there are in `folder`."""
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file, self.life = _new(folder, int(header["rank"]))
+        self._write(json.dumps({"kind": "rank", "version": VERSION, **header}) + "\n")
+
+    def append(self, events: Iterable[trace.Event]) -> None:
+        """Writes `events`: who kills the process now takes none of them along."""
+        self._write(trace.dump_events(events).decode())
+
+    def close(self, problem: str = "") -> None:
+        """Says that training is over, and what by; nothing can be written after that."""
+        if not self._file.closed:
+            self._write(json.dumps({"kind": "closed", "problem": problem}) + "\n")
+            self._file.close()
+
+    def _write(self, text: str) -> None:
+        left = memoryview(text.encode())
+        while left.nbytes:
+            left = left[self._file.write(left) :]
+
+
+def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
+    """A file of its own: a script may observe twice, and a rank may be started again."""
+    for life in count():
+        with suppress(FileExistsError):
+            return FileIO(folder / f"{rank:05}-{life:03}{SUFFIX}", "x"), life
+    raise AssertionError("there is always one more")
+
+
+def load(path: Path) -> RankTrace:
+    """What is in the file of one rank, to its last whole line.
+
+    Raises TraceError, with the line, for what no rank wrote. A last line that was cut off is none.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1]
+    if not lines:
+        raise TraceError(f"{path}: no header: the process died before it wrote one")
+    records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+    header = records[0]
+    if header.get("kind") != "rank" or header.get("version") != VERSION:
+        raise TraceError(f"{path}:1: no header of a rank's file of version {VERSION}")
+    closing = records[-1] if records[-1].get("kind") == "closed" else None
+    events = []
+    for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
+        try:
+            events += trace.load_events(line)
+        except TraceError as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+    return RankTrace(
+        life=int(path.name.removesuffix(SUFFIX).partition("-")[2]),
+        header=header,
+        events=tuple(events),
+        ended=closing is not None,
+        problem="" if closing is None else str(closing.get("problem", "")),
+    )
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{path}:{number}: no JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{path}:{number}: no mapping")
+    return record
+
+
+def environment_rank() -> tuple[int, int]:
+    """Rank and world size as torchrun tells them; 0 of 1 where it did not start this."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

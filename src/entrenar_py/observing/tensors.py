@@ -1,0 +1,78 @@
+"""torch tensors as a trace keeps them, and what of a model and an optimizer is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from entrenar_py import trace
+
+VALUES_MAX = 2**16  # elements of a model up to which values are kept beside digests
+
+
+def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
+    """The record of a tensor on any device. What numpy has no name for is kept as float32, which
+    holds every bfloat16 exactly.
+    """
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        plain = plain.float()
+    return trace.record_tensor(plain.cpu().reshape(-1).numpy(), values=values)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module, out of the wrappers that torch puts around it."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else None
+        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """`parameter/key` -> what the optimizer keeps, of parameters that have a name."""
+    for parameter, entries in optimizer.state.items():
+        if parameter in names:
+            for key, value in entries.items():
+                if isinstance(value, Tensor | int | float):
+                    yield f"{names[parameter]}/{key}", torch.as_tensor(value)
+
+
+def is_finite(tensors: Iterator[Tensor | None]) -> bool:
+    """Whether none of them holds NaN or Inf."""
+    return all(bool(one.isfinite().all()) for one in tensors if one is not None)
+
+
+def random_state(model: torch.nn.Module) -> str:
+    """A digest of the state of the generators that `model` draws from."""
+    digest = blake3(torch.get_rng_state().numpy().tobytes())
+    devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
+    for device in sorted(devices, key=str):
+        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return digest.hexdigest(16)
+
+
+def facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What is declared of the optimizer and of dropout, as JSON can hold it."""
+    groups = [
+        {
+            name: float(value) if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if isinstance(value, bool | int | float | Tensor | tuple | None)
+        }
+        for group in optimizer.param_groups
+    ]
+    dropouts = [one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)]
+    return {
+        "optimizer": type(optimizer).__name__,
+        "groups": groups,
+        "dropout": max(dropouts, default=0.0),
+    }

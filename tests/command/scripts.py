@@ -1,0 +1,46 @@
+"""Runs of the example scripts, their ranks forked from one process, and what is found on them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from entrenar_py import kill_matrix
+from entrenar_py.command import runs, watched
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Finding
+
+EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
+LAUNCHER = Path(__file__).with_name("forked.py")
+DEADLINE_S = 60.0
+
+
+def command(script: Path) -> tuple[str, ...]:
+    """What runs a script; that of `resume.py` says how long and where."""
+    told = ("--steps", "{steps}", "--dir", "{workdir}") if script.name == "resume.py" else ()
+    return (sys.executable, str(LAUNCHER), "{world_size}", str(script), *told)
+
+
+def record(
+    told: Sequence[str], wanted: Collection[str], folder: Path, **changes: object
+) -> dict[Path, Trace]:
+    """The runs of a command that the checks in `wanted` need, by file."""
+    plan = runs.Plan(
+        command=tuple(told),
+        wanted=wanted,
+        folder=folder,
+        **{"deadline_s": DEADLINE_S, **changes},  # type: ignore[arg-type]
+    )
+    return dict(runs.record(plan, lambda *_: None))
+
+
+def findings(traces: dict[Path, Trace], wanted: Collection[str] = ()) -> dict[str, Finding]:
+    """By check what is found on the runs."""
+    found = {}
+    for task in watched.tasks([*kill_matrix.invariants().values()]):
+        assert task.check is not None
+        if not wanted or task.check.name in wanted:
+            for entry in watched.judge([task], traces):
+                found[task.check.name] = entry.finding
+    return found

@@ -1,0 +1,114 @@
+"""Commands of every kind: each gives its own clear end, and nothing is left behind."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.command import launch, runs
+from entrenar_py.command.launch import Ended
+from entrenar_py.errors import UsageError
+from tests.command import scripts
+
+
+def launched(code: str, folder: Path, *, deadline_s: float = 30.0) -> Ended:
+    """How a script ended."""
+    return launch.launch(
+        [sys.executable, "-c", code], folder=folder, variables={}, deadline_s=deadline_s
+    )
+
+
+def test_how_it_ended(tmp_path: Path) -> None:
+    """Its exit code and its last lines."""
+    ended = launched("print('a'); print('b', flush=True); raise SystemExit(3)", tmp_path)
+    assert (ended.code, ended.how, ended.tail) == (3, "exit code 3", ("a", "b"))
+    killed = launched("import os; os.kill(os.getpid(), 9)", tmp_path)
+    assert killed.how == "ended by SIGKILL"
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    """Nothing ran."""
+    with pytest.raises(UsageError, match="no-such-thing --x: can't be started"):
+        launch.launch(["no-such-thing", "--x"], folder=tmp_path, variables={}, deadline_s=1.0)
+
+
+def test_one_that_hangs(tmp_path: Path) -> None:
+    """Is ended, with all that it started, also what ignores SIGTERM."""
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    ended = launched(code, tmp_path, deadline_s=1.0)
+    assert ended.code is None
+    assert not list(launch._started_by(tmp_path))
+
+
+def test_children_that_outlive_it(tmp_path: Path) -> None:
+    """Are ended; how many is known."""
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True)\n"
+    )
+    ended = launched(code, tmp_path)
+    assert (ended.code, ended.num_left) == (0, 1)
+    assert not list(launch._started_by(tmp_path))
+
+
+def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is kept, and the last lines."""
+    monkeypatch.setattr(launch, "OUTPUT_BYTES_MAX", 1000)
+    ended = launched("print('x' * 10**6); print('last')", tmp_path)
+    assert ended.output.stat().st_size == 1000
+    assert ended.tail[-1] == "last"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("", "nothing was recorded: add `obs = entrenar_py.observe"),
+        ("raise SystemExit(7)", "nothing was recorded: .*exit code 7"),
+        ("import time; time.sleep(600)", "not finished after .* s: no rank had begun"),
+    ],
+)
+def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -> None:
+    """It is run once, and every clause is inconclusive with the reason."""
+    traces = scripts.record(
+        (sys.executable, "-c", code), {"parity"}, tmp_path / "runs", deadline_s=2.0
+    )
+    (trace,) = traces.values()
+    assert trace.end.status == "failed"
+    found = scripts.findings(traces, {"parity", "coverage"})
+    assert {str(one.verdict) for one in found.values()} == {"inconclusive"}
+    for one in found.values():
+        assert re.search(reason, one.reason), one.reason
+
+
+def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
+    """A command without {world_size} runs as ever with as many."""
+    told = [*scripts.command(scripts.EXAMPLES / "ddp.py")]
+    told[told.index("{world_size}")] = "1"
+    (trace,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
+    assert "it was to run with 2 workers and ran with 1: say {world_size}" in trace.end.reason
+
+
+def test_placeholders() -> None:
+    """A misspelt one is told; other braces are left alone."""
+    runs.require_placeholders(["a{world_size}b", "{}", "{'x': 1}", "{"])
+    with pytest.raises(UsageError, match="did you mean 'world_size'"):
+        runs.require_placeholders(["--n={worldsize}"])
+
+
+def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
+    """Is not cleared away."""
+    (tmp_path / "2-workers").mkdir()
+    (tmp_path / "2-workers" / "mine").write_text("x")
+    with pytest.raises(UsageError, match="of no run; give another folder"):
+        scripts.record((sys.executable, "-c", ""), {"replica_identity"}, tmp_path)
+    assert (tmp_path / "2-workers" / "mine").exists()

@@ -1,0 +1,153 @@
+"""The line in a script: inert where nobody listens; and what it records where somebody does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+import entrenar_py
+from entrenar_py.errors import TraceError
+from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file
+from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.trace import Shard, Start, Update
+
+
+def test_inert() -> None:
+    """No hook is set, and nothing is imported for it, not even torch."""
+    code = (
+        "import sys, entrenar_py\n"
+        "obs = entrenar_py.observe(None, None)\n"
+        "obs.samples([1]); obs.loss(1.0, 2); obs.close()\n"
+        "assert 'torch' not in sys.modules and 'blake3' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a rank records."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, obs: Observation, num_steps: int = 2
+) -> None:
+    """Steps of two micro-batches, of two samples each."""
+    for step in range(num_steps):
+        for micro in range(2):
+            ids = [4 * step + 2 * micro, 4 * step + 2 * micro + 1]
+            obs.samples(ids)
+            loss = model(torch.tensor(ids).float()[:, None]).square().mean()
+            obs.loss(loss, 2)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    obs.close()
+
+
+def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
+    """The record of a training of `model`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
+    (path,) = sorted(folder.glob("*"))[-1:]
+    return rank_file.load(path)
+
+
+def of(kind: type, record: RankTrace) -> Sequence[object]:
+    """The events of one kind."""
+    return [event for event in record.events if isinstance(event, kind)]
+
+
+def test_what_is_recorded(folder: Path) -> None:
+    """A start, each micro-batch with its gradient, each step with what it made."""
+    model = nn.Linear(1, 1)
+    before = model.weight.item()
+    record = observed(folder, model)
+    (start,) = of(Start, record)
+    assert isinstance(start, Start)
+    assert start.trainable == ("weight", "bias")
+    known = start.weights["weight"].values()
+    assert known is not None
+    assert known.tolist() == pytest.approx([before])
+    shards = [event for event in record.events if isinstance(event, Shard)]
+    assert [(one.step, one.shard, one.ids) for one in shards] == [
+        *((0, 0, (0, 1)), (0, 1, (2, 3))),
+        *((1, 0, (4, 5)), (1, 1, (6, 7))),
+    ]
+    updates = [event for event in record.events if isinstance(event, Update)]
+    assert [one.step for one in updates] == [0, 1]
+    total = sum(one.gradient["weight"].values()[0] for one in shards[:2])  # type: ignore[index]
+    applied = updates[0].gradient["weight"].values()
+    assert applied is not None
+    assert applied[0] == pytest.approx(total)
+    assert list(updates[0].optimizer) == ["weight/momentum_buffer", "bias/momentum_buffer"]
+    assert record.ended
+    assert record.header["groups"][0]["momentum"] == 0.5
+
+
+class Compiled(nn.Module):
+    """What torch.compile makes of a module, as far as names go."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What is inside does it."""
+        return cast(torch.Tensor, self._orig_mod(x))
+
+
+def test_a_wrapper_is_looked_through(folder: Path) -> None:
+    """Names are those of the user's own module."""
+    (start,) = of(Start, observed(folder, Compiled(nn.Linear(1, 1))))
+    assert isinstance(start, Start)
+    assert start.trainable == ("weight", "bias")
+
+
+def test_random_numbers(folder: Path) -> None:
+    """Each forward pass that draws is told by where its stream was; others draw nothing."""
+    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
+    drawn = [s.draws for s in observed(folder, model).events if isinstance(s, Shard)]
+    assert len(set(drawn)) == 4
+    assert None not in drawn
+    calm = observed(folder, nn.Linear(1, 1))
+    assert {s.draws for s in calm.events if isinstance(s, Shard)} == {None}
+
+
+def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strikes once, in its step; the micro-batch says that it is not finite."""
+    fault = '[{"kind": "non_finite_gradient", "step": 1, "value": "nan"}]'
+    monkeypatch.setenv(FAULTS, fault)
+    record = observed(folder, nn.Linear(1, 1))
+    shards = [event for event in record.events if isinstance(event, Shard)]
+    assert [one.finite for one in shards] == [True, True, False, True]
+
+
+def test_two_lives(folder: Path) -> None:
+    """A script that observes again, to go on, has another file."""
+    observed(folder, nn.Linear(1, 1))
+    again = observed(folder, nn.Linear(1, 1))
+    assert again.life == 1
+
+
+def test_a_file_that_was_cut_off(folder: Path) -> None:
+    """Is read to its last whole line; one without a header is none."""
+    whole = observed(folder, nn.Linear(1, 1))
+    (path,) = folder.glob("*")
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 10])
+    cut = rank_file.load(path)
+    assert not cut.ended
+    assert cut.events == whole.events[: len(cut.events)]
+    for broken in (b"", b"{\n", b"[]\n", b'{"kind":"rank","version":9}\n'):
+        path.write_bytes(broken)
+        with pytest.raises(TraceError, match=path.name):
+            rank_file.load(path)
