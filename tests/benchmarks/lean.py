@@ -168,7 +168,7 @@ class LeanMember(_Reducing):
     def reduce(self, block: int) -> tuple[float, float]:
         return self.average(block)
 
-    def regroup(self) -> None:
+    def regroup(self, number: int) -> None:
         self.sums.clear()
 
     def payload(self, message: Message) -> Buffer:

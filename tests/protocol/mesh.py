@@ -205,7 +205,7 @@ class Mesh:
                 station.sums.setdefault(block, []).extend(said[1])
             case do.Reduce(step, block):
                 return [(one, None) for one in self._reduced(station, step, block)]
-            case do.Regroup():
+            case do.Regroup(_):
                 station.sums.clear()
                 station.held.clear()
             case do.Postpone(peer):

@@ -236,7 +236,9 @@ class Combine(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Regroup(Effect):
-    """What other workers sent of the step in work is void."""
+    """What other workers sent of the step in work is void, and `round` begins, or goes on."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)

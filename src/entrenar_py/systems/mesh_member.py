@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Average, Message, State, TreeNode, Welcome
 from entrenar_py.scenario import Scenario
@@ -55,9 +57,13 @@ class MeshMember(Member):
             return self._sums.room(num_bytes)
         return super().room(message, num_bytes)
 
-    def regroup(self) -> None:
-        """Forgets what came of the step in work."""
+    def regroup(self, number: int) -> None:
+        """Forgets what came of the step in work; round `number` goes on, or begins."""
         self._sums.clear()
+        self._held.clear()
+        if number != self._round:
+            # The rest of what is void may be on its way still, into memory that was lent to it.
+            self._round, self._vector = number, np.empty_like(self._vector)
 
     def payload(self, message: Message) -> Buffer:
         """What `message` carries: also an averaged block, or the state that is held."""
