@@ -258,13 +258,18 @@ class Replicas:
         ProtocolError if it is of no such run.
         """
         specs, kind = self.workload.specs, updates.held(self.scenario)
+        self.require_progress(payload)
         progress, tensors, moments = state.load(specs, kind, payload)
-        if progress.position.offset >= self.scenario.num_samples:
-            raise ProtocolError(f"a state at {progress.position}: no sample is there")
         self.position, self.schedule_step = progress.position, progress.schedule_step
         worker = self.new_worker(rank, tensors)
         worker.state = moments
         return worker
+
+    def require_progress(self, payload: Buffer) -> None:
+        """Returns if the state in `payload` can be taken over; ProtocolError if not."""
+        position = state.progress_of(payload).position
+        if position.offset >= self.scenario.num_samples:
+            raise ProtocolError(f"a state at {position}: no sample is there")
 
     def _order(self) -> sharding.Ids:
         """The current epoch's order of the samples."""

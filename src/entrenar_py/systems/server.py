@@ -125,8 +125,10 @@ class Server(Replicas):
                     f"TreeNode weight={message.weight} loss={message.loss}: "
                     f"use 0 to {most}, and a finite loss (NonFinite says the others)"
                 )
-        if isinstance(message, State) and len(payload) != self._state_bytes:
-            raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
+        if isinstance(message, State):
+            if len(payload) != self._state_bytes:
+                raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
+            self.require_progress(payload)
         if message.carries == "events":
             self._events_in(rank, message, payload)
 
