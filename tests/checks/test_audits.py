@@ -11,7 +11,7 @@ from entrenar_py import systems
 from entrenar_py.checks import audits
 from entrenar_py.faults import SILENT, Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Audit, End, Halt, Injected, Trace, Update
+from entrenar_py.trace import Audit, End, Halt, Injected, Membership, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
@@ -122,6 +122,28 @@ def test_two_that_can_not_be_told_apart() -> None:
     assert judged(run, model)[0] is Verdict.HELD
     on = replace(run, events=(*traces.without(run, Halt).events[:-1], End(status="completed")))
     assert judged(on, model)[0] is Verdict.FALSIFIED
+
+
+def test_a_word_against_one_that_is_gone() -> None:
+    """Nobody can say who was wrong, as little as where both are there."""
+    run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
+    (open_,) = audits.undecided(run)
+    assert open_.disputed == (0, 1)
+    gone = Membership(step=1, rank=0, change="left", reason="gone")
+    audit = next(at for at, event in enumerate(run.events) if event is open_)
+    events = (
+        *run.events[:audit],
+        gone,
+        replace(open_, ranks=(1,), alike=(0,)),
+        *run.events[audit + 1 :],
+    )
+    halted = replace(run, events=events)
+    assert audits.undecided(halted)
+    assert judged(halted, model)[0] is Verdict.HELD
+    on = replace(
+        halted, events=(*traces.without(halted, Halt).events[:-1], End(status="completed"))
+    )
+    assert "nobody was named, and training went on" in judged(on, model)[1]
 
 
 def test_what_could_not_be_run_or_compared() -> None:

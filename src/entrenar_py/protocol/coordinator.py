@@ -131,16 +131,18 @@ class Coordinator(Dealing):
         if audit is None or audit.asked or audit.copies != list(ranks):
             return []  # somebody was dropped in between, and it was asked for anew
         found = audits.verdict(audit.copies, alike)
-        if found is not None:
+        if found is not None and not audit.is_one_word():
             return self._conclude(shard, found, now)
+        audit.disputed.update(ranks)
         rank = audit.another(self._witnesses(audit), step + shard)
         if rank is not None:
             return self._ask(rank, shard)
         reason = (
-            f"workers {sorted(set(audit.copies))} disagree on shard {shard} of step {step}, and "
+            f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
             "nobody can say who is wrong: training halted before any update"
         )
-        return [do.Conclude(step, shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
+        over = do.Conclude(step, shard, disputed=tuple(sorted(audit.disputed)))
+        return [over, *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""

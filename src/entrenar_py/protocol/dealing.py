@@ -94,10 +94,10 @@ class Dealing(Attendance):
 
     def _count_copy(self, shard: int, found: Verdict) -> list[Effect]:
         """The audit of `shard` is over, and one copy of it counts."""
-        del self._audits[shard]
+        disputed = tuple(sorted(self._audits.pop(shard).disputed))
         for missing in self._missing.values():
             missing.discard(shard)
-        return [do.Conclude(self.step, shard, found.copy, found.culprit)]
+        return [do.Conclude(self.step, shard, found.copy, found.culprit, disputed)]
 
     def _release(self) -> list[Effect]:
         """After the last audit: what was delivered stays, and what is whole is averaged."""

@@ -112,13 +112,14 @@ class Conclude(Effect):
     """The audit of `shard` is over: the copy with the number `copy` counts, the others are void.
 
     Numbers are in the order in which copies became whole. `culprit` gave another; None where nobody
-    did. Without a `copy` nobody can say which is right.
+    did. Without a `copy` nobody can say which is right. `disputed` is who ever disagreed.
     """
 
     step: int
     shard: int
     copy: int | None = None
     culprit: int | None = None
+    disputed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

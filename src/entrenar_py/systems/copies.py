@@ -84,6 +84,7 @@ class Copies:
             culprit=effect.culprit,
             tensor=place[0],
             element=place[1],
+            disputed=effect.disputed,
         )
         told = [
             e for one in copies for e in (one.events if one is chosen else injected(one.events))
