@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import SILENT, Fault
+from entrenar_py.faults import PLANTED, SILENT, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Audit, Halt, Injected, Membership, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -201,6 +201,9 @@ def _given_up(
         message = f"{what}, and none of those who could say was asked"
         tally.check(False, message, rank=rank, **place)
         return
+    if asked == 2 and any(audit.ranks.count(rank) < 2 for rank in audit.ranks):
+        tally.check(False, f"{what}, and were not asked once more each", rank=rank, **place)
+        return
     made = [update.step for update in trace.of(Update) if update.step >= audit.step]
     halted = any(halt.step == audit.step for halt in trace.of(Halt))
     message = f"{what}, nobody was named, and training went on"
@@ -219,10 +222,19 @@ def _told(tally: Tally, trace: Trace) -> None:
         )
 
 
+def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
+    """The steps that can't be made: workers disagree there, or something is not finite."""
+    planted = {one.step for one in trace.of(Injected) if one.fault.get("kind") in PLANTED} - {None}
+    return {audit.step for audit in undecided(trace)} | {h.step for h in model.of(Halt)} | planted
+
+
 def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     """Whatever was found, the steps are made as if nothing had gone wrong."""
     scenario, limit = trace.scenario, first_open(trace)
-    halts = [halt.step for halt in trace.of(Halt)]
+    halts, reasons = [halt.step for halt in trace.of(Halt)], _reasons_to_halt(model, trace)
+    for step in halts:
+        needless = f"training halted in step {step}, where all that was wrong could be told"
+        tally.check(step in reasons or step >= limit, needless, step=step, scenario=scenario)
     expected, got = evidence.updates(model), evidence.updates(trace)
     status = "halted" if halts else model.end.status
     how = f"the run ended {trace.end.status} ({trace.end.reason})"
