@@ -97,6 +97,10 @@ class Mesh:
             queue.clear()
             self._lose(wire, end, "cut")
 
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        """Somebody wants the run to end."""
+        self._above(self.coordinator.stop(reason, self.now, at_once=at_once))
+
     def wait(self, seconds: float) -> None:
         """Time passes, and everyone looks at the clock."""
         self.now += seconds

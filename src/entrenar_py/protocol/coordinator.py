@@ -275,7 +275,8 @@ class Coordinator(Dealing):
         over = self.step == self.run.num_steps
         waiting = {p: m for p, m in self.peers.items() if m.phase is Phase.WAITING and not over}
         due = self.step in self.run.saves and self.step != self._saved
-        if (waiting or due) and not self._has_state():
+        stops = self._stopping is not None and not over
+        if (waiting or due or stops) and not self._has_state(self.step):
             return self._fetch(now)
         if due:
             self._saved = self.step
@@ -298,7 +299,7 @@ class Coordinator(Dealing):
             return None
         return self._hand_out(members)
 
-    def _has_state(self) -> bool:
+    def _has_state(self, step: int) -> bool:
         """Whether the state before `step` is here."""
         return True
 
@@ -328,7 +329,7 @@ class Coordinator(Dealing):
 
     def _stopped(self, step: int, reason: str) -> list[Effect]:
         farewell = Shutdown(problem=brief(reason))
-        saved = [do.Save(step)] if self._has_state() else []
+        saved = [do.Save(step)] if self._has_state(step) else []
         return [*saved, *self._end(do.Finish("stopped", reason), farewell)]
 
     def _end(self, finish: do.Finish, farewell: Message) -> list[Effect]:
