@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.messages import Average, NonFinite, State, TreeNode
+from entrenar_py.protocol.messages import Average, NonFinite, Partial, State, TreeNode
 from entrenar_py.systems.mesh_member import MeshMember
 from entrenar_py.systems.ring_member import RingMember
 from entrenar_py.systems.server import Server
@@ -144,6 +144,29 @@ def test_the_state_that_it_hands_on_is_the_server_s() -> None:
     server, one, _ = members()
     welcome = by_hand.welcome_of(server, 0, 0)
     assert bytes(one.payload(State(step=0))) == bytes(server.payload(welcome))
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        TreeNode(step=0, round=1, block=0, level=0, index=0, loss=1.0, weight=16.0),
+        Partial(step=0, round=1, block=0, hops=0, loss=1.0, weight=16.0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(1.0, -4.0), (1.0, 17.0), (1.0, float("nan")), (float("nan"), 4.0), (float("inf"), 4.0)],
+)
+def test_a_sum_weighs_what_a_batch_can(
+    right: TreeNode | Partial, loss: float, weight: float
+) -> None:
+    """As in a star: what another worker sends would bend the mean of all."""
+    member = RingMember(SCENARIO)
+    payload = bytes(member.vector_bytes)  # one block, until a welcome says how many
+    member.require(right, payload)
+    member.require(replace(right, weight=0.0), payload)
+    with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):
+        member.require(replace(right, loss=loss, weight=weight), payload)
 
 
 @pytest.mark.parametrize(("block", "num_bytes"), [(0, 148), (3, 0), (3, 152 + 4), (4, 152)])

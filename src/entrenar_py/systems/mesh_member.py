@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Average, Message, State, TreeNode, Welcome
+from entrenar_py.protocol.messages import Average, Message, Partial, State, TreeNode, Welcome
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.member import Member
 from entrenar_py.training import blocks, reduction
@@ -21,6 +21,12 @@ class MeshMember(Member):
     def sizes(self) -> dict[type[Message], int]:
         """The most payload bytes that a message of each kind may bring."""
         return {**super().sizes(), TreeNode: self.vector_bytes}
+
+    def require(self, message: Message, payload: Buffer) -> None:
+        """Returns if `message` can be done here and has its payload; ProtocolError if not."""
+        super().require(message, payload)
+        if isinstance(message, TreeNode | Partial):
+            self.require_sum(message)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -119,12 +118,7 @@ class Server(Replicas):
                     f"the manifest makes {due}"
                 )
         if isinstance(message, TreeNode):
-            most = self.workload.weight_max * self.scenario.batch_size
-            if not (0 <= message.weight <= most and math.isfinite(message.loss)):
-                raise ProtocolError(
-                    f"TreeNode weight={message.weight} loss={message.loss}: "
-                    f"use 0 to {most}, and a finite loss (NonFinite says the others)"
-                )
+            self.require_sum(message)
         if isinstance(message, State):
             if len(payload) != self._state_bytes:
                 raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
