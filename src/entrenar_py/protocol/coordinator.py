@@ -151,17 +151,23 @@ class Coordinator(Dealing):
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, peers to give up, a run to give up."""
         effects: list[Effect] = []
-        for peer in self._silent(now):
+        for peer, why in self._overdue(now):
             if peer in self.peers:  # the run may end with the first of them
-                silence = now - self.peers[peer].heard
-                effects += self._drop(peer, f"silent for {silence:.1f} s", now)
+                effects += self._drop(peer, why, now)
         effects += self._beat(now)
         waited = now - self._gathering_since
-        if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
+        if self.stage is Stage.GATHERING and waited >= self.timing.gather_s and not self._loads():
             there = sorted(member.in_rank() for member in self._members().values())
             reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
             effects += self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
         return effects
+
+    def _loads(self) -> bool:
+        """Whether somebody loads the state that came in time: it has as long for that, too."""
+        until = self._gathering_since + self.timing.gather_s
+        return any(
+            one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
+        )
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
         """Ends the run before its next step, with a checkpoint, and tells the workers why.
@@ -286,9 +292,8 @@ class Coordinator(Dealing):
         if self._stopping is not None:
             return self._stopped(self.step, self._stopping)
         for member in waiting.values():
-            member.phase = Phase.LOADING
+            member.phase, member.welcomed = Phase.LOADING, now
         if waiting:
-            self._gathering_since = now  # who was let in has its own time to load
             return [do.Send(peer, self._welcome(member)) for peer, member in waiting.items()]
         members = self._members()
         there = {member.rank for member in members.values()}
