@@ -14,7 +14,7 @@ from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.copies import Copies, Copy
+from entrenar_py.systems.copies import Copy
 from entrenar_py.training.blocks import Sums
 
 from .subjects import COORDINATOR, TRAINING, star
@@ -44,9 +44,9 @@ def whoever_said_it(copies: Sequence[int], alike: Sequence[int]) -> Verdict | No
     return _verdict(range(len(copies)), alike)
 
 
-def all_alike(self: Copies, shard: int) -> list[int]:
+def all_alike(copies: Sequence[Copy]) -> list[int]:
     """Takes all copies for the same."""
-    return [0 for _ in self.of(shard)]
+    return [0 for _ in copies]
 
 
 def last_block_equals(self: Copy, other: Copy) -> bool:
@@ -134,7 +134,7 @@ VARIANTS = (
         name="mismatch-ignored",
         summary="copies of a shard are taken for the same, whatever is in them",
         source="classic (a check that can't fail)",
-        plants={f"{COPIES}.Copies.alike": all_alike},
+        plants={f"{COPIES}.alike": all_alike},
         scenario=_WRONG,
         invariants=("F-WP-006",),
         place={"step": 1, "rank": 1, "shard": 2},

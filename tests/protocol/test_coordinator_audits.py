@@ -113,7 +113,7 @@ def test_two_workers_that_stay_with_it_halt_the_run() -> None:
         "halted before any update"
     )
     assert of(star, do.Stop) == [do.Stop(0, None, reason, shard=1)]
-    assert of(star, do.Conclude) == [do.Conclude(0, 1, disputed=(0, 1))]
+    assert of(star, do.Conclude) == [do.Conclude(0, 1, (0, 1, 2, 3), disputed=(0, 1))]
     assert not of(star, do.Reduce)
 
 
@@ -130,7 +130,7 @@ def test_who_is_alone_is_not_audited() -> None:
     star = audited(1)
     assert dealt(star) == [(0, (0, 2, 3)), (0, (1,))]
     assert finished(star) == "completed"
-    assert of(star, do.Conclude) == [do.Conclude(0, 1, 0), do.Conclude(1, 1, 0)]
+    assert of(star, do.Conclude) == [do.Conclude(0, 1, (0,), 0), do.Conclude(1, 1, (0,), 0)]
 
 
 def test_nobody_is_audited_by_another_backend() -> None:
@@ -178,7 +178,9 @@ def test_who_is_left_alone_after_a_dispute_is_not_believed(
     star.until(lambda: len(of(star, do.Compare)) == 1 + again)
     star.cut(link_of(star.stations[1 - left]))
     assert finished(star) == "halted"
-    assert of(star, do.Conclude) == [do.Conclude(0, 1, disputed=(0, 1))]
+    (over,) = of(star, do.Conclude)
+    assert isinstance(over, do.Conclude)
+    assert (over.copy, over.culprit, over.disputed) == (None, None, (0, 1))
     assert not of(star, do.Reduce)
 
 

@@ -14,12 +14,14 @@ class Audit:
     """Who computes one shard now, and whose `copies` are whole, in that order.
 
     A worker may have given several copies, where nobody else is left to ask. `disputed` is who gave
-    copies on which no two agreed, whoever of them is gone by now.
+    copies on which no two agreed, whoever of them is gone by now. `alike` is what was found when
+    copies were compared: of each the number of the first one with the same bits.
     """
 
     asked: list[int] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
     disputed: set[int] = field(default_factory=set)
+    alike: tuple[int, ...] = ()
 
     def end_copy(self, rank: int) -> None:
         """The copy of `rank` is whole."""

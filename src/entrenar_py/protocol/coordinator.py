@@ -130,6 +130,7 @@ class Coordinator(Dealing):
         audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
         if audit is None or audit.asked or audit.copies != list(ranks):
             return []  # somebody was dropped in between, and it was asked for anew
+        audit.alike = tuple(alike)
         found = audits.verdict(audit.copies, alike)
         if found is not None and not audit.is_one_word():
             return self._conclude(shard, found, now)
@@ -141,8 +142,7 @@ class Coordinator(Dealing):
             f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
             "nobody can say who is wrong: training halted before any update"
         )
-        over = do.Conclude(step, shard, disputed=tuple(sorted(audit.disputed)))
-        return [over, *self._halt(do.Stop(step, None, reason, shard=shard))]
+        return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""

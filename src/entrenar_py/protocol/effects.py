@@ -111,12 +111,14 @@ class Compare(Effect):
 class Conclude(Effect):
     """The audit of `shard` is over: the copy with the number `copy` counts, the others are void.
 
-    Numbers are in the order in which copies became whole. `culprit` gave another; None where nobody
-    did. Without a `copy` nobody can say which is right. `disputed` is who ever disagreed.
+    Numbers are in the order in which copies became whole; `alike` is for each that of the first one
+    with the same bits. `culprit` gave another; None where nobody did. Without a `copy` nobody can
+    say which is right. `disputed` is who ever disagreed.
     """
 
     step: int
     shard: int
+    alike: tuple[int, ...]
     copy: int | None = None
     culprit: int | None = None
     disputed: tuple[int, ...] = ()

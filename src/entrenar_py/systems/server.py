@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import replicas, updates
-from entrenar_py.systems.copies import Copies, injected
+from entrenar_py.systems import copies, replicas, updates
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
 from entrenar_py.training.tensors import LinearFunction
@@ -59,7 +58,7 @@ class Server(Replicas):
         self._beside: replicas.Worker | None = None  # where steps are prepared
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
-        self._copies = Copies()
+        self._copies = copies.Copies()
         self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
         # What goes down: the average as far as it is reduced; then what the step made of it.
         self._vector = np.empty(self.layout.num_elements, np.float32)
@@ -157,9 +156,10 @@ class Server(Replicas):
         """The copy that `rank` has begun is whole."""
         self._copies.end(rank, shard)
 
-    def compare(self, shard: int) -> tuple[list[int], list[int]]:
-        """Whose copies of `shard` are there, and of each the first one with the same bits."""
-        return [one.rank for one in self._copies.of(shard)], self._copies.alike(shard)
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
+        """What says, in any thread, whose copies of `shard` are there, and which are the same."""
+        whole = self._copies.of(shard)
+        return lambda: ([one.rank for one in whole], copies.alike(whole))
 
     def conclude(self, effect: Conclude) -> None:
         """Takes over the copy that counts, and records the audit."""
@@ -182,7 +182,7 @@ class Server(Replicas):
         """Forgets what a worker that is gone had not wholly delivered."""
         self.present.discard(effect.rank)
         self._sums.forget(effect.rank)
-        self._record(injected(self._events.pop(effect.rank, [])))
+        self._record(copies.injected(self._events.pop(effect.rank, [])))
         self._record(self._copies.forget(effect.rank))
         self.recorder.emit(
             trace.Membership(
