@@ -344,7 +344,10 @@ def bounds() -> str:
         ("connections on their way in or out", f"{tcp.STRANGERS_MAX}"),
         ("between heartbeats", f"{timing.heartbeat_s:g} s"),
         ("silence that is death", f"{timing.dead_after_s:g} s"),
-        ("waiting for workers before a step", f"{timing.gather_s:g} s"),
+        (
+            "waiting for workers before a step; for one of them to load the state",
+            f"{timing.gather_s:g} s",
+        ),
     ]
     return _table(("what", "at most, unless set otherwise"), rows)
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol import audits
+from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.audits import Audit, Verdict
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.copies import Copies, Copy
+from entrenar_py.systems.copies import Copy
 from entrenar_py.training.blocks import Sums
 
 from .subjects import COORDINATOR, TRAINING, star
@@ -21,7 +22,8 @@ from .subjects import COORDINATOR, TRAINING, star
 AUDITS = "entrenar_py.protocol.audits"
 AUDITED = "entrenar_py.systems.audited"
 COPIES = "entrenar_py.systems.copies"
-_verdict, _replace, _deliver = audits.verdict, Coordinator._replace, Sums.deliver
+_verdict, _conclude = audits.verdict, Coordinator._conclude
+_replace, _deliver = Coordinator._replace, Sums.deliver
 
 
 # --- what is compared -------------------------------------------------------------------------
@@ -42,9 +44,9 @@ def whoever_said_it(copies: Sequence[int], alike: Sequence[int]) -> Verdict | No
     return _verdict(range(len(copies)), alike)
 
 
-def all_alike(self: Copies, shard: int) -> list[int]:
+def all_alike(copies: Sequence[Copy]) -> list[int]:
     """Takes all copies for the same."""
-    return [0 for _ in self.of(shard)]
+    return [0 for _ in copies]
 
 
 def last_block_equals(self: Copy, other: Copy) -> bool:
@@ -79,6 +81,15 @@ def takes_itself_for_a_witness(copies: Sequence[int], alike: Sequence[int]) -> V
     copy = max(alike, key=alike.count)
     others = [rank for rank, like in zip(copies, alike, strict=True) if like != copy]
     return Verdict(copy, others[0] if others else None)
+
+
+def gives_up(self: Coordinator, shard: int, found: Verdict, now: float) -> list[Effect]:
+    """Halts the run where somebody is caught: nothing wrong is used, and no more is learned."""
+    if found.culprit is None:
+        return _conclude(self, shard, found, now)
+    reason = f"worker {found.culprit} computed shard {shard} of step {self.step} wrongly"
+    halt = self._halt(do.Stop(self.step, found.culprit, reason, shard=shard))
+    return [*self._count_copy(shard, found), *halt]
 
 
 def keeps_what_it_delivered(
@@ -123,7 +134,7 @@ VARIANTS = (
         name="mismatch-ignored",
         summary="copies of a shard are taken for the same, whatever is in them",
         source="classic (a check that can't fail)",
-        plants={f"{COPIES}.Copies.alike": all_alike},
+        plants={f"{COPIES}.alike": all_alike},
         scenario=_WRONG,
         invariants=("F-WP-006",),
         place={"step": 1, "rank": 1, "shard": 2},
@@ -154,6 +165,15 @@ VARIANTS = (
         scenario=star(options=_ALL, faults=(replace(_LASTING, rank=0),), world_size=2),
         invariants=("F-WP-006",),
         place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="halts-when-somebody-is-caught",
+        summary="who is wrong is named, and nobody goes on without it",
+        source="classic (what is safe, and of no use)",
+        plants={f"{COORDINATOR}.Coordinator._conclude": gives_up},
+        scenario=_WRONG,
+        invariants=("F-WP-006",),
+        place={"step": 1},
     ),
     Variant(
         name="culprits-copy-counted",

@@ -112,7 +112,7 @@ class LeanServer(_Reducing):
     def end_copy(self, rank: int, shard: int) -> None:
         raise AssertionError("nothing is audited here")
 
-    def compare(self, shard: int) -> tuple[list[int], list[int]]:
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
         raise AssertionError("nothing is audited here")
 
     def conclude(self, effect: Conclude) -> None:
@@ -168,7 +168,7 @@ class LeanMember(_Reducing):
     def reduce(self, block: int) -> tuple[float, float]:
         return self.average(block)
 
-    def regroup(self) -> None:
+    def regroup(self, number: int) -> None:
         self.sums.clear()
 
     def payload(self, message: Message) -> Buffer:

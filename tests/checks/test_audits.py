@@ -11,7 +11,7 @@ from entrenar_py import systems
 from entrenar_py.checks import audits
 from entrenar_py.faults import SILENT, Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Audit, End, Halt, Injected, Trace, Update
+from entrenar_py.trace import Audit, End, Halt, Injected, Membership, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
@@ -122,6 +122,60 @@ def test_two_that_can_not_be_told_apart() -> None:
     assert judged(run, model)[0] is Verdict.HELD
     on = replace(run, events=(*traces.without(run, Halt).events[:-1], End(status="completed")))
     assert judged(on, model)[0] is Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize("after", [None, (1, 2)])
+def test_a_needless_halt(after: tuple[int, int] | None) -> None:
+    """As soon as somebody is caught, or out of the blue with nothing audited."""
+    run, model = ran()
+    place = {} if after is None else {"step": after[0], "shard": after[1]}
+    at = 0 if after is None else run.events.index(traces.one(run, Audit, **place)) + 1
+    step = 0 if after is None else after[0]
+    halt = Halt(step=step, reason="caught somebody")
+    ended = (*run.events[:at], halt, End(status="halted", reason=halt.reason))
+    finding = traces.judge("audits", [replace(run, events=ended), model])
+    assert traces.broken(finding).message.startswith(f"training halted in step {step}, where all")
+    assert traces.broken(finding).step == step
+
+
+def test_who_disagrees_is_asked_once_more() -> None:
+    """Both of them, before anything is given up."""
+    run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
+    (open_,) = audits.undecided(run)
+    place = {"step": open_.step, "shard": open_.shard}
+    once = traces.altered(run, Audit, place, ranks=open_.ranks[:3], alike=open_.alike[:3])
+    found = traces.broken(traces.judge("audits", [once, model]))
+    assert found.message.endswith("and were not asked once more each")
+
+
+@pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
+def test_what_is_not_finite_may_halt_it(kind: str) -> None:
+    """Audited or not: no step can be made with that."""
+    run, model = ran(AUDITED.with_(faults=(Fault(kind=kind, step=1, shard=2, value="nan"),)))
+    assert run.end.status == "halted"
+    assert judged(run, model)[0] is Verdict.HELD, judged(run, model)
+
+
+def test_a_word_against_one_that_is_gone() -> None:
+    """Nobody can say who was wrong, as little as where both are there."""
+    run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
+    (open_,) = audits.undecided(run)
+    assert open_.disputed == (0, 1)
+    gone = Membership(step=1, rank=0, change="left", reason="gone")
+    audit = next(at for at, event in enumerate(run.events) if event is open_)
+    events = (
+        *run.events[:audit],
+        gone,
+        replace(open_, ranks=(1,), alike=(0,)),
+        *run.events[audit + 1 :],
+    )
+    halted = replace(run, events=events)
+    assert audits.undecided(halted)
+    assert judged(halted, model)[0] is Verdict.HELD
+    on = replace(
+        halted, events=(*traces.without(halted, Halt).events[:-1], End(status="completed"))
+    )
+    assert "nobody was named, and training went on" in judged(on, model)[1]
 
 
 def test_what_could_not_be_run_or_compared() -> None:

@@ -158,6 +158,15 @@ def test_what_is_carried_beside(message: str, peer: str, said: str) -> None:
     assert said in found.message
 
 
+def test_copies_are_no_needless_traffic() -> None:
+    """What audits cost is not of the algorithm: open, and everything else holds."""
+    whole = small("parameter_server_simulated", 3)[0]
+    run = traces.run(whole.with_(options={**whole.options, "audit_share": 0.5}))
+    finding = judged("reduction_traffic", run)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("audited shards travel twice")
+
+
 @pytest.mark.parametrize("status", ["failed", "halted"])
 def test_a_run_that_does_not_end(status: str) -> None:
     """Its reason is the finding's; the other clauses have nothing to judge then."""

@@ -83,9 +83,9 @@ class FakeServer:
     def end_copy(self, rank: int, shard: int) -> None:
         self.copies.setdefault(shard, []).append(rank)
 
-    def compare(self, shard: int) -> tuple[list[int], list[int]]:
-        ranks = self.copies[shard]  # of one content all of them, as `keep` has seen
-        return ranks, [0] * len(ranks)
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
+        ranks = list(self.copies[shard])  # of one content all of them, as `keep` has seen
+        return lambda: (ranks, [0] * len(ranks))
 
     def conclude(self, effect: do.Conclude) -> None:
         del self.copies[effect.shard]

@@ -50,7 +50,7 @@ class FakeMeshMember(FakeMember):
         self.held.append(block)
         return 1.0, 1.0
 
-    def regroup(self) -> None:
+    def regroup(self, number: int) -> None:
         self.held.clear()
         self.rounds += 1
 

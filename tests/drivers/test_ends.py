@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from entrenar_py.drivers.ends import CoordinatorEnd, WorkerEnd
+from entrenar_py.drivers.ends import Beside, CoordinatorEnd, WorkerEnd
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
@@ -39,11 +39,15 @@ class Wire:
 class Pair:
     """A coordinator and one worker, who hear each other when `pass_on` is called."""
 
-    def __init__(self, run: Run, server: FakeServer, member: FakeMember) -> None:
+    def __init__(
+        self, run: Run, server: FakeServer, member: FakeMember, beside: Beside | None = None
+    ) -> None:
         self.now = 0.0
         self.down, self.up = Wire(), Wire()
         machine = Coordinator(run, secret=SECRET, timing=TIMING, now=0.0)
-        self.coordinator = CoordinatorEnd(machine, server, self.down, self._clock, AtOnce())
+        self.coordinator = CoordinatorEnd(
+            machine, server, self.down, self._clock, beside or AtOnce()
+        )
         self.worker = WorkerEnd(worker_of(0), member, self.up, self._clock, self._compute)
         self.worker.connected("up", NONCE)
         self.coordinator.connected("down", NONCE)
@@ -91,6 +95,33 @@ def test_a_run_byte_by_byte(num_blocks: int, by_server: bool) -> None:
     assert pair.up.said[:2] == ["Hello", "Loaded"]
     assert (pair.down.closed, pair.up.closed) == ("completed", "completed")
     assert pair.coordinator.buffer("down") is None
+
+
+class Held:
+    """What is to be done beside everything else, until it is done."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+
+    def run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self.waiting.append((work, done))
+
+    def forget(self) -> None:
+        self.waiting.clear()
+
+
+def test_copies_are_compared_beside_everything_else() -> None:
+    """Nothing waits for it but its step; what has come by then is what is compared."""
+    server, beside = FakeServer(), Held()
+    pair = Pair(_alone(num_steps=1, audited=lambda step: [1]), server, FakeMember(), beside)
+    pair.pass_on()
+    ((work, done),) = beside.waiting
+    assert (server.concluded, server.copies) == ([], {1: [0]})
+    server.copies[1].append(7)
+    beside.waiting.clear()
+    done(work())
+    assert server.concluded == [do.Conclude(0, 1, (0,), 0)]
+    assert len(beside.waiting) == 1, "the block of the step, which can be averaged now"
 
 
 class Overflowing(FakeServer):

@@ -105,6 +105,33 @@ def test_nothing_is_written_to_a_place_after_the_connection_is_closed() -> None:
     go(story())
 
 
+def test_what_stalls_waits_in_the_loop() -> None:
+    """No thread looks again and again whether more comes, or is taken; then all of it goes on."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        loop = asyncio.get_running_loop()
+        said = random.Random(0).randbytes(LARGE)
+        end = Parts(ours, (LARGE,))
+        await loop.sock_sendall(theirs, said[:1000])
+        await until(lambda: end.at == 1000)
+        await until(lambda: end.link._awaits_reading)
+        await loop.sock_sendall(theirs, said[1000:])
+        await until(lambda: end.whole == [said])
+        end.link.write([said])
+        await until(lambda: end.link._awaits_writing)
+        taken = bytearray()
+        while len(taken) < LARGE:
+            taken += await loop.sock_recv(theirs, LARGE)
+        assert taken == said
+        end.link.abort()
+        await end.link.ended
+        theirs.close()
+
+    go(story())
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_connection_that_is_aborted_ends_while_threads_are_at_it(reads: bool) -> None:
     """At once, and with one reason."""

@@ -58,8 +58,8 @@ class Recording(FakeMeshMember):
         self.told.append(f"reduce {block}")
         return super().reduce(block)
 
-    def regroup(self) -> None:
-        super().regroup()
+    def regroup(self, number: int) -> None:
+        super().regroup(number)
         self.told.append("regroup")
 
     def require(self, message: Message, payload: Buffer) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from entrenar_py.drivers.guests import Guest
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, unmeddled
-from entrenar_py.drivers.simulated import Simulation
+from entrenar_py.drivers.simulated import LATENCY_S, Simulation
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Run, Timing
@@ -204,3 +205,14 @@ def test_any_fates_are_survived(
     assert simulation.run(until_s=10_000.0) == COMPLETED
     assert hands.made == [0, 1, 2]
     assert any(member.made == [0, 1, 2] for member in members)
+
+
+def test_who_speaks_to_a_coordinator_that_died_is_not_heard() -> None:
+    """What a guest says arrives when another one has taken its place; the run goes on."""
+    simulation, _, _ = simulate(run_of())
+    simulation.visit(Guest(lambda _: bytes(100)))
+    last_word_s = 2 * LATENCY_S[1]
+    hands = Told()
+    simulation.later(0.75 * last_word_s, lambda: simulation.restart(run_of(), hands))
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    assert hands.made == [0, 1, 2]

@@ -57,10 +57,11 @@ class Copies:
         self.concluded.add(effect.shard)
         if effect.copy is None:
             self.undecided = True
-            assert len({got for _, got in whole}) > 1
+            one_word = {rank for rank, _ in whole} < set(effect.disputed)
+            assert one_word or len({got for _, got in whole}) > 1
             return
         wrong = set[int]()
-        if len({rank for rank, _ in whole}) > 1:  # who is alone is believed
+        if len({rank for rank, _ in whole}) > 1:  # who is alone from the start is believed
             wrong = {rank for rank, got in whole if got != RIGHT}
             counted = whole[effect.copy][1]
             assert counted == RIGHT

@@ -97,6 +97,10 @@ class Mesh:
             queue.clear()
             self._lose(wire, end, "cut")
 
+    def stop(self, reason: str, *, at_once: bool = False) -> None:
+        """Somebody wants the run to end."""
+        self._above(self.coordinator.stop(reason, self.now, at_once=at_once))
+
     def wait(self, seconds: float) -> None:
         """Time passes, and everyone looks at the clock."""
         self.now += seconds
@@ -205,7 +209,7 @@ class Mesh:
                 station.sums.setdefault(block, []).extend(said[1])
             case do.Reduce(step, block):
                 return [(one, None) for one in self._reduced(station, step, block)]
-            case do.Regroup():
+            case do.Regroup(_):
                 station.sums.clear()
                 station.held.clear()
             case do.Postpone(peer):

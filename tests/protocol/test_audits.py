@@ -40,6 +40,8 @@ def test_verdict(copies: list[int], alike: list[int], found: Verdict | None) -> 
         ([1, 2, 1], {1, 2}, 2),
         ([1, 2, 1, 2], {1, 2}, None),
         ([1, 1], {1}, None),
+        ([1], {1}, None),
+        ([1], {1, 2}, 2),
         ([1, 2, 0], {0, 1, 2, 3}, None),
         ([1, 2, 1], {0, 1, 2}, 0),
     ],

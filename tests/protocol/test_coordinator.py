@@ -257,6 +257,49 @@ def test_a_run_does_not_wait_for_ever() -> None:
     assert station.finished == do.Finish("failed", reason)
 
 
+def test_who_comes_and_goes_wins_no_time() -> None:
+    """A run that waits for another one does not wait longer for it."""
+    star = Star(run_of(awaited={0: (0, 2)}))
+    star.arrive(0)
+    star.deliver()
+    for _ in range(15):
+        assert star.finished is None
+        station = star.arrive(1)
+        star.deliver()
+        star.wait(20.0)
+        star.deliver()
+        if station.link is not None:
+            star.cut(station.link)
+    assert star.now == 300.0
+    reason = "step 0 has waited 300 s for workers; here are [0, 1]"
+    assert star.finished == do.Finish("failed", reason)
+
+
+def _phases(star: Star) -> set[PeerPhase]:
+    return {one.phase for one in star.coordinator.peers.values()}
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_who_came_in_time_has_time_to_load(loads: bool) -> None:
+    """As long as a run waits for workers; then it is given up, and after it the run."""
+    star = Star(run_of(awaited={0: (0,)}))
+    star.wait(290.0)
+    late = star.arrive(0)
+    star.until(lambda: _phases(star) == {PeerPhase.LOADING})
+    (member,) = star.coordinator.peers.values()
+    member.heard = star.now = 589.0
+    assert [one for one in star.coordinator.tick(star.now) if not isinstance(one, do.Send)] == []
+    if loads:
+        star.deliver()
+        assert star.finished == do.Finish("completed")
+        return
+    member.heard = star.now = 590.0
+    effects = star.coordinator.tick(star.now)
+    assert effects[0] == do.Close(link_of(late).peer, "has loaded for 300 s")
+    reason = "step 0 has waited 590 s for workers; here are []"
+    assert effects[-1] == do.Finish("failed", reason)
+
+
 def test_waiting_begins_anew_with_each_step() -> None:
     """When everyone is gone in the middle of a step there is `gather_s` for others to come."""
     star, link = alone()

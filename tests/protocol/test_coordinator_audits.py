@@ -113,7 +113,7 @@ def test_two_workers_that_stay_with_it_halt_the_run() -> None:
         "halted before any update"
     )
     assert of(star, do.Stop) == [do.Stop(0, None, reason, shard=1)]
-    assert of(star, do.Conclude) == [do.Conclude(0, 1)]
+    assert of(star, do.Conclude) == [do.Conclude(0, 1, (0, 1, 2, 3), disputed=(0, 1))]
     assert not of(star, do.Reduce)
 
 
@@ -130,7 +130,7 @@ def test_who_is_alone_is_not_audited() -> None:
     star = audited(1)
     assert dealt(star) == [(0, (0, 2, 3)), (0, (1,))]
     assert finished(star) == "completed"
-    assert of(star, do.Conclude) == [do.Conclude(0, 1, 0), do.Conclude(1, 1, 0)]
+    assert of(star, do.Conclude) == [do.Conclude(0, 1, (0,), 0), do.Conclude(1, 1, (0,), 0)]
 
 
 def test_nobody_is_audited_by_another_backend() -> None:
@@ -164,13 +164,34 @@ def test_the_third_may_die() -> None:
     assert star.record.copies.culprits == [2]
 
 
-def test_who_is_left_alone_is_believed() -> None:
-    """The other one of two has died since they disagreed; who says the same again goes on."""
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("left", [0, 1])
+def test_who_is_left_alone_after_a_dispute_is_not_believed(
+    left: int, culprit: int, again: bool
+) -> None:
+    """The other one of two has died since they disagreed, perhaps after the first one said the same
+    again: it may have been right. The effect says who had a part in it, and nobody is caught.
+    """
     star = audited(2, num_steps=1)
-    wrong(star, 1)
-    star.until(lambda: len(of(star, do.Compare)) == 1 and not star.stations[1].jobs)
-    assert dealt(star)[4:] == [(0, (1,))]
-    star.cut(link_of(star.stations[1]))
+    wrong(star, culprit, times=99)
+    star.until(lambda: len(of(star, do.Compare)) == 1 + again)
+    star.cut(link_of(star.stations[1 - left]))
+    assert finished(star) == "halted"
+    (over,) = of(star, do.Conclude)
+    assert isinstance(over, do.Conclude)
+    assert (over.copy, over.culprit, over.disputed) == (None, None, (0, 1))
+    assert not of(star, do.Reduce)
+
+
+def test_who_took_no_part_in_a_dispute_is_believed() -> None:
+    """Both who disagreed are gone: the third is as alone as if it had been so from the start."""
+    star = audited(num_steps=1)
+    wrong(star, 2)
+    third = _asked_as_third(star)
+    for station in star.stations:
+        if station is not third:
+            star.cut(link_of(station))
     assert finished(star) == "completed"
     assert star.record.copies.culprits == []
 

@@ -12,6 +12,7 @@ from entrenar_py.protocol.effects import Effect
 from entrenar_py.protocol.mesh_coordinator import ROUNDS_MAX
 from entrenar_py.protocol.messages import (
     MESSAGES,
+    Applied,
     Assign,
     Challenge,
     Computed,
@@ -275,6 +276,34 @@ def test_a_stop_saves_what_is_here() -> None:
         assert effects[-1] == do.Finish("stopped", "asked to")
         done = [*mesh.effects, *effects]
         assert [one.step for one in done if isinstance(one, do.Save)] == saved
+
+
+def test_a_stop_asks_for_what_is_to_be_saved() -> None:
+    """The step in work is finished, somebody gives the state after it, and that is saved."""
+    mesh, _ = started(2)
+    mesh.until(lambda: mesh.coordinator.step == 1 and _stands_in(mesh, Stage.COMPUTING))
+    mesh.stop("asked to")
+    assert mesh.finish() == do.Finish("stopped", "asked to")
+    assert [one.step for one in sent(mesh.effects, Fetch)] == [2]
+    assert [one.step for one in mesh.effects if isinstance(one, do.Save)] == [2]
+
+
+def test_a_step_that_is_just_made_is_not_saved_with_the_state_before_it() -> None:
+    """Stopped at once, when the first worker has said that it made it: that state is with it."""
+    mesh, _ = started(2)
+    mesh.until(lambda: any(_tells_of_a_step(one) for one in mesh.effects))
+    assert _stands_in(mesh, Stage.APPLYING)
+    mesh.stop("asked to", at_once=True)
+    assert mesh.finished == do.Finish("stopped", "asked to")
+    assert not [one for one in mesh.effects if isinstance(one, do.Save)]
+
+
+def _tells_of_a_step(effect: do.Effect) -> bool:
+    return isinstance(effect, do.Keep) and isinstance(effect.message, Applied)
+
+
+def _stands_in(mesh: Mesh, stage: Stage) -> bool:
+    return mesh.coordinator.stage is stage
 
 
 # --- how it ends, and whom it sends away ------------------------------------------------------

@@ -44,7 +44,7 @@ from tests.protocol.mesh_situations import (
 def test_a_group_begins_a_round() -> None:
     """From nothing: what came is void, who is of higher rank is dialed, what waited is told."""
     machine = entered()
-    assert machine.receive(GROUP, 0.0) == [TO_2, do.Regroup(), do.Again()]
+    assert machine.receive(GROUP, 0.0) == [TO_2, do.Regroup(1), do.Again()]
 
 
 def test_every_block_goes_to_its_owner() -> None:
@@ -79,7 +79,7 @@ def test_a_whole_step() -> None:
     (make, applied, *begun) = machine.receive(Commit(step=5), 0.0)
     assert (make, machine.step) == (do.Make(5), 6)
     assert isinstance(applied, do.Send)
-    assert begun == [do.Regroup(), do.Again()]
+    assert begun == [do.Regroup(1), do.Again()]
 
 
 def test_the_next_steps_are_of_the_same_round() -> None:
@@ -137,7 +137,7 @@ def test_another_round_begins_from_nothing() -> None:
         machine.receive_from("in", average(block), 0.0)
     machine.receive_from("in", node(4, 0, 0), 0.0)
     effects = machine.receive(NEXT, 0.0)
-    assert (effects[0], effects[-1]) == (do.Regroup(), do.Again())
+    assert (effects[0], effects[-1]) == (do.Regroup(2), do.Again())
     again = [one.message for one in effects if isinstance(one, do.Send)]
     again += [one.node for one in effects if isinstance(one, do.Contribute)]
     assert {(one.block, one.index, one.round) for one in again if isinstance(one, TreeNode)} == {

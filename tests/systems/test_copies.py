@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.protocol.effects import Conclude
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import audited
-from entrenar_py.systems.copies import Copies
+from entrenar_py.systems.copies import Copies, alike
 from entrenar_py.training.reduction import Node
 
 SCENARIO = Scenario(
@@ -53,7 +55,26 @@ def test_copies_differ_in_any_bit(other: tuple[Node, ...]) -> None:
     give(copies, 0, *first)
     give(copies, 1, *other)
     give(copies, 2, *first)
-    assert copies.alike(3) == [0, 1, 0]
+    assert alike(copies.of(3)) == [0, 1, 0]
+
+
+def test_a_copy_is_not_compared_with_itself() -> None:
+    """Of two that are the same there is one comparison, of each block."""
+    copies, first = Copies(), (node(1, 2), node(3, 4))
+    give(copies, 0, *first)
+    give(copies, 1, *first)
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+
+        def compared(*both: Any) -> bool:
+            seen.append(both)
+            return True
+
+        patch.setattr(np, "array_equal", compared)
+        assert alike(copies.of(3)) == [0, 0]
+    assert len(seen) == 2
+    places = zip(seen, reversed(first), strict=True)
+    assert all(np.shares_memory(one, block.vector) for (one, _), block in places), "no copies"
 
 
 def test_what_is_recorded_of_an_audit() -> None:
@@ -62,7 +83,7 @@ def test_what_is_recorded_of_an_audit() -> None:
     give(copies, 1, node(1, 2), node(3, 5), events=(trace.Planted(name="void"), SUFFERED))
     give(copies, 2, node(1, 2), node(3, 4), events=(shard,))
     give(copies, 0, node(1, 2), node(3, 4))
-    chosen, events = copies.conclude(Conclude(0, 3, copy=1, culprit=1), locate)
+    chosen, events = copies.conclude(Conclude(0, 3, (0, 1, 1), copy=1, culprit=1), locate)
     assert chosen is not None
     assert (chosen.rank, chosen.nodes[1][0].vector.tolist()) == (2, [3, 4])
     found = trace.Audit(
@@ -77,7 +98,7 @@ def test_an_audit_that_nothing_comes_of() -> None:
     copies = Copies()
     give(copies, 0, node(1))
     give(copies, 1, node(2), events=(trace.Planted(name="void"), SUFFERED))
-    chosen, events = copies.conclude(Conclude(0, 3), locate)
+    chosen, events = copies.conclude(Conclude(0, 3, (0, 1)), locate)
     assert chosen is None
     assert events == [SUFFERED, trace.Audit(step=0, shard=3, ranks=(0, 1), alike=(0, 1))]
 
@@ -87,7 +108,7 @@ def test_another_loss_has_no_tensor() -> None:
     copies = Copies()
     give(copies, 0, node(1))
     give(copies, 1, node(1, loss=7.0))
-    _, (found,) = copies.conclude(Conclude(0, 3, copy=0, culprit=1), locate)
+    _, (found,) = copies.conclude(Conclude(0, 3, (0, 1), copy=0, culprit=1), locate)
     assert isinstance(found, trace.Audit)
     assert (found.culprit, found.tensor, found.element) == (1, None, None)
 

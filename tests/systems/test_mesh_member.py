@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.messages import Average, NonFinite, State, TreeNode
+from entrenar_py.protocol.messages import Average, NonFinite, Partial, State, TreeNode
 from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.systems.ring_member import RingMember
 from entrenar_py.systems.server import Server
 from tests.systems import by_hand, stars
 
@@ -59,7 +62,7 @@ def test_an_own_block_has_the_bits_of_the_star_s() -> None:
     for block in range(4):
         _, one, other = members()
         for owner, helper in ((one, other), (other, one)):
-            owner.regroup()
+            owner.regroup(1)
             assert exchange(owner, helper, block) is not None
             reduced = owner.payload(average(block))
             if owner is one:
@@ -73,9 +76,47 @@ def test_another_round_begins_from_nothing() -> None:
     exchange(one, other, 2)
     before = bytes(one.payload(average(2)))
     one.contribute(computed(one, 0)[0])
-    one.regroup()
+    one.regroup(2)
     assert exchange(one, other, 2) is not None
     assert bytes(one.payload(average(2))) == before
+
+
+@pytest.mark.parametrize("kind", [MeshMember, RingMember])
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_void_is_written_elsewhere(kind: type[MeshMember], early: bool) -> None:
+    """Half a block comes, its round ends, the new round's block is held, then the old one's rest.
+
+    Or the new one is whole before this worker has heard of its round.
+    """
+    server, _, _ = members()
+    one, block, right = kind(SCENARIO), 2, np.arange(38, dtype=np.float32).tobytes()
+    welcome = by_hand.welcome_of(server, 0, 0)
+    one.load(welcome, bytearray(server.payload(welcome)))
+    one.regroup(1)
+    new = replace(average(block), round=2)
+    old = one.room(average(block), len(right))
+    if not early:
+        one.regroup(2)
+    room = one.room(new, len(right))
+    room[:] = right
+    if early:
+        old[:] = bytes(len(right))
+        one.hold(average(block), old)
+        one.regroup(2)
+    one.hold(new, room)
+    old[:] = bytes(len(right))
+    assert bytes(one.payload(new)) == right
+
+
+def test_a_round_s_blocks_come_where_they_stay() -> None:
+    """In each step, and in a round that is new in it: nothing is copied."""
+    _, one, _ = members()
+    for number in (1, 1, 2):
+        one.regroup(number)
+        said = replace(average(1), round=number)
+        room = one.room(said, 152)
+        one.hold(said, room)
+        assert np.shares_memory(room, np.frombuffer(one.payload(said), np.uint8))
 
 
 def test_nobody_writes_over_an_own_block() -> None:
@@ -103,6 +144,29 @@ def test_the_state_that_it_hands_on_is_the_server_s() -> None:
     server, one, _ = members()
     welcome = by_hand.welcome_of(server, 0, 0)
     assert bytes(one.payload(State(step=0))) == bytes(server.payload(welcome))
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        TreeNode(step=0, round=1, block=0, level=0, index=0, loss=1.0, weight=16.0),
+        Partial(step=0, round=1, block=0, hops=0, loss=1.0, weight=16.0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(1.0, -4.0), (1.0, 17.0), (1.0, float("nan")), (float("nan"), 4.0), (float("inf"), 4.0)],
+)
+def test_a_sum_weighs_what_a_batch_can(
+    right: TreeNode | Partial, loss: float, weight: float
+) -> None:
+    """As in a star: what another worker sends would bend the mean of all."""
+    member = RingMember(SCENARIO)
+    payload = bytes(member.vector_bytes)  # one block, until a welcome says how many
+    member.require(right, payload)
+    member.require(replace(right, weight=0.0), payload)
+    with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):
+        member.require(replace(right, loss=loss, weight=weight), payload)
 
 
 @pytest.mark.parametrize(("block", "num_bytes"), [(0, 148), (3, 0), (3, 152 + 4), (4, 152)])

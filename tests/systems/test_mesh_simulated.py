@@ -6,7 +6,10 @@ import pytest
 
 from entrenar_py import faults
 from entrenar_py.faults import PLACES, Fault
-from entrenar_py.trace import Halt, Injected, Shard, Update
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Message, State
+from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.trace import Halt, Injected, Membership, Shard, Update
 from tests.systems import stars
 from tests.systems.stars import MESH_SIMULATED, STEP, subject
 
@@ -49,6 +52,26 @@ def test_what_takes_time(kind: str, at: str) -> None:
         assert stars.changes(trace) == []
     else:
         stars.require_back(trace)
+
+
+def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gave it is given up, once and before anyone takes it for there; another is asked."""
+    payload, given = MeshMember.payload, list[int]()
+
+    def bent(self: MeshMember, message: Message) -> Buffer:
+        data = payload(self, message)
+        if isinstance(message, State) and not given:
+            given.append(self.rank)
+            assert isinstance(data, bytearray)
+            data[8:16] = (10**6).to_bytes(8, "little")  # offset into the epoch
+        return data
+
+    monkeypatch.setattr(MeshMember, "payload", bent)
+    killed = stars.struck(MESH_SIMULATED, "kill", "Computed").faults
+    trace = stars.require_right(subject(MESH_SIMULATED, seed=4, faults=killed))
+    left = [one for one in trace.of(Membership) if one.change == "left"]
+    assert [one.rank for one in left] == [1, *given]
+    assert "offset=1000000): no sample is there" in left[1].reason
 
 
 @pytest.mark.parametrize("block_bytes", [4, 100, 604])

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import pytest
 from entrenar_py import faults
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.faults import Fault
+from entrenar_py.protocol.attendance import CONVICTIONS_MAX
 from entrenar_py.systems import parameter_server, worker_process
-from entrenar_py.trace import Halt, Membership, Shard, Update
+from entrenar_py.systems.parameter_server import ProcessStar
+from entrenar_py.trace import Halt, Membership, Shard, Traffic, Update
 from tests.systems import stars
 from tests.systems.stars import REAL, subject
 
@@ -143,6 +146,23 @@ def test_who_leaves_and_joins() -> None:
 def test_a_run_that_is_stopped_and_resumed() -> None:
     """Twice, by processes that start anew each time."""
     stars.require_right(subject(REAL, stops=(1, 3)))
+
+
+class Barring(ProcessStar):
+    """Worker 1 is not let in any more after the stop."""
+
+    def restore(self) -> int:
+        self._caught[1] = CONVICTIONS_MAX
+        return super().restore()
+
+
+def test_what_a_worker_measured_is_told_once(crew: Remembering) -> None:
+    """Also of one that takes no part in the run that goes on from the stop."""
+    star = Barring(subject(REAL, workload="vectors", world_size=2, num_steps=2, stops=(1,)))
+    told = Counter(one.rank for one in star.train().of(Traffic) if one.message == "Hello")
+    assert told == {None: 2, 0: 2, 1: 1}
+    assert [one.rank for one in star.ends] == [0]
+    assert len(crew.given) == 3
 
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import SILENT, Fault
+from entrenar_py.faults import PLANTED, SILENT, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Audit, Halt, Injected, Membership, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -95,7 +95,13 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def undecided(trace: Trace) -> list[Audit]:
     """The audits in which workers disagreed, and nobody could say who was wrong."""
-    return [one for one in trace.of(Audit) if one.culprit is None and len(set(one.alike)) > 1]
+    return [one for one in trace.of(Audit) if _is_undecided(one)]
+
+
+def _is_undecided(audit: Audit) -> bool:
+    """Whether nobody was named, and copies differ, or did when the others were still there."""
+    one_word = len(set(audit.ranks)) == 1 and set(audit.ranks).issubset(audit.disputed)
+    return audit.culprit is None and (one_word or len(set(audit.alike)) > 1)
 
 
 def first_open(trace: Trace) -> float:
@@ -168,7 +174,9 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
     where = f"shard {audit.shard} of step {audit.step}"
     place["scenario"] = trace.scenario
     asked = len(set(audit.ranks))
-    if asked < 2:
+    if _is_undecided(audit):
+        _given_up(tally, trace, audit, len(there), rank=min(wrong, default=None))
+    elif asked < 2:
         if len(there) < 2:
             tally.miss(f"{where} was computed by one worker, and no other was there to audit it")
             return
@@ -177,17 +185,29 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
     elif audit.culprit is not None:
         named = f"worker {audit.culprit} was caught at {where}, where it computed nothing wrong"
         tally.check(audit.culprit in wrong, named, rank=audit.culprit, **place)
-    elif len(set(audit.alike)) > 1 and asked < 3 and len(there) > asked:
-        message = f"workers disagreed on {where}, and none of those who could say was asked"
-        tally.check(False, message, rank=min(wrong, default=None), **place)
-    elif len(set(audit.alike)) > 1:
-        made = [update.step for update in trace.of(Update) if update.step >= audit.step]
-        message = f"workers disagreed on {where}, nobody was named, and training went on"
-        halted = any(halt.step == audit.step for halt in trace.of(Halt))
-        tally.check(halted and not made, message, rank=audit.ranks[0], **place)
     else:
         message = f"what worker {min(wrong, default=None)} computed wrongly passed as {where}"
         tally.check(not wrong, message, rank=min(wrong, default=None), **place)
+
+
+def _given_up(
+    tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
+) -> None:
+    """Nobody is named only after everyone was asked who could say it, and training halts then."""
+    place: dict[str, Any] = {"step": audit.step, "shard": audit.shard, "scenario": trace.scenario}
+    what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
+    asked = len(set(audit.ranks))
+    if asked < 3 and num_there > asked:
+        message = f"{what}, and none of those who could say was asked"
+        tally.check(False, message, rank=rank, **place)
+        return
+    if asked == 2 and any(audit.ranks.count(rank) < 2 for rank in audit.ranks):
+        tally.check(False, f"{what}, and were not asked once more each", rank=rank, **place)
+        return
+    made = [update.step for update in trace.of(Update) if update.step >= audit.step]
+    halted = any(halt.step == audit.step for halt in trace.of(Halt))
+    message = f"{what}, nobody was named, and training went on"
+    tally.check(halted and not made, message, rank=audit.ranks[0], **place)
 
 
 def _told(tally: Tally, trace: Trace) -> None:
@@ -202,10 +222,19 @@ def _told(tally: Tally, trace: Trace) -> None:
         )
 
 
+def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
+    """The steps that can't be made: workers disagree there, or something is not finite."""
+    planted = {one.step for one in trace.of(Injected) if one.fault.get("kind") in PLANTED} - {None}
+    return {audit.step for audit in undecided(trace)} | {h.step for h in model.of(Halt)} | planted
+
+
 def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     """Whatever was found, the steps are made as if nothing had gone wrong."""
     scenario, limit = trace.scenario, first_open(trace)
-    halts = [halt.step for halt in trace.of(Halt)]
+    halts, reasons = [halt.step for halt in trace.of(Halt)], _reasons_to_halt(model, trace)
+    for step in halts:
+        needless = f"training halted in step {step}, where all that was wrong could be told"
+        tally.check(step in reasons or step >= limit, needless, step=step, scenario=scenario)
     expected, got = evidence.updates(model), evidence.updates(trace)
     status = "halted" if halts else model.end.status
     how = f"the run ended {trace.end.status} ({trace.end.reason})"

@@ -75,7 +75,7 @@ class ServerHands(Protocol):
     def deliver(self, rank: int) -> None: ...
     def copy(self, rank: int, message: Message, payload: Buffer) -> None: ...
     def end_copy(self, rank: int, shard: int) -> None: ...
-    def compare(self, shard: int) -> tuple[list[int], list[int]]: ...
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]: ...
     def conclude(self, effect: do.Conclude) -> None: ...
     def payload(self, message: Message) -> Buffer: ...
     def joined(self, effect: do.Joined) -> None: ...
@@ -113,7 +113,7 @@ class CoordinatorEnd:
         clock: Callable[[], float],
         beside: Beside,
     ) -> None:
-        """`beside` is where blocks are reduced and steps prepared."""
+        """`beside` is where blocks are reduced, copies compared and steps prepared."""
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self._beside = beside
         self.finished: do.Finish | None = None
@@ -205,8 +205,12 @@ class CoordinatorEnd:
             case do.EndCopy(rank, shard):
                 self.hands.end_copy(rank, shard)
             case do.Compare(step, shard):
-                ranks, alike = self.hands.compare(shard)
-                return self.machine.compared(step, shard, ranks, alike, self._clock())
+                self._beside.run(
+                    self.hands.compare(shard),
+                    lambda found: self._do(
+                        self.machine.compared(step, shard, *found, self._clock())
+                    ),
+                )
             case do.Conclude():
                 self.hands.conclude(effect)
             case do.Reduce(step, block):

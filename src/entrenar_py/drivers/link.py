@@ -65,7 +65,7 @@ class Link:
         # None over TLS. No thread is started before there is work for one.
         self._threads = None if isinstance(sock, ssl.SSLSocket) else ThreadPoolExecutor(2)
         self._filling: Task[tuple[int, str | None]] | None = None
-        self._sending: Task[str | None] | None = None
+        self._sending: Task[tuple[bool, str | None]] | None = None
         self._farewell: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -160,10 +160,12 @@ class Link:
                 if num_bytes and not self._mute:
                     self._filled(self, num_bytes)
             finally:
-                if problem is None:
-                    self._read()
-                else:
+                if problem is not None:
                     self._end(problem)
+                elif num_bytes:
+                    self._read()
+                else:  # it may be long before more comes: no thread waits for that
+                    self._await_reading(not self._mute)
 
         self._filling = Task(threads, work, done)
 
@@ -204,24 +206,29 @@ class Link:
     def _send_beside(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
         """Sends what is queued in a thread, also what is queued meanwhile."""
 
-        def work(task: Task[str | None]) -> str | None:
+        def work(task: Task[tuple[bool, str | None]]) -> tuple[bool, str | None]:
+            stalled = True
             try:
                 while not task.stopped and self._gather():
                     try:
                         self._drop(sock.sendmsg(self._pieces))
+                        stalled = False
                     except _NOT_NOW:
                         if not _is_ready(sock, select.POLLOUT):
-                            break
+                            return stalled, None
             except OSError as error:
-                return str(error)
-            return None
+                return stalled, str(error)
+            return False, None
 
-        def done(problem: str | None) -> None:
+        def done(outcome: tuple[bool, str | None]) -> None:
             self._sending = None
-            if problem is None:
-                self._pump()
-            else:
+            stalled, problem = outcome
+            if problem is not None:
                 self._end(problem)
+            elif stalled:  # it may be long before more is taken: no thread waits for that
+                self._await_writing(True)
+            else:
+                self._pump()
 
         self._sending = Task(threads, work, done)
 

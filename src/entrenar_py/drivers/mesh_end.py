@@ -32,7 +32,7 @@ class MeshHands(MemberHands, Protocol):
     def contribute(self, node: TreeNode) -> None: ...
     def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | None: ...
-    def regroup(self) -> None: ...
+    def regroup(self, number: int) -> None: ...
 
 
 class RingHands(MeshHands, Protocol):
@@ -136,9 +136,9 @@ class MeshEnd(WorkerEnd):
                 )
             case do.Combine(step, block):
                 return [(one, None) for one in self._combined(step, block, received)]
-            case do.Regroup():
+            case do.Regroup(number):
                 self._beside.forget()  # it was of a round that is over
-                self.hands.regroup()
+                self.hands.regroup(number)
             case do.Load() | do.Finish():
                 self._beside.forget()
                 return super()._one(effect, received)

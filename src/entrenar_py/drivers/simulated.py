@@ -227,6 +227,8 @@ class Simulation:
         end = self.coordinator
 
         def arrive(piece: bytes) -> None:
+            if end is not self.coordinator:
+                return  # another one has taken its place
             feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), piece)
 
         for place, piece in enumerate(pieces, start=1):

@@ -72,9 +72,16 @@ class Attendance:
         """The ranks that nobody may have any more."""
         return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
 
-    def _silent(self, now: float) -> list[Peer]:
-        """Those who are to be given up."""
-        return [peer for peer, member in self.peers.items() if self._is_silent(member, now)]
+    def _overdue(self, now: float) -> list[tuple[Peer, str]]:
+        """Those who are to be given up, and why."""
+        found = []
+        for peer, member in self.peers.items():
+            loading_s = now - member.welcomed if member.phase is Phase.LOADING else 0.0
+            if self._is_silent(member, now):
+                found.append((peer, f"silent for {now - member.heard:.1f} s"))
+            elif loading_s >= self.timing.gather_s:
+                found.append((peer, f"has loaded for {loading_s:.0f} s"))
+        return found
 
     def _is_silent(self, member: Member, now: float) -> bool:
         stranger = member.phase is Phase.CHALLENGED

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 class Audit:
     """Who computes one shard now, and whose `copies` are whole, in that order.
 
-    A worker may have given several copies, where nobody else is left to ask.
+    A worker may have given several copies, where nobody else is left to ask. `disputed` is who gave
+    copies on which no two agreed, whoever of them is gone by now. `alike` is what was found when
+    copies were compared: of each the number of the first one with the same bits.
     """
 
     asked: list[int] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
+    disputed: set[int] = field(default_factory=set)
+    alike: tuple[int, ...] = ()
 
     def end_copy(self, rank: int) -> None:
         """The copy of `rank` is whole."""
@@ -32,6 +36,10 @@ class Audit:
         self.copies = [one for one in self.copies if one != rank]
         return True
 
+    def is_one_word(self) -> bool:
+        """Whether all copies are of one worker, and another one had another: it may be wrong."""
+        return len(set(self.copies)) == 1 and self.disputed.issuperset(self.copies)
+
     def second(self, present: Collection[int], turn: int) -> int | None:
         """Whom to ask beside who is asked already; None where nobody else is `present`.
 
@@ -44,8 +52,10 @@ class Audit:
         """Whom to ask when no two workers agree: a third one, or each once more; None: nobody."""
         if len(set(self.copies)) > 2:
             return None
-        once = [rank for rank in self.copies if self.copies.count(rank) == 1 and rank in present]
         third = self.second(present, turn)
+        once = [rank for rank in self.copies if self.copies.count(rank) == 1 and rank in present]
+        if len(set(self.copies)) < 2:
+            once = []  # nobody is left who could agree with it
         return third if third is not None else next(iter(once), None)
 
 

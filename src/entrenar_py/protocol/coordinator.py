@@ -130,17 +130,19 @@ class Coordinator(Dealing):
         audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
         if audit is None or audit.asked or audit.copies != list(ranks):
             return []  # somebody was dropped in between, and it was asked for anew
+        audit.alike = tuple(alike)
         found = audits.verdict(audit.copies, alike)
-        if found is not None:
+        if found is not None and not audit.is_one_word():
             return self._conclude(shard, found, now)
+        audit.disputed.update(ranks)
         rank = audit.another(self._witnesses(audit), step + shard)
         if rank is not None:
             return self._ask(rank, shard)
         reason = (
-            f"workers {sorted(set(audit.copies))} disagree on shard {shard} of step {step}, and "
+            f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
             "nobody can say who is wrong: training halted before any update"
         )
-        return [do.Conclude(step, shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
+        return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
         """What was reduced is not finite: nobody makes `step`."""
@@ -149,17 +151,23 @@ class Coordinator(Dealing):
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, peers to give up, a run to give up."""
         effects: list[Effect] = []
-        for peer in self._silent(now):
+        for peer, why in self._overdue(now):
             if peer in self.peers:  # the run may end with the first of them
-                silence = now - self.peers[peer].heard
-                effects += self._drop(peer, f"silent for {silence:.1f} s", now)
+                effects += self._drop(peer, why, now)
         effects += self._beat(now)
         waited = now - self._gathering_since
-        if self.stage is Stage.GATHERING and waited >= self.timing.gather_s:
+        if self.stage is Stage.GATHERING and waited >= self.timing.gather_s and not self._loads():
             there = sorted(member.in_rank() for member in self._members().values())
             reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
             effects += self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
         return effects
+
+    def _loads(self) -> bool:
+        """Whether somebody loads the state that came in time: it has as long for that, too."""
+        until = self._gathering_since + self.timing.gather_s
+        return any(
+            one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
+        )
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
         """Ends the run before its next step, with a checkpoint, and tells the workers why.
@@ -273,7 +281,8 @@ class Coordinator(Dealing):
         over = self.step == self.run.num_steps
         waiting = {p: m for p, m in self.peers.items() if m.phase is Phase.WAITING and not over}
         due = self.step in self.run.saves and self.step != self._saved
-        if (waiting or due) and not self._has_state():
+        stops = self._stopping is not None and not over
+        if (waiting or due or stops) and not self._has_state(self.step):
             return self._fetch(now)
         if due:
             self._saved = self.step
@@ -283,9 +292,8 @@ class Coordinator(Dealing):
         if self._stopping is not None:
             return self._stopped(self.step, self._stopping)
         for member in waiting.values():
-            member.phase = Phase.LOADING
+            member.phase, member.welcomed = Phase.LOADING, now
         if waiting:
-            self._gathering_since = now  # who was let in has its own time to load
             return [do.Send(peer, self._welcome(member)) for peer, member in waiting.items()]
         members = self._members()
         there = {member.rank for member in members.values()}
@@ -296,7 +304,7 @@ class Coordinator(Dealing):
             return None
         return self._hand_out(members)
 
-    def _has_state(self) -> bool:
+    def _has_state(self, step: int) -> bool:
         """Whether the state before `step` is here."""
         return True
 
@@ -326,7 +334,7 @@ class Coordinator(Dealing):
 
     def _stopped(self, step: int, reason: str) -> list[Effect]:
         farewell = Shutdown(problem=brief(reason))
-        saved = [do.Save(step)] if self._has_state() else []
+        saved = [do.Save(step)] if self._has_state(step) else []
         return [*saved, *self._end(do.Finish("stopped", reason), farewell)]
 
     def _end(self, finish: do.Finish, farewell: Message) -> list[Effect]:

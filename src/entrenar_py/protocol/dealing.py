@@ -94,10 +94,16 @@ class Dealing(Attendance):
 
     def _count_copy(self, shard: int, found: Verdict) -> list[Effect]:
         """The audit of `shard` is over, and one copy of it counts."""
-        del self._audits[shard]
         for missing in self._missing.values():
             missing.discard(shard)
-        return [do.Conclude(self.step, shard, found.copy, found.culprit)]
+        return [self._end_audit(shard, found.copy, found.culprit)]
+
+    def _end_audit(
+        self, shard: int, copy: int | None = None, culprit: int | None = None
+    ) -> do.Conclude:
+        audit = self._audits.pop(shard)
+        disputed = tuple(sorted(audit.disputed))
+        return do.Conclude(self.step, shard, audit.alike, copy, culprit, disputed)
 
     def _release(self) -> list[Effect]:
         """After the last audit: what was delivered stays, and what is whole is averaged."""

@@ -111,14 +111,17 @@ class Compare(Effect):
 class Conclude(Effect):
     """The audit of `shard` is over: the copy with the number `copy` counts, the others are void.
 
-    Numbers are in the order in which copies became whole. `culprit` gave another; None where nobody
-    did. Without a `copy` nobody can say which is right.
+    Numbers are in the order in which copies became whole; `alike` is for each that of the first one
+    with the same bits. `culprit` gave another; None where nobody did. Without a `copy` nobody can
+    say which is right. `disputed` is who ever disagreed.
     """
 
     step: int
     shard: int
+    alike: tuple[int, ...]
     copy: int | None = None
     culprit: int | None = None
+    disputed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,9 @@ class Combine(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Regroup(Effect):
-    """What other workers sent of the step in work is void."""
+    """What other workers sent of the step in work is void, and `round` begins, or goes on."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Member:
     phase: Phase
     heard: float
     said: float  # when it was last told that we live
+    welcomed: float = 0.0  # when the state was sent to it
     rank: int | None = None
     proof: str = ""  # ours, for its welcome
     assigned: list[tuple[int, ...]] = field(default_factory=list)  # and not wholly delivered

@@ -149,11 +149,11 @@ class MeshCoordinator(Coordinator):
             member.delivered.clear()
         return super()._gather(step, now)
 
-    def _has_state(self) -> bool:
-        return self._held == self.step
+    def _has_state(self, step: int) -> bool:
+        return self._held == step
 
     def _begin(self, now: float) -> list[Effect] | None:
-        if self._members() or self._has_state():
+        if self._members() or self._has_state(self.step):
             return super()._begin(now)
         reason = (
             f"nobody is left who holds the state before step {self.step}: "

@@ -174,7 +174,7 @@ class MeshWorker(Worker):
         own = [block for block in range(self._num_blocks) if self._owner(block) == self.rank]
         self._missing = {block: set(range(len(self._holders))) for block in own}
         self._num_postponed = 0
-        return [Regroup(), *self._send(self._own), Again()]
+        return [Regroup(group.round), *self._send(self._own), Again()]
 
     def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
         self._own += nodes

@@ -65,7 +65,8 @@ class Timing:
 
     Either end says something every `heartbeat_s`, whatever it does, and is dead after
     `dead_after_s` of silence. A connection has `hello_s` to be made, and as long to prove itself.
-    When there are too few workers a run waits for `gather_s`, and ends then.
+    When there are too few workers a run waits for `gather_s`, and ends then; each of them has as
+    long to load the state.
     """
 
     heartbeat_s: float = 5.0

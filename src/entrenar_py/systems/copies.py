@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py import trace
 from entrenar_py.protocol.effects import Conclude
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.training.reduction import Node
+from entrenar_py.training.reduction import Node, Vector
 
 # Block, and place in it -> the name of a tensor, and the element of it.
 Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
@@ -27,15 +28,17 @@ class Copy:
 
     def equals(self, other: Copy) -> bool:
         """Whether all blocks, losses and weights have the same bits."""
+        if self is other:
+            return True
         return self.nodes.keys() == other.nodes.keys() and all(
-            _bits(node) == _bits(other.nodes[block][0]) for block, (node, _) in self.nodes.items()
+            _same_bits(node, other.nodes[block][0]) for block, (node, _) in self.nodes.items()
         )
 
     def difference(self, other: Copy) -> tuple[int, int] | None:
         """Block, and place in it, of the first element that differs; None if it is the loss."""
         for block in sorted(self.nodes):
             ours, theirs = (one.nodes[block][0].vector for one in (self, other))
-            differs = ours.view(np.uint32) != theirs.view(np.uint32)
+            differs = _bits(ours) != _bits(theirs)
             if differs.any():
                 return block, int(differs.argmax())
         return None
@@ -62,16 +65,11 @@ class Copies:
 
     def of(self, shard: int) -> list[Copy]:
         """The whole ones."""
-        return self._whole.get(shard, [])
-
-    def alike(self, shard: int) -> list[int]:
-        """Of each whole copy the number of the first with the same bits."""
-        copies = self.of(shard)
-        return [next(n for n, one in enumerate(copies) if one.equals(each)) for each in copies]
+        return list(self._whole.get(shard, []))
 
     def conclude(self, effect: Conclude, locate: Locate) -> tuple[Copy | None, list[trace.Event]]:
         """The copy that counts, and what is to be recorded; the others are kept no longer."""
-        alike, copies = self.alike(effect.shard), self._whole.pop(effect.shard, [])
+        copies = self._whole.pop(effect.shard, [])
         chosen = None if effect.copy is None else copies[effect.copy]
         wrong = [one for one in copies if one.rank == effect.culprit]
         places = [one.difference(chosen) for one in wrong if chosen is not None]
@@ -80,10 +78,11 @@ class Copies:
             step=effect.step,
             shard=effect.shard,
             ranks=tuple(one.rank for one in copies),
-            alike=tuple(alike),
+            alike=effect.alike,
             culprit=effect.culprit,
             tensor=place[0],
             element=place[1],
+            disputed=effect.disputed,
         )
         told = [
             e for one in copies for e in (one.events if one is chosen else injected(one.events))
@@ -104,8 +103,18 @@ class Copies:
         self._whole.clear()
 
 
-def _bits(node: Node) -> tuple[bytes, bytes]:
-    return node.vector.tobytes(), np.array([node.loss, node.weight]).tobytes()
+def alike(copies: Sequence[Copy]) -> list[int]:
+    """Of each copy the number of the first with the same bits."""
+    return [next(n for n, one in enumerate(copies) if one.equals(each)) for each in copies]
+
+
+def _same_bits(one: Node, other: Node) -> bool:
+    ours, theirs = (np.array([node.loss, node.weight]).tobytes() for node in (one, other))
+    return ours == theirs and np.array_equal(_bits(one.vector), _bits(other.vector))
+
+
+def _bits(vector: Vector) -> NDArray[np.uint32]:
+    return vector.view(np.uint32)
 
 
 def injected(events: Iterable[trace.Event]) -> list[trace.Event]:

@@ -42,6 +42,7 @@ class Member(Replicas):
         self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._held: set[int] = set()  # blocks of it
+        self._round = 0  # of a mesh, whose blocks `_vector` is for
         self._step = 0
         self._suffered: set[Fault] = set()  # of those that strike once
 
@@ -98,7 +99,7 @@ class Member(Replicas):
         self.workers = {self.rank: worker}
         self._nodes.clear()
         self._held.clear()
-        self._step = welcome.step
+        self._step, self._round = welcome.step, 0
         self._cut()
         self.record_start(worker, welcome.step, resumed=welcome.resumed)
 
@@ -202,9 +203,10 @@ class Member(Replicas):
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _is_due(self, message: Average | Weights) -> bool:
-        """Whether this block is still to come."""
+        """Whether this block is still to come, and of this round: another's can come beside it."""
         known = message.block < self._blocks.count and message.block not in self._held
-        return known and message.step == self._step
+        due = message.step == self._step
+        return known and due and (isinstance(message, Weights) or message.round == self._round)
 
     def _cut(self) -> None:
         """The logical shards of the next step."""

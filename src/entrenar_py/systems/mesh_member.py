@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Average, Message, State, TreeNode, Welcome
+from entrenar_py.protocol.messages import Average, Message, Partial, State, TreeNode, Welcome
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.member import Member
 from entrenar_py.training import blocks, reduction
@@ -19,6 +21,12 @@ class MeshMember(Member):
     def sizes(self) -> dict[type[Message], int]:
         """The most payload bytes that a message of each kind may bring."""
         return {**super().sizes(), TreeNode: self.vector_bytes}
+
+    def require(self, message: Message, payload: Buffer) -> None:
+        """Returns if `message` can be done here and has its payload; ProtocolError if not."""
+        super().require(message, payload)
+        if isinstance(message, TreeNode | Partial):
+            self.require_sum(message)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`."""
@@ -55,9 +63,13 @@ class MeshMember(Member):
             return self._sums.room(num_bytes)
         return super().room(message, num_bytes)
 
-    def regroup(self) -> None:
-        """Forgets what came of the step in work."""
+    def regroup(self, number: int) -> None:
+        """Forgets what came of the step in work; round `number` goes on, or begins."""
         self._sums.clear()
+        self._held.clear()
+        if number != self._round:
+            # The rest of what is void may be on its way still, into memory that was lent to it.
+            self._round, self._vector = number, np.empty_like(self._vector)
 
     def payload(self, message: Message) -> Buffer:
         """What `message` carries: also an averaged block, or the state that is held."""

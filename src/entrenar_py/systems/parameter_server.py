@@ -94,6 +94,7 @@ class ProcessStar(Star):
 
     def drive(self, run: Run) -> Finish:
         """Coordinates until the run is over and every worker has answered or died."""
+        self._hands.clear()  # a process of the run before may be another's now
         answer_s = 0.0  # who is interrupted waits for nobody
         try:
             finish = asyncio.run(self._serve(run))

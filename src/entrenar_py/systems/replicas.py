@@ -14,6 +14,7 @@ from typing import Any
 from entrenar_py import faults, trace
 from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
+from entrenar_py.protocol.messages import Partial, TreeNode
 from entrenar_py.protocol.terms import Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models, updates
@@ -258,13 +259,28 @@ class Replicas:
         ProtocolError if it is of no such run.
         """
         specs, kind = self.workload.specs, updates.held(self.scenario)
+        self.require_progress(payload)
         progress, tensors, moments = state.load(specs, kind, payload)
-        if progress.position.offset >= self.scenario.num_samples:
-            raise ProtocolError(f"a state at {progress.position}: no sample is there")
         self.position, self.schedule_step = progress.position, progress.schedule_step
         worker = self.new_worker(rank, tensors)
         worker.state = moments
         return worker
+
+    def require_progress(self, payload: Buffer) -> None:
+        """Returns if the state in `payload` can be taken over; ProtocolError if not."""
+        position = state.progress_of(payload).position
+        if position.offset >= self.scenario.num_samples:
+            raise ProtocolError(f"a state at {position}: no sample is there")
+
+    def require_sum(self, message: TreeNode | Partial) -> None:
+        """Returns if shards can weigh so much, and lose it; ProtocolError if not."""
+        weight, loss = message.weight, message.loss
+        most = self.workload.weight_max * self.scenario.batch_size
+        if not (0 <= weight <= most and math.isfinite(loss)):
+            raise ProtocolError(
+                f"{type(message).__name__} {weight=} {loss=}: "
+                f"use 0 to {most}, and a finite loss (NonFinite says the others)"
+            )
 
     def _order(self) -> sharding.Ids:
         """The current epoch's order of the samples."""

@@ -62,9 +62,9 @@ class RingMember(MeshMember):
         mean = self._vector[self._blocks.part(block)]
         return self._total if blocks.average(total, self.scale, out=mean) else None
 
-    def regroup(self) -> None:
+    def regroup(self, number: int) -> None:
         """Forgets what came of the step in work."""
-        super().regroup()
+        super().regroup(number)
         self._passing.clear()
 
     def make_held(self, step: int) -> None:

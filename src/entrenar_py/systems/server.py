@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,7 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import replicas, updates
-from entrenar_py.systems.copies import Copies, injected
+from entrenar_py.systems import copies, replicas, updates
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
 from entrenar_py.training.tensors import LinearFunction
@@ -60,7 +58,7 @@ class Server(Replicas):
         self._beside: replicas.Worker | None = None  # where steps are prepared
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
-        self._copies = Copies()
+        self._copies = copies.Copies()
         self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
         # What goes down: the average as far as it is reduced; then what the step made of it.
         self._vector = np.empty(self.layout.num_elements, np.float32)
@@ -119,14 +117,11 @@ class Server(Replicas):
                     f"the manifest makes {due}"
                 )
         if isinstance(message, TreeNode):
-            most = self.workload.weight_max * self.scenario.batch_size
-            if not (0 <= message.weight <= most and math.isfinite(message.loss)):
-                raise ProtocolError(
-                    f"TreeNode weight={message.weight} loss={message.loss}: "
-                    f"use 0 to {most}, and a finite loss (NonFinite says the others)"
-                )
-        if isinstance(message, State) and len(payload) != self._state_bytes:
-            raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
+            self.require_sum(message)
+        if isinstance(message, State):
+            if len(payload) != self._state_bytes:
+                raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
+            self.require_progress(payload)
         if message.carries == "events":
             self._events_in(rank, message, payload)
 
@@ -161,9 +156,10 @@ class Server(Replicas):
         """The copy that `rank` has begun is whole."""
         self._copies.end(rank, shard)
 
-    def compare(self, shard: int) -> tuple[list[int], list[int]]:
-        """Whose copies of `shard` are there, and of each the first one with the same bits."""
-        return [one.rank for one in self._copies.of(shard)], self._copies.alike(shard)
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
+        """What says, in any thread, whose copies of `shard` are there, and which are the same."""
+        whole = self._copies.of(shard)
+        return lambda: ([one.rank for one in whole], copies.alike(whole))
 
     def conclude(self, effect: Conclude) -> None:
         """Takes over the copy that counts, and records the audit."""
@@ -186,7 +182,7 @@ class Server(Replicas):
         """Forgets what a worker that is gone had not wholly delivered."""
         self.present.discard(effect.rank)
         self._sums.forget(effect.rank)
-        self._record(injected(self._events.pop(effect.rank, [])))
+        self._record(copies.injected(self._events.pop(effect.rank, [])))
         self._record(self._copies.forget(effect.rank))
         self.recorder.emit(
             trace.Membership(

@@ -122,7 +122,8 @@ class Audit(Event):
 
     `alike` is for each the number of the first one who got the same bits. `culprit` is who got
     something else than two others, first in `element` of `tensor`; its copy was thrown away. With
-    one rank alone nothing was compared. The Shard event is that of a rank whose copy counts.
+    one rank alone nothing was compared, unless that is `disputed`: these disagreed before, and may
+    be gone. The Shard event is that of a rank whose copy counts.
     """
 
     kind: ClassVar[str] = "audit"
@@ -133,6 +134,7 @@ class Audit(Event):
     culprit: int | None = None
     tensor: str | None = None
     element: int | None = None
+    disputed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

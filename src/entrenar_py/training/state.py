@@ -55,6 +55,12 @@ def dump(
     return data
 
 
+def progress_of(data: Buffer) -> Progress:
+    """Where the training stands whose state is `data`, at its beginning."""
+    epoch, offset, schedule_step = _PROGRESS.unpack_from(data)
+    return Progress(position=sharding.Position(epoch, offset), schedule_step=schedule_step)
+
+
 def load(
     specs: Sequence[TensorSpec], kind: str, data: Buffer
 ) -> tuple[Progress, dict[str, Array], optimizer.State]:
@@ -64,11 +70,9 @@ def load(
     """
     if len(data) != num_bytes(specs, kind):
         raise ValueError(f"a state of {len(data)} bytes: {num_bytes(specs, kind)} are due")
-    epoch, offset, schedule_step = _PROGRESS.unpack_from(data)
-    progress = Progress(position=sharding.Position(epoch, offset), schedule_step=schedule_step)
     found = {name: part.astype(np.float32) for name, part in _views(specs, kind, data)}
     moments = {name: found[_in_state(name)] for name in optimizer.STATE[kind]}
-    return progress, {spec.name: found[spec.name] for spec in specs}, moments
+    return progress_of(data), {spec.name: found[spec.name] for spec in specs}, moments
 
 
 def _views(specs: Sequence[TensorSpec], kind: str, data: Buffer) -> Iterator[tuple[str, Array]]:
