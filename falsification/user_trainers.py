@@ -31,7 +31,7 @@ TWINS = (
     Twin(
         name="the wrapper is bypassed, so nothing is synchronised",
         script="ddp.py",
-        changes=(("mse_loss(ddp(inputs)", "mse_loss(model(inputs)"),),
+        changes=(("mse_loss(ddp(inputs", "mse_loss(model(inputs"),),
         check="replica_identity",
         step=0,
         rank=1,
