@@ -90,6 +90,26 @@ def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -
         assert re.search(reason, one.reason), one.reason
 
 
+def test_a_rank_that_never_enters_the_collective(tmp_path: Path) -> None:
+    """Is named, with the call that it never made, and where each rank stood."""
+    text = (scripts.EXAMPLES / "plain_loop.py").read_text()
+    late = "    if rank == 1 and step == 2:\n        __import__('time').sleep(600)\n"
+    place = "    dist.all_reduce(count)\n"
+    assert text.count(place) == 1
+    script = tmp_path / "plain_loop.py"
+    script.write_text(text.replace(place, late + place))
+    told = scripts.command(script)
+    traces = scripts.record(told, {"replica_identity"}, tmp_path / "runs", deadline_s=12.0)
+    reason = traces[tmp_path / "runs/2-workers.jsonl"].end.reason
+    lines = script.read_text().splitlines()
+    asleep = lines.index(late.splitlines()[1]) + 1
+    waits = lines.index(place.rstrip()) + 1
+    assert "steps made: rank 0 2, rank 1 2" in reason
+    assert f"rank 0 in all_reduce ({script}:{waits})" in reason
+    assert f"rank 1 in no collective ({script}:{asleep})" in reason
+    assert "rank 1 never came to all_reduce" in reason
+
+
 def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
     """A command without {world_size} runs as ever with as many."""
     told = [*scripts.command(scripts.EXAMPLES / "ddp.py")]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from entrenar_py.command import stacks
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import FOLDER
 
@@ -74,6 +75,8 @@ def launch(
     keeper = _Keeper(process.stdout, output)
     try:
         code = _wait(process, deadline_s)
+        if code is None:
+            stacks.ask(folder, set(_started_by(folder)))
     finally:
         num_left = _end(process, folder)
         keeper.join()

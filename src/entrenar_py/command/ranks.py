@@ -11,6 +11,7 @@ from typing import Any
 
 from entrenar_py import trace
 from entrenar_py.checks.update_rule import DEFAULTS
+from entrenar_py.command import stacks
 from entrenar_py.command.launch import Ended
 from entrenar_py.errors import TraceError
 from entrenar_py.faults import Fault
@@ -138,8 +139,7 @@ def _ending(
         if isinstance(event, Update):
             made[event.rank] = max(made[event.rank], event.step + 1)
     if ended.code is None:
-        stood = ", ".join(f"rank {one.rank} had made {made[one.rank]} steps" for one in ranks)
-        return "failed", f"{ended.how}: {stood or 'no rank had begun'}; output in {ended.output}"
+        return "failed", f"{ended.how}: {_hanging(made, asked, ended)} (output: {ended.output})"
     if not ranks:
         return "failed", f"nothing was recorded: add `{LINE}` to the script; {how}"
     world_sizes = {one.header["world_size"] for one in ranks}
@@ -163,6 +163,15 @@ def _ending(
     if ends and {made[rank] for rank in range(asked.world_size)} == {max(ends)} and not told:
         return "completed", ""
     return "failed", how
+
+
+def _hanging(made: Mapping[int, int], asked: Asked, ended: Ended) -> str:
+    """How far each rank came, and where it stood."""
+    where = stacks.places(ended.output.parent)
+    if not made and not where:
+        return "no rank had begun"
+    steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(made.items()))
+    return f"steps made: {steps or 'none'}; {stacks.told(where, asked.world_size)}"
 
 
 # --- what it was ------------------------------------------------------------------------------

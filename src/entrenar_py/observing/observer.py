@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import signal
@@ -72,6 +73,7 @@ class Observer(Observation):
             {
                 "rank": self._rank,
                 "world_size": world_size,
+                "pid": os.getpid(),
                 "values": self._values,
                 "num_samples": None if self._draws is None else self._draws.num_samples,
                 "drop_last": self._draws is not None and self._draws.drop_last,
@@ -80,6 +82,9 @@ class Observer(Observation):
             },
         )
         self._hook()
+        # Written by a signal's handler, wherever this process waits: a run that hangs is asked.
+        self._stack = self._file.stack.open("w")
+        faulthandler.register(signal.SIGUSR1, file=self._stack)
         atexit.register(self._leave)
 
     # --- what the script tells --------------------------------------------------------------------
@@ -96,6 +101,8 @@ class Observer(Observation):
         self._file.close()
         for handle in self._handles:
             handle.remove()
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stack.close()
         atexit.unregister(self._leave)
 
     # --- what torch tells -------------------------------------------------------------------------

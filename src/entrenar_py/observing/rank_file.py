@@ -21,6 +21,7 @@ from entrenar_py.errors import TraceError
 
 VERSION = 1
 SUFFIX = ".rank.jsonl"
+STACK_SUFFIX = ".stack.txt"  # where the rank stands, if it is asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class RankFile:
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file, self.life = _new(folder, int(header["rank"]))
+        self.stack = folder / f"{header['rank']:05}-{self.life:03}{STACK_SUFFIX}"
         self._write(json.dumps({"kind": "rank", "version": VERSION, **header}) + "\n")
 
     def append(self, events: Iterable[trace.Event]) -> None:
