@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
 import socket
 import sys
 import traceback
+from typing import NoReturn
 
 # Loaded before the fork, as the first optimizer of every rank would load it after that.
 import torch._dynamo.aot_compile
@@ -33,8 +35,7 @@ def main() -> int:
         if pid == 0:
             os.environ.update({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             sys.argv = [script, *arguments]
-            runpy.run_path(script, run_name="__main__")
-            return 0
+            _run(script)
         ranks.add(pid)
     failed = False
     while ranks:
@@ -47,11 +48,23 @@ def main() -> int:
     return int(failed)
 
 
-if __name__ == "__main__":
+def _run(script: str) -> NoReturn:
+    """Runs it, and what is to be done at the end of a process, and ends this one at once.
+
+    Where the interpreter takes down a DistributedDataParallel while gloo's threads wait for it, it
+    sometimes aborts, or hangs: so nothing of the script is taken down.
+    """
+    kept = None
     try:
-        code = main()
-    except Exception:  # noqa: BLE001  (a rank's: told as Python tells it, then its process ends)
+        kept = runpy.run_path(script, run_name="__main__")
+    except Exception:  # noqa: BLE001  (told as Python tells it)
         traceback.print_exc()
         sys.last_value = sys.exception()
-        code = 1
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(kept is None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

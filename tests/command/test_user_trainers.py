@@ -17,13 +17,15 @@ OPEN = {
     "accumulation.py": {"recovery", "resume"},
     "resume.py": {"recovery", "step_rule"},
 }
+WANTED = ("coverage", "finiteness", "determinism", "resume", "parity")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(OPEN))
 def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
     """On no clause; and all that the script reveals is held."""
-    wanted = ("coverage", "finiteness", "recovery", "determinism", "resume", "parity")
+    # What becomes of a worker that is killed is a matter of the launcher: tried with one script.
+    wanted = (*WANTED, "recovery") if script == "ddp.py" else WANTED
     traces = scripts.record(scripts.command(scripts.EXAMPLES / script), wanted, tmp_path)
     found = scripts.findings(traces)
     assert {name: one for name, one in found.items() if one.verdict is Verdict.FALSIFIED} == {}

@@ -127,8 +127,9 @@ def _ending(
 ) -> tuple[str, str]:
     """How the run ended: `completed`, `halted` (a planted value stopped it) or `failed`; and why.
 
-    An exit code says little where the work was done: a process group may fail when it is taken
-    down. So a run has completed if a rank came to its end, and no rank made fewer steps.
+    An exit code says little where the work was done: a process group may fail, or hang, when it is
+    taken down. So a run has completed if its ranks came to their end, or one did and no other made
+    fewer steps.
     """
     ranks = [*{one.rank: one for one in sorted(ranks, key=lambda one: one.life)}.values()]
     told = next((one.problem for one in ranks if one.problem), "")
@@ -138,7 +139,8 @@ def _ending(
     for event in events:
         if isinstance(event, Update):
             made[event.rank] = max(made[event.rank], event.step + 1)
-    if ended.code is None:
+    closed = {one.rank for one in ranks if one.ended and not one.problem}
+    if ended.code is None and closed != set(range(asked.world_size)):
         return "failed", f"{ended.how}: {_hanging(made, asked, ended)} (output: {ended.output})"
     if not ranks:
         return "failed", f"nothing was recorded: add `{LINE}` to the script; {how}"
@@ -149,7 +151,7 @@ def _ending(
             f"it was to run with {asked.world_size} workers and ran with {found}: say "
             "{world_size} where the command says how many"
         )
-    if ended.code == 0 and not told:
+    if not told and (ended.code == 0 or ended.code is None):
         return "completed", ""
     struck = [event.fault["kind"] for event in events if isinstance(event, Injected)]
     if any(kind.startswith("non_finite") for kind in struck):
@@ -159,7 +161,7 @@ def _ending(
             f"a worker was killed, and the run ended with it: {how}; it would have to be started "
             "again (torchrun --max-restarts=1) and to go on from a checkpoint in {workdir}"
         )
-    ends = [made[one.rank] for one in ranks if one.ended and not one.problem]
+    ends = [made[rank] for rank in closed]
     if ends and {made[rank] for rank in range(asked.world_size)} == {max(ends)} and not told:
         return "completed", ""
     return "failed", how
