@@ -49,6 +49,17 @@ def test_one_that_hangs(tmp_path: Path) -> None:
     assert not list(launch._started_by(tmp_path))
 
 
+def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is ended soon after its ranks said that training is over; that is no failure."""
+    monkeypatch.setattr(launch, "LEAVING_S", 0.5)
+    text = (scripts.EXAMPLES / "ddp.py").read_text()
+    script = tmp_path / "ddp.py"
+    script.write_text(f"{text}import time\ntime.sleep(600)\n")
+    told = scripts.command(script)
+    (trace,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
+    assert trace.end.status == "completed"
+
+
 def test_children_that_outlive_it(tmp_path: Path) -> None:
     """Are ended; how many is known."""
     code = (

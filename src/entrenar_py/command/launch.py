@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ OUTPUT = "output.txt"
 OUTPUT_BYTES_MAX = 2**24  # of a run that are kept
 TAIL_LINES = 20
 PIECE_BYTES = 2**16
+LOOK_EVERY_S = 1.0
+LEAVING_S = 15.0  # processes that hang when they take themselves down do not end at all
 MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
 
 
@@ -51,10 +53,16 @@ class Ended:
 
 
 def launch(
-    command: Sequence[str], *, folder: Path, variables: Mapping[str, str], deadline_s: float
+    command: Sequence[str],
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    deadline_s: float,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Runs `command` in this working folder, with `variables` beside this environment.
 
+    Once training `is_over` it has LEAVING_S to end, as at its deadline it has none.
     Its ranks keep what they record in `folder`, and its output goes to OUTPUT there. Raises
     UsageError where it can't be started.
     """
@@ -74,7 +82,7 @@ def launch(
         raise UsageError(f"{shlex.join(command)}: can't be started ({error.strerror})") from error
     keeper = _Keeper(process.stdout, output)
     try:
-        code = _wait(process, deadline_s)
+        code = _wait(process, deadline_s, is_over)
         if code is None:
             stacks.ask(folder, set(_started_by(folder)))
     finally:
@@ -89,11 +97,17 @@ def launch(
     )
 
 
-def _wait(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:
-    try:
-        return process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        return None
+def _wait(
+    process: subprocess.Popen[bytes], deadline_s: float, is_over: Callable[[], bool]
+) -> int | None:
+    """The exit code; None where it did not end in time."""
+    deadline, leaving = time.monotonic() + deadline_s, False
+    while (left_s := deadline - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(min(left_s, LOOK_EVERY_S))
+        if not leaving and is_over():
+            leaving, deadline = True, min(deadline, time.monotonic() + LEAVING_S)
+    return None
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> int:

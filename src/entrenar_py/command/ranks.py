@@ -16,7 +16,7 @@ from entrenar_py.command.launch import Ended
 from entrenar_py.errors import TraceError
 from entrenar_py.faults import Fault
 from entrenar_py.observing import rank_file
-from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.observing.rank_file import SUFFIX, RankTrace
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Injected, Membership, Shard, Start, Update
 
@@ -44,7 +44,7 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
     `like`, the scenario of an undisturbed one.
     """
     ranks, problems = [], []
-    for path in sorted(folder.glob(f"*{rank_file.SUFFIX}")):
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             ranks.append(rank_file.load(path))
         except TraceError as error:
@@ -65,6 +65,15 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
             trace.End(status=status, reason=reason),
         ),
     )
+
+
+def have_closed(folder: Path, world_size: int, life: int) -> bool:
+    """Whether all ranks say, in their `life` or a later one, that training is over, and by nothing
+    bad.
+    """
+    last = {path.name.partition("-")[0]: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    closed = [path for path in last.values() if rank_file.life_of(path) >= life]
+    return len(closed) == world_size and all(map(rank_file.is_closed, closed))
 
 
 # --- what happened ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from entrenar_py import interrupts, trace
@@ -117,7 +118,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     ended: Ended | None = None
-    for num_steps in (*asked.stops, plan.num_steps):
+    for life, num_steps in enumerate((*asked.stops, plan.num_steps)):
         values = {
             "world_size": str(asked.world_size),
             "seed": str(asked.seed),
@@ -130,6 +131,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
             folder=folder,
             variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
             deadline_s=plan.deadline_s,
+            is_over=partial(ranks.have_closed, folder, asked.world_size, life),
         )
         if ended.code is None:
             break

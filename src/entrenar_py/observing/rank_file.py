@@ -24,6 +24,13 @@ SUFFIX = ".rank.jsonl"
 STACK_SUFFIX = ".stack.txt"  # where the rank stands, if it is asked
 
 
+def _closing(problem: str) -> str:
+    return json.dumps({"kind": "closed", "problem": problem}) + "\n"
+
+
+_WELL = _closing("").encode()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
     """What one rank recorded in its `life`, 0 for its first one.
@@ -60,7 +67,7 @@ class RankFile:
     def close(self, problem: str = "") -> None:
         """Says that training is over, and what by; nothing can be written after that."""
         if not self._file.closed:
-            self._write(json.dumps({"kind": "closed", "problem": problem}) + "\n")
+            self._write(_closing(problem))
             self._file.close()
 
     def _write(self, text: str) -> None:
@@ -97,12 +104,24 @@ def load(path: Path) -> RankTrace:
         except TraceError as error:
             raise TraceError(f"{path}:{number}: {error}") from error
     return RankTrace(
-        life=int(path.name.removesuffix(SUFFIX).partition("-")[2]),
+        life=life_of(path),
         header=header,
         events=tuple(events),
         ended=closing is not None,
         problem="" if closing is None else str(closing.get("problem", "")),
     )
+
+
+def life_of(path: Path) -> int:
+    """Which life of its rank a file is of, from 0."""
+    return int(path.name.removesuffix(SUFFIX).partition("-")[2])
+
+
+def is_closed(path: Path) -> bool:
+    """Whether the rank has said that training is over, and by nothing bad; reads the end alone."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - len(_WELL)))
+        return file.read() == _WELL
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
