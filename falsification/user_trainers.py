@@ -13,14 +13,15 @@ from dataclasses import dataclass
 class Twin:
     """`script` with each of `changes` (what stands there, what stands there instead).
 
-    `check` has to find it, at `step` (-1: before the first one), `rank` and `tensor` as far as
-    these are named.
+    `check` has to find it with `world_size` workers, at `step` (-1: before the first one), `rank`
+    and `tensor` as far as these are named.
     """
 
     name: str
     script: str
     changes: tuple[tuple[str, str], ...]
     check: str
+    world_size: int = 2
     step: int | None = None
     rank: int | None = None
     tensor: str | None = None
@@ -102,6 +103,7 @@ TWINS = (
     Twin(
         name="a resume without the optimizer's moments",
         script="resume.py",
+        world_size=1,
         changes=(('    optimizer.load_state_dict(saved["optimizer"])\n', ""),),
         check="resume",
         rank=0,
@@ -110,6 +112,7 @@ TWINS = (
     Twin(
         name="a resume at the head of the epoch",
         script="resume.py",
+        world_size=1,
         changes=(("index < done or ", ""),),
         check="resume",
         words="other samples are drawn",
@@ -117,6 +120,7 @@ TWINS = (
     Twin(
         name="a resume with the schedule's beginning",
         script="resume.py",
+        world_size=1,
         changes=(('    schedule.load_state_dict(saved["schedule"])\n', ""),),
         check="resume",
     ),

@@ -43,7 +43,9 @@ def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
         text = text.replace(before, after)
     script = tmp_path / twin.script
     script.write_text(text)
-    traces = scripts.record(scripts.command(script), {twin.check}, tmp_path / "runs")
+    traces = scripts.record(
+        scripts.command(script), {twin.check}, tmp_path / "runs", world_sizes=(twin.world_size,)
+    )
     finding = scripts.findings(traces, {twin.check})[twin.check]
     assert finding.verdict is Verdict.FALSIFIED, finding
     found = finding.counterexample
