@@ -101,6 +101,19 @@ TWINS = (
         tensor="0.weight",
     ),
     Twin(
+        name="the schedule moves once for every worker",
+        script="resume.py",
+        changes=(
+            (
+                "        schedule.step()\n",
+                "        [schedule.step() for _ in range(dist.get_world_size())]\n",
+            ),
+        ),
+        check="parity",
+        step=1,
+        words="learning rate is not the single device's",
+    ),
+    Twin(
         name="a resume without the optimizer's moments",
         script="resume.py",
         world_size=1,

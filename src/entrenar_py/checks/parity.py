@@ -30,6 +30,7 @@ PUBLISHED_TOLERANCE = 0.01  # relative
 GRADIENT_BOUND = 1e-4
 # The same for a loss, a sum of terms of one sign: no cancellation, n u. Seen: 2.3e-7.
 LOSS_BOUND = 2e-5
+RATE_BOUND = 1e-6  # of a learning rate: the product of a few float64 numbers
 # Of the largest loss (or gradient) of the first steps: below this a later one is what is left of
 # rounding once the data are learned. Weights are off by some u |w|, so that a gradient, which is
 # about proportional to their distance from the minimum, is off by some u times the largest: 16 u.
@@ -124,6 +125,8 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
             place = {"step": step, "rank": rank, "scenario": trace.scenario}
+            if trace.scenario.workload == "own":
+                _compare_rates(tally, one, update, place)
             if step < ROUNDING_STEPS:
                 adam_moved = step > 0 and trace.scenario.optimizer == "adamw"
                 allowed = ADAM_LOSS_BOUND if adam_moved else LOSS_BOUND
@@ -182,6 +185,18 @@ def _compare_losses(
         f"loss is off by more than {allowed:.2g} of the single device's",
         expected=repr(one.loss),
         got=repr(update.loss),
+        **place,
+    )
+
+
+def _compare_rates(tally: Tally, one: Update, update: Update, place: Mapping[str, Any]) -> None:
+    """A schedule is one of steps: whose closed form is not known here is the single device's."""
+    rates = one.learning_rate, update.learning_rate
+    tally.check(
+        math.isclose(*rates, rel_tol=RATE_BOUND),
+        "the learning rate is not the single device's",
+        expected=repr(rates[0]),
+        got=repr(rates[1]),
         **place,
     )
 
