@@ -78,6 +78,13 @@ def test_it_stays_what_it_was() -> None:
     assert len(sampler) == 7
 
 
+def test_what_can_t_be_watched_tells_nothing() -> None:
+    """And is gone through as ever."""
+    loader = DataLoader(DATA, batch_sampler=[[0, 1], [2]])
+    draws = Draws(loader)
+    assert [draws.take()[1] for _ in loader] == [(), ()]
+
+
 def test_keys_that_are_no_numbers_are_unknown() -> None:
     """Nothing is made up of them."""
     names = BatchSampler(["a", "b"], 2, drop_last=False)  # type: ignore[list-item]

@@ -10,10 +10,13 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import entrenar_py
-from entrenar_py.errors import TraceError
+from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file
 from entrenar_py.observing.rank_file import RankTrace
 from entrenar_py.trace import Shard, Start, Update
@@ -57,7 +60,7 @@ def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
     """The record of a training of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
-    (path,) = sorted(folder.glob("*"))[-1:]
+    (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
     return rank_file.load(path)
 
 
@@ -131,6 +134,30 @@ def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.finite for one in shards] == [True, True, False, True]
 
 
+def test_rates_that_are_tensors(folder: Path) -> None:
+    """As optimizers that are captured have them."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    entrenar_py.observe(model, optimizer).close()
+    (path,) = folder.glob("*.rank.jsonl")
+    (group,) = rank_file.load(path).header["groups"]
+    assert (group["lr"], group["betas"]) == (0.5, [0.9, 0.999])
+
+
+def test_sharded_parameters_are_refused(folder: Path) -> None:
+    """By name, before anything is hooked."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model: nn.Module = nn.Linear(2, 1)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match=r"parameter weight is sharded \(.*Shard"):
+            entrenar_py.observe(model, optimizer)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_two_lives(folder: Path) -> None:
     """A script that observes again, to go on, has another file."""
     observed(folder, nn.Linear(1, 1))
@@ -141,7 +168,7 @@ def test_two_lives(folder: Path) -> None:
 def test_a_file_that_was_cut_off(folder: Path) -> None:
     """Is read to its last whole line; one without a header is none."""
     whole = observed(folder, nn.Linear(1, 1))
-    (path,) = folder.glob("*")
+    (path,) = folder.glob("*.rank.jsonl")
     data = path.read_bytes()
     path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 10])
     cut = rank_file.load(path)

@@ -104,7 +104,10 @@ def _numbered(events: Iterable[Event], accumulation: int) -> list[Event]:
     weights: dict[int, float] = defaultdict(float)
     found: list[Event] = []
     for event in events:
-        if isinstance(event, Shard):
+        if isinstance(event, Start):  # of who goes on from here: these steps are made again
+            for step in [step for step in weights if step >= event.step]:
+                del weights[step]
+        elif isinstance(event, Shard):
             weights[event.step] += event.weight
         if isinstance(event, Shard | Injected) and event.shard is not None:
             number = (event.rank or 0) * accumulation + event.shard

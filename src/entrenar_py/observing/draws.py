@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -86,7 +87,8 @@ def _watch(
 ) -> None:
     """Has `source` tell what it gives when it is gone through, and that this begins.
 
-    It is the same object, of a class made for it alone: `for` looks for `__iter__` there.
+    It is the same object, of a class made for it alone: `for` looks for `__iter__` there. What can
+    be given no other class (a list of batches) tells nothing: its samples are unknown.
     """
     kind = type(source)
 
@@ -94,7 +96,8 @@ def _watch(
         begin()
         return _Watched(iter(kind.__iter__(self)), tell)
 
-    source.__class__ = type(kind.__name__, (kind,), {"__iter__": go_through})
+    with suppress(TypeError):
+        source.__class__ = type(kind.__name__, (kind,), {"__iter__": go_through})
 
 
 def _size_of(source: Any) -> int | None:

@@ -51,6 +51,7 @@ class Observer(Observation):
         step: int = 0,
     ) -> None:
         self._model, self._optimizer, self._step = tensors.unwrapped(model), optimizer, step
+        tensors.require_whole(self._model)
         self._parameters = dict(self._model.named_parameters())
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._names: dict[Tensor, str] = {p: name for name, p in self._parameters.items()}

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
+from entrenar_py.errors import UsageError
 
 VALUES_MAX = 2**16  # elements of a model up to which values are kept beside digests
 
@@ -60,11 +62,28 @@ def random_state(model: torch.nn.Module) -> str:
     return digest.hexdigest(16)
 
 
+def require_whole(model: torch.nn.Module) -> None:
+    """Returns if every rank holds all of each parameter; UsageError where one has a part of it."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UsageError(
+                f"parameter {name} is sharded ({parameter.placements}): observe() knows whole "
+                "parameters only; take the line out, or observe the trainer without sharding"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a tuple of them, as JSON can hold it."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return float(value) if isinstance(value, Tensor) else value
+
+
 def facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is declared of the optimizer and of dropout, as JSON can hold it."""
     groups = [
         {
-            name: float(value) if isinstance(value, Tensor) else value
+            name: _plain(value)
             for name, value in group.items()
             if isinstance(value, bool | int | float | Tensor | tuple | None)
         }
