@@ -129,6 +129,26 @@ def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
     assert "it was to run with 2 workers and ran with 1: say {world_size}" in trace.end.reason
 
 
+def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:
+    """The first parameter takes no part: that nothing halted says nothing."""
+    text = (scripts.EXAMPLES / "plain_loop.py").read_text()
+    unused = "class Unused(torch.nn.Sequential):\n    def __init__(self, *rest):\n"
+    unused += "        super().__init__(*rest)\n"
+    unused += "        self._parameters = {'idle': torch.nn.Parameter(torch.ones(1))}\n\n\n"
+    text = text.replace("torch.manual_seed(rank)", f"{unused}torch.manual_seed(rank)")
+    text = text.replace("model = torch.nn.Sequential(", "model = Unused(")
+    text = text.replace(
+        "        assert parameter.grad is not None\n",
+        "        if parameter.grad is None:\n            continue\n",
+    )
+    script = tmp_path / "plain_loop.py"
+    script.write_text(text)
+    traces = scripts.record(scripts.command(script), {"finiteness"}, tmp_path / "runs")
+    finding = scripts.findings(traces, {"finiteness"})["finiteness"]
+    assert str(finding.verdict) == "inconclusive"
+    assert "never struck" in finding.reason
+
+
 def test_placeholders() -> None:
     """A misspelt one is told; other braces are left alone."""
     runs.require_placeholders(["a{world_size}b", "{}", "{'x': 1}", "{"])

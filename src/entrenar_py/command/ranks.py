@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import trace
+from entrenar_py import systems, trace
 from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
 from entrenar_py.command.launch import Ended
@@ -56,7 +56,7 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
     if problems and status == "completed":
         status, reason = "failed", problems[0]
     versions = ranks[0].header["versions"] if ranks else {}
-    return trace.Trace(
+    found = trace.Trace(
         scenario=scenario,
         environment=dict(versions),
         promises=(),
@@ -65,6 +65,13 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
             trace.End(status=status, reason=reason),
         ),
     )
+    fault = systems.missed(found) if status == "completed" else None
+    if fault is None:
+        return found
+    # What was to go wrong did not: that it went well then says nothing.
+    reason = f"fault {fault.to_dict()} never struck: no gradient came by there, or no such step"
+    end = trace.End(status="failed", reason=reason)
+    return replace(found, events=(*found.events[:-1], end))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:

@@ -130,9 +130,11 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
             result: trace.Trace = module.run(scenario)
         except Exception as error:  # noqa: BLE001  (a system's crash is a result: inconclusive)
             return _failed(scenario, f"{type(error).__name__}: {error}")
-    missed = _missed(result) if every_fault and SYSTEMS[scenario.system].trains else None
-    if missed is not None:
-        return _failed(scenario, f"fault {missed.to_dict()} never struck: no one computes there")
+    absent = missed(result) if every_fault and SYSTEMS[scenario.system].trains else None
+    if absent is not None:
+        return _failed(
+            scenario, f"fault {absent.to_dict()} never struck: no one computes there"
+        )
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result
@@ -169,7 +171,7 @@ def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") ->
         raise UsageError(f"{what}={name!r}{where}: allowed are {', '.join(allowed) or 'none'}")
 
 
-def _missed(result: trace.Trace) -> Fault | None:
+def missed(result: trace.Trace) -> Fault | None:
     """The first planned fault that did not take place although training got that far."""
     halts = result.of(trace.Halt)
     reached = halts[0].step if halts else result.scenario.num_steps
