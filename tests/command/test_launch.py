@@ -60,6 +60,20 @@ def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     assert trace.end.status == "completed"
 
 
+def test_a_stop_that_hangs_when_all_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is resumed all the same: the run is the straight one."""
+    monkeypatch.setattr(launch, "LEAVING_S", 0.5)
+    text = (scripts.EXAMPLES / "resume.py").read_text()
+    script = tmp_path / "resume.py"
+    script.write_text(f"{text}import time\ntime.sleep(600)\n")
+    traces = scripts.record(
+        scripts.command(script), {"resume"}, tmp_path / "runs", world_sizes=(1,)
+    )
+    assert str(scripts.findings(traces, {"resume"})["resume"].verdict) == "held"
+
+
 def test_children_that_outlive_it(tmp_path: Path) -> None:
     """Are ended; how many is known."""
     code = (

@@ -126,14 +126,15 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
             "trace_dir": str(folder),
             "workdir": str(folder / "work"),
         }
+        closed = partial(ranks.have_closed, folder, asked.world_size, life)
         ended = launch(
             [_filled(word, values) for word in plan.command],
             folder=folder,
             variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
             deadline_s=plan.deadline_s,
-            is_over=partial(ranks.have_closed, folder, asked.world_size, life),
+            is_over=closed,
         )
-        if ended.code is None:
+        if ended.code is None and not closed():  # else it hung when all was done, and goes on
             break
     assert ended is not None, "it was launched"
     return ranks.trace_of(folder, asked, ended, like)

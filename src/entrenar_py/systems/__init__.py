@@ -132,9 +132,7 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
             return _failed(scenario, f"{type(error).__name__}: {error}")
     absent = missed(result) if every_fault and SYSTEMS[scenario.system].trains else None
     if absent is not None:
-        return _failed(
-            scenario, f"fault {absent.to_dict()} never struck: no one computes there"
-        )
+        return _failed(scenario, f"fault {absent.to_dict()} never struck: no one computes there")
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result
