@@ -54,6 +54,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_placeholders(self.command)
+        for option, place, usual in (("seed", "seed", 0), ("num_steps", "steps", NUM_STEPS)):
+            if getattr(self, option) != usual and not self.can_say(place):
+                raise UsageError(
+                    f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so that "
+                    "it would never hear of it; say where it goes, or leave the option out"
+                )
 
     def can_say(self, name: str) -> bool:
         """Whether the command has a place for it."""
