@@ -1,7 +1,8 @@
 """Real bugs in scripts that are right otherwise: each script of `examples/user_trainers` with a
 line of it changed.
 
-What each is, and where it was found, is in docs/kill-matrix.md under the same names.
+They are no mutants of the catalogue: nothing is replaced by dotted path, a script is run. So they
+stand in no matrix; `tests/command/test_user_trainers.py` has each found by its check, at its place.
 """
 
 from __future__ import annotations
