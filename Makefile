@@ -14,7 +14,7 @@ verify: setup
 
 # All tests, with branch coverage of what needs no hardware.
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadgroup --benchmark-disable \
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=95 --durations=15
 
 # Every planted bug, and what kills it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,13 +22,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests are spread over processes, those of a file stay together: what a file needs is
-    made once. So do all that need the matrix."""
-    for item in items:
-        shares_matrix = "matrix" in getattr(item, "fixturenames", ())
-        group = "matrix" if shares_matrix else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+# Whose tests need the matrix: it takes long to make, and is made once a process.
+WITH_MATRIX = ("tests/docs/test_generate.py", "tests/kill_matrix/")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests are spread over processes, all that need the matrix stay together."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class Together(LoadScopeScheduling):  # type: ignore[misc]
+        """Tests one by one, but for those."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return "matrix" if nodeid.startswith(WITH_MATRIX) else nodeid
+
+    return Together(config, log)
 
 
 @cache
