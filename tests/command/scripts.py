@@ -32,7 +32,7 @@ def record(
         folder=folder,
         **{"deadline_s": DEADLINE_S, **changes},  # type: ignore[arg-type]
     )
-    return dict(runs.record(plan, lambda *_: None))
+    return dict(runs.record(plan, lambda _: None))
 
 
 def findings(traces: dict[Path, Trace], wanted: Collection[str] = ()) -> dict[str, Finding]:

@@ -55,10 +55,12 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
     status, reason = _ending(ranks, events, asked, ended)
     if problems and status == "completed":
         status, reason = "failed", problems[0]
-    versions = ranks[0].header["versions"] if ranks else {}
+    environment = dict(ranks[0].header["versions"]) if ranks else {}
+    if ended.num_left:
+        environment["left running, and killed"] = f"{ended.num_left} processes"
     found = trace.Trace(
         scenario=scenario,
-        environment=dict(versions),
+        environment=environment,
         promises=(),
         events=(
             *_numbered(events, scenario.accumulation),

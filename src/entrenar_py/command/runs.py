@@ -36,8 +36,7 @@ PLACEHOLDERS = {
 # What compares a run with that of one worker.
 _BESIDE_ONE = {"coverage", "parity", "weighting", "randomness", "worker_count"}
 
-# (runs done, runs planned, what is run now)
-Show = Callable[[int, int, str], None]
+Show = Callable[[str], None]  # told what is run now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
         name = next(iter(planned))
         asked = planned.pop(name)
         interrupts.check()
-        show(0, 0, f"{shlex.join(plan.command)} ({name})")
+        show(f"{shlex.join(plan.command)} ({name})")
         found = _run(plan, asked, (base / name).absolute(), like)
         trace.save(found, base / f"{name}.jsonl")
         yield base / f"{name}.jsonl", found
