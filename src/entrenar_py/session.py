@@ -204,7 +204,8 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
     traces: dict[Path, Trace] = {}
 
     def entries(show: falsify.Progress) -> Iterator[Entry]:
-        traces.update(runs.record(wish, partial(show, "runs", 0, 0)))
+        if tasks:  # else no run would say anything
+            traces.update(runs.record(wish, partial(show, "runs", 0, 0)))
         yield from watched.judge(tasks, traces)
 
     return _Work(
