@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ from entrenar_py import systems, trace
 from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
 from entrenar_py.command.launch import Ended
-from entrenar_py.errors import TraceError
 from entrenar_py.faults import Fault
-from entrenar_py.observing import rank_file
+from entrenar_py.observing import assembly, rank_file
 from entrenar_py.observing.rank_file import SUFFIX, RankTrace
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Injected, Membership, Shard, Start, Update
+from entrenar_py.trace import Event, Injected, Shard, Start, Update
 
 SYSTEM = "command"
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
@@ -43,13 +42,8 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
     What a run did not live to show (how many steps it makes, what is in its data) it has from
     `like`, the scenario of an undisturbed one.
     """
-    ranks, problems = [], []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        try:
-            ranks.append(rank_file.load(path))
-        except TraceError as error:
-            problems.append(str(error))
-    events = _ordered(ranks)
+    ranks, problems = assembly.load(folder)
+    events = assembly.ordered(ranks)
     scenario = _scenario(ranks, events, asked, like)
     events = _in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
@@ -63,7 +57,7 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
         environment=environment,
         promises=(),
         events=(
-            *_numbered(events, scenario.accumulation),
+            *assembly.numbered(events, scenario.accumulation),
             trace.End(status=status, reason=reason),
         ),
     )
@@ -86,46 +80,6 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 
 
 # --- what happened ----------------------------------------------------------------------------
-
-
-def _ordered(ranks: Sequence[RankTrace]) -> list[Event]:
-    """All ranks' events step by step, those of a life after those of the life before; of one step
-    starts first and updates last, but who is gone made none.
-    """
-    kinds = (Start, Shard, Update, Injected, Membership)
-
-    def place(event: Event) -> tuple[int, int]:
-        step = getattr(event, "step", None) or 0
-        return step, kinds.index(type(event)) if type(event) in kinds else len(kinds)
-
-    lives = sorted({one.life for one in ranks})
-    return [
-        event
-        for life in lives
-        for event in sorted((e for one in ranks if one.life == life for e in one.events), key=place)
-    ]
-
-
-def _numbered(events: Iterable[Event], accumulation: int) -> list[Event]:
-    """Shards numbered through the ranks, and updates with the weight of all shards of their step:
-    a rank knows its own alone.
-    """
-    weights: dict[int, float] = defaultdict(float)
-    found: list[Event] = []
-    for event in events:
-        if isinstance(event, Start):  # of who goes on from here: these steps are made again
-            for step in [step for step in weights if step >= event.step]:
-                del weights[step]
-        elif isinstance(event, Shard):
-            weights[event.step] += event.weight
-        if isinstance(event, Shard | Injected) and event.shard is not None:
-            number = (event.rank or 0) * accumulation + event.shard
-            found.append(replace(event, shard=number))
-        elif isinstance(event, Update):
-            found.append(replace(event, weight=weights[event.step]))
-        else:
-            found.append(event)
-    return found
 
 
 def _in_their_epochs(events: Sequence[Event], scenario: Scenario) -> list[Event]:
