@@ -30,6 +30,27 @@ class Observation:
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
         """The mean loss of a micro-batch, over `weight` samples or tokens; once a backward pass."""
 
+    def reduced(self) -> None:
+        """The gradients are those of the whole batch now, and not clipped yet; once a step.
+
+        Left out, the gradients are recorded as the optimizer finds them.
+        """
+
+    def halted(
+        self,
+        reason: str,
+        *,
+        rank: int | None = None,
+        micro_batch: int | None = None,
+        tensor: str | None = None,
+        ids: Iterable[int] = (),
+    ) -> None:
+        """Training stops on purpose before the update of this step, by something not finite.
+
+        It was found in micro-batch `micro_batch` (from 0, of this step) of rank `rank`, in the
+        gradient of `tensor` or, without one, in the loss; its samples are `ids`.
+        """
+
     def close(self) -> None:
         """Training is over: what comes after it is not part of it. At the process's end at last."""
 

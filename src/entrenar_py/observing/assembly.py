@@ -10,7 +10,7 @@ from pathlib import Path
 from entrenar_py.errors import TraceError
 from entrenar_py.observing import rank_file
 from entrenar_py.observing.rank_file import SUFFIX, RankTrace
-from entrenar_py.trace import Event, Injected, Membership, Shard, Start, Update
+from entrenar_py.trace import Event, Halt, Injected, Membership, Shard, Start, Update
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
@@ -30,7 +30,7 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
     """All ranks' events step by step, those of a life after those of the life before; of one step
     starts first and updates last, but who is gone made none.
     """
-    kinds = (Start, Shard, Update, Injected, Membership)
+    kinds = (Start, Shard, Update, Injected, Halt, Membership)
 
     def place(event: Event) -> tuple[int, int]:
         step = getattr(event, "step", None) or 0
@@ -56,7 +56,7 @@ def numbered(events: Iterable[Event], accumulation: int) -> list[Event]:
                 del weights[step]
         elif isinstance(event, Shard):
             weights[event.step] += event.weight
-        if isinstance(event, Shard | Injected) and event.shard is not None:
+        if isinstance(event, Shard | Injected | Halt) and event.shard is not None:
             number = (event.rank or 0) * accumulation + event.shard
             found.append(replace(event, shard=number))
         elif isinstance(event, Update):

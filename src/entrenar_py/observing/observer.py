@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ class Observer(Observation):
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
         self._gradient: trace.Tensors = {}
+        self._norm: float | None = None  # before clipping, where the script says when that is
+        self._applied_norm: float | None = None
         self._file = RankFile(
             Path(os.environ[FOLDER]),
             {
@@ -98,6 +100,30 @@ class Observer(Observation):
         mean = value.detach() if isinstance(value, Tensor) else value
         self._losses.append((float(mean), float(weight)))
 
+    def reduced(self) -> None:
+        gradients = self._gradients()
+        self._gradient, self._norm = self._records(gradients), tensors.norm(gradients.values())
+
+    def halted(
+        self,
+        reason: str,
+        *,
+        rank: int | None = None,
+        micro_batch: int | None = None,
+        tensor: str | None = None,
+        ids: Iterable[int] = (),
+    ) -> None:
+        self._write_shards()
+        halt = trace.Halt(
+            step=self._step,
+            reason=reason,
+            rank=rank,
+            shard=micro_batch,
+            tensor=tensor,
+            ids=tuple(map(int, ids)),
+        )
+        self._file.append([halt])
+
     def close(self) -> None:
         self._file.close()
         for handle in self._handles:
@@ -109,12 +135,11 @@ class Observer(Observation):
     # --- what torch tells -------------------------------------------------------------------------
 
     def _hook(self) -> None:
-        planted = [one for one in self._faults if one.kind == "non_finite_gradient"]
         self._handles: list[Any] = [
             self._model.register_forward_pre_hook(lambda *_: self._before_forward()),
             self._model.register_forward_hook(lambda *_: self._after_forward()),
             # Before the hook that records them: gradients are recorded as they were made wrong.
-            *(self._plant(fault) for fault in planted if fault.rank in (None, self._rank)),
+            *(_HOOKS[one.kind](self, one) for one in self._faults if self._strikes_here(one)),
             torch.autograd.graph.register_multi_grad_hook(
                 list(self._trained.values()), self._after_backward, mode="all"
             ),
@@ -122,25 +147,41 @@ class Observer(Observation):
             self._optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
-    def _plant(self, fault: Fault) -> Any:
-        name = fault.tensor or next(iter(self._trained))
-        element, value = fault.element or 0, float(fault.value or "nan")
-        struck = False
+    def _strikes_here(self, fault: Fault) -> bool:
+        return fault.kind in _HOOKS and fault.rank in (None, self._rank)
+
+    def _strikes_now(self, fault: Fault) -> bool:
+        """Whether `fault` is of this micro-batch: a shard is one of this rank, of this step."""
+        return fault.step == self._step and fault.shard in (None, len(self._micros))
+
+    def _spoil_gradient(self, fault: Fault) -> Any:
+        name, element = fault.tensor or next(iter(self._trained)), fault.element or 0
 
         def spoil(gradient: Tensor) -> Tensor | None:
-            nonlocal struck
-            if struck or self._step != fault.step:
+            if not self._strikes_now(fault):
                 return None
-            struck = True
+            self._note_fault(fault)
             spoiled = gradient.clone()
-            spoiled.view(-1)[element] = value
-            event = trace.Injected(
-                fault=fault.to_dict(), step=self._step, rank=self._rank, shard=len(self._micros)
-            )
-            self._file.append([event])
+            spoiled.view(-1)[element] = float(fault.value or "nan")
             return spoiled
 
         return self._trained[name].register_hook(spoil)  # type: ignore[no-untyped-call]
+
+    def _spoil_loss(self, fault: Fault) -> Any:
+        def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
+            if not (isinstance(output, Tensor) and self._strikes_now(fault)):
+                return None
+            self._note_fault(fault)
+            # The value of the output alone: its gradient stays.
+            return output + (float(fault.value or "nan") - output.detach())
+
+        return self._model.register_forward_hook(spoil)
+
+    def _note_fault(self, fault: Fault) -> None:
+        event = trace.Injected(
+            fault=fault.to_dict(), step=self._step, rank=self._rank, shard=len(self._micros)
+        )
+        self._file.append([event])
 
     def _before_forward(self) -> None:
         if not self._model.training:
@@ -173,12 +214,12 @@ class Observer(Observation):
 
     def _before_step(self) -> None:
         self._start()
-        for micro, loss in zip(self._micros, self._losses, strict=False):
-            micro.loss = loss
-        self._file.append(map(self._shard, range(len(self._micros)), self._micros))
-        self._micros.clear()
-        self._losses.clear()
-        self._gradient = self._records({n: p.grad for n, p in self._trained.items()})
+        self._write_shards()
+        gradients = self._gradients()
+        if self._norm is None:
+            self._gradient = self._records(gradients)
+        else:
+            self._applied_norm = tensors.norm(gradients.values())
 
     def _after_step(self) -> None:
         self._file.append(
@@ -191,12 +232,15 @@ class Observer(Observation):
                     learning_rate=float(self._optimizer.param_groups[0]["lr"]),
                     finite=tensors.is_finite(iter(self._parameters.values())),
                     gradient=self._gradient,
+                    grad_norm=self._norm,
+                    applied_norm=self._applied_norm,
                     weights=self._records(self._parameters),
                     optimizer=self._optimizer_state(),
                 )
             ]
         )
         self._step += 1
+        self._norm = self._applied_norm = None
 
     def _perhaps_die(self) -> None:
         """Kills this process if that is planned here; once, since it may be started again."""
@@ -228,6 +272,16 @@ class Observer(Observation):
             optimizer=self._optimizer_state(),
         )
         self._file.append([start])
+
+    def _write_shards(self) -> None:
+        for micro, loss in zip(self._micros, self._losses, strict=False):
+            micro.loss = loss
+        self._file.append(map(self._shard, range(len(self._micros)), self._micros))
+        self._micros.clear()
+        self._losses.clear()
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: parameter.grad for name, parameter in self._trained.items()}
 
     def _optimizer_state(self) -> trace.Tensors:
         return self._records(dict(tensors.optimizer_state(self._optimizer, self._names)))
@@ -268,3 +322,11 @@ class Observer(Observation):
         """The process ends by itself, well or by an exception."""
         error = getattr(sys, "last_value", None)
         self._file.close("" if error is None else f"{type(error).__name__}: {error}")
+
+
+# What a planted value does, by its kind.
+_HOOKS: dict[str, Callable[[Observer, Fault], Any]] = {
+    "non_finite_gradient": Observer._spoil_gradient,
+    "huge_gradient": Observer._spoil_gradient,
+    "non_finite_loss": Observer._spoil_loss,
+}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ def optimizer_state(
 def is_finite(tensors: Iterator[Tensor | None]) -> bool:
     """Whether none of them holds NaN or Inf."""
     return all(bool(one.isfinite().all()) for one in tensors if one is not None)
+
+
+def norm(tensors: Iterable[Tensor | None]) -> float:
+    """The L2 norm of all of them together, added in float64; of none, 0."""
+    squares = [float(one.detach().double().square().sum()) for one in tensors if one is not None]
+    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
 
 def random_state(model: torch.nn.Module) -> str:
