@@ -12,7 +12,8 @@ from entrenar_py.checks import evidence, missing
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace
 
-ORACLE = "textbook"  # the independent trainer; its ranks draw their own dropout masks
+ORACLE = "textbook"  # the independent trainer
+MASKS_PER_RANK = (ORACLE, "ddp")  # whose ranks draw their own dropout masks
 
 # What may differ between two runs of the same training.
 SPLIT = (
@@ -43,7 +44,7 @@ def family(scenario: Scenario) -> list[Scenario]:
     model = oracle(scenario)
     alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
     runs = [scenario, alone, model]
-    if scenario.dropout and scenario.system == ORACLE and scenario != model:
+    if scenario.dropout and scenario.system in MASKS_PER_RANK and scenario != model:
         runs += family(scenario.with_(dropout=0.0))
     return evidence.distinct(runs)
 

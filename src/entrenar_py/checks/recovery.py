@@ -17,7 +17,7 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 def family(scenario: Scenario) -> list[Scenario]:
     """The disturbed run and the undisturbed one; of masks drawn per rank, also without dropout."""
     pair = [scenario, scenario.with_(faults=())]
-    if scenario.dropout and scenario.system == oracles.ORACLE:
+    if scenario.dropout and scenario.system in oracles.MASKS_PER_RANK:
         pair += [one.with_(dropout=0.0) for one in pair]
     return evidence.distinct(pair)
 

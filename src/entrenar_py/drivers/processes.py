@@ -78,10 +78,14 @@ class Hand:
 
 
 class Crew:
-    """Processes that run `main`; those that are idle are used again."""
+    """Processes that run `main`; those that are idle are used again, unless each does `one_job`
+    and ends.
+    """
 
-    def __init__(self, main: Callable[[Connection], None], *, preload: Sequence[str]) -> None:
-        self._main = main
+    def __init__(
+        self, main: Callable[[Connection], None], *, preload: Sequence[str], one_job: bool = False
+    ) -> None:
+        self._main, self._one_job = main, one_job
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._idle: list[Hand] = []
@@ -105,7 +109,7 @@ class Crew:
                 if not hand.pipe.poll(max(0.0, deadline - time.monotonic())):
                     break
                 hand.heard()
-            if hand.answer is None:
+            if hand.answer is None or self._one_job:
                 hand.kill()
             else:
                 self._idle.append(hand)

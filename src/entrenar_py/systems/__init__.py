@@ -26,7 +26,7 @@ class System:
     """What a system is, whether it trains a workload, and what it takes from a scenario.
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
-    the names it knows; it has no others.
+    the names it knows, `only` the backends where it does not take them all; it has no others.
     """
 
     what: str
@@ -34,10 +34,13 @@ class System:
     faults: tuple[str, ...] = ()
     places: tuple[str, ...] = PLACES
     options: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     @property
     def backends(self) -> tuple[str, ...]:
         """The names of backends that it can be asked for."""
+        if self.only:
+            return self.only
         return (*BACKENDS, AUTO) if self.trains else tuple(BACKENDS)
 
 
@@ -96,6 +99,13 @@ SYSTEMS: dict[str, System] = {
         faults=_FAULTS_AND_RESTART,
         places=RING_PLACES,
         options=("block_bytes", "network_seed"),
+    ),
+    "ddp": System(
+        what="torch's DistributedDataParallel, each rank a process of its own",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+        options=("deadline_s",),
+        only=("cpu", "cuda"),  # gloo, NCCL
     ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",

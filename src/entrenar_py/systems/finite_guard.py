@@ -1,0 +1,60 @@
+"""Finds what is not finite before it is reduced: afterwards all have it, and nobody is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class NotFinite(Exception):
+    """The step must not be made: micro-batch `micro` of `rank` is not finite.
+
+    In the gradient of `tensor` or, where that is None, in the loss.
+    """
+
+    def __init__(self, rank: int, micro: int, tensor: str | None) -> None:
+        self.rank, self.micro, self.tensor = rank, micro, tensor
+        super().__init__(f"not finite: {tensor or 'the loss'} of micro-batch {micro}, rank {rank}")
+
+
+class FiniteGuard:
+    """Looks at each micro-batch's own loss and gradients, and tells everyone of the first bad one.
+
+    A flag per tensor is kept on the device: the host waits once a step, in `agree`.
+    """
+
+    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        self._names = [None, *trainable]  # the loss is looked at first
+        self._flags: list[Tensor] = []  # of each micro-batch, per name whether it is bad
+        self._device = next(iter(trainable.values())).device
+        for index, parameter in enumerate(trainable.values(), start=1):
+            parameter.register_hook(partial(self._look, index))  # type: ignore[no-untyped-call]
+
+    def begin(self, loss: Tensor) -> None:
+        """A micro-batch has this loss; its backward pass comes next."""
+        flags = torch.zeros(len(self._names), dtype=torch.bool, device=self._device)
+        flags[0] = ~loss.detach().isfinite()
+        self._flags.append(flags)
+
+    def agree(self) -> None:
+        """Returns on every rank, or raises NotFinite on every rank, naming the same place.
+
+        That of the lowest rank, its first micro-batch, and the first tensor there.
+        """
+        bad = torch.stack(self._flags).flatten()
+        self._flags.clear()
+        places = torch.arange(len(bad), device=self._device)
+        first = torch.where(bad, places, len(bad)).min().reshape(1)
+        found = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, first)
+        for rank, place in enumerate(int(one) for one in found):
+            if place < len(bad):
+                micro, index = divmod(place, len(self._names))
+                raise NotFinite(rank, micro, self._names[index])
+
+    def _look(self, index: int, gradient: Tensor) -> None:
+        self._flags[-1][index] |= ~gradient.isfinite().all()

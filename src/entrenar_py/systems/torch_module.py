@@ -1,0 +1,99 @@
+"""A scenario's workload as a `torch.nn.Module`, with its optimizer and schedule by torch.
+
+What `ddp` and its like train; the names of its parameters are those of the workload's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
+from entrenar_py.training import engine, schedule
+
+MOMENTUM = 0.9
+
+
+class Model(nn.Module):
+    """Holds the tensors of a workload; called with sample ids, it gives the SUM of their losses."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self.workload = models.model_of(scenario)
+        self._dropout = scenario.dropout
+        values = self.workload.initial(scenario.rng("initial"))
+        for spec in self.workload.specs:
+            *path, name = spec.name.split(".")
+            place: nn.Module = self
+            for part in path:
+                if part not in place._modules:
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            value = torch.from_numpy(values[spec.name])
+            if spec.role == "buffer":
+                place.register_buffer(name, value)
+            else:
+                place.register_parameter(name, nn.Parameter(value, spec.role == "trainable"))
+
+    def forward(self, ids: Sequence[int]) -> Tensor:
+        """0-d. `ids` are never empty."""
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        return self.workload.loss_sum(tensors, ids, linear=nn.functional.linear, drop=self._drop)
+
+    def count(self, ids: Sequence[int]) -> float:
+        """What `ids` count in the mean: samples, or tokens."""
+        return float(self.workload.weight(ids)) if ids else 0.0
+
+    def statistics(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Per buffer, the sum over `ids` of what its running mean averages, on its device."""
+        totals = self.workload.statistics(ids) if ids else {}
+        return {
+            name: torch.from_numpy(totals[name]).to(buffer) if ids else torch.zeros_like(buffer)
+            for name, buffer in self.named_buffers()
+        }
+
+    def move_buffers(self, totals: dict[str, Tensor], num_samples: int) -> None:
+        """Moves the running means towards the mean over the whole batch."""
+        for name, buffer in self.named_buffers():
+            buffer.lerp_(totals[name] / num_samples, engine.BUFFER_MOMENTUM)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self._dropout) if self._dropout else x
+
+
+def optimizer_of(scenario: Scenario, model: Model) -> torch.optim.Optimizer:
+    """torch's, in two groups: weights that decay, and the rest."""
+    parameters = dict(model.named_parameters())
+    specs = [spec for spec in model.workload.specs if spec.role == "trainable"]
+    groups = [
+        {
+            "params": [parameters[spec.name] for spec in specs if spec.decayed == decayed],
+            "weight_decay": scenario.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if scenario.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=scenario.learning_rate)
+    momentum = MOMENTUM if scenario.optimizer == "momentum" else 0.0
+    return torch.optim.SGD(groups, lr=scenario.learning_rate, momentum=momentum)
+
+
+def scheduler_of(
+    scenario: Scenario, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The scenario's schedule, a factor on the peak learning rate."""
+
+    def factor(step: int) -> float:
+        return schedule.learning_rate(
+            step,
+            peak=1.0,
+            kind=scenario.schedule,
+            warmup_steps=scenario.warmup_steps,
+            num_steps=scenario.num_steps,
+        )
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
