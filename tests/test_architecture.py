@@ -14,8 +14,9 @@ LINES_MAX = 400
 # The room a module belongs to (the longest matching name) and its floor.
 FLOORS = {
     "errors": 0,
-    "": 4,  # entrenar_py itself: the version, and `observe`
+    "": 4,  # entrenar_py itself: the version, and what a training script calls
     "backends": 1,
+    "canonical": 1,
     "protocol": 2,
     "training": 2,
     "drivers": 3,

@@ -1,0 +1,95 @@
+"""What the canonical all-reduce can be promised for; the rest is refused before training starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from entrenar_py.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def require_numbers(*, micro_batches: int, world_size: int) -> None:
+    """Returns if the tree divides evenly; UsageError if not."""
+    if not _is_power_of_two(micro_batches):
+        raise UsageError(
+            f"micro_batches={micro_batches}: only a power of two has a tree that ranks can share "
+            "evenly; take 1, 2, 4, 8 ..., the same for every world size"
+        )
+    if not _is_power_of_two(world_size):
+        raise UsageError(
+            f"world_size={world_size}: the canonical all-reduce needs a power of two; "
+            "start 1, 2, 4, 8 ... ranks"
+        )
+    if world_size > micro_batches:
+        raise UsageError(
+            f"micro_batches={micro_batches} with world_size={world_size}: every rank needs one; "
+            f"cut the global batch into {world_size} or more, or start fewer ranks"
+        )
+
+
+def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
+    """The parameters whose gradients are reduced, and their names; UsageError for the rest."""
+    parameters = {}
+    for name, one in model.module.named_parameters():
+        if not one.requires_grad:
+            continue
+        if one.dtype not in _DTYPES:
+            raise UsageError(
+                f"parameter {name} has dtype {one.dtype}: allowed are "
+                f"{' and '.join(map(str, _DTYPES))}, for sums over all micro-batches have to be "
+                "in range"
+            )
+        if not _is_dense(one):
+            raise UsageError(
+                f"parameter {name} has strides {tuple(one.stride())}, with gaps or overlaps: "
+                "make it contiguous"
+            )
+        parameters[one] = name
+    if model.parameters_to_ignore:
+        raise UsageError(
+            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: these would have "
+            "gradients of one rank alone; freeze them, or let DistributedDataParallel have them"
+        )
+    for name, module in model.module.named_modules():
+        _require_module(name, module)
+    _require_options(model)
+    return parameters
+
+
+def _require_options(model: DistributedDataParallel) -> None:
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(model, option):
+            raise UsageError(
+                f"DistributedDataParallel({option}=True): with it torch reduces what the last "
+                "micro-batch used, and which one is last depends on the world size; leave it out, "
+                "and let every micro-batch use every parameter"
+            )
+    if model.mixed_precision is not None:
+        raise UsageError("DistributedDataParallel(mixed_precision=...): use torch.autocast")
+
+
+def _require_module(name: str, module: torch.nn.Module) -> None:
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+        raise UsageError(
+            f"module {name} is a {type(module).__name__}: it mixes samples of a batch and sees "
+            "them in an order that depends on the world size; take LayerNorm or GroupNorm, or "
+            "freeze it with eval()"
+        )
+    if getattr(module, "sparse", False) is True:
+        raise UsageError(f"module {name} makes sparse gradients: set sparse=False")
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _is_dense(one: Tensor) -> bool:
+    """No gaps and no overlaps, in whatever order its dimensions lie."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(one))

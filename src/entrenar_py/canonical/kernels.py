@@ -1,0 +1,54 @@
+"""The tree's additions on a GPU: rows that came from the ranks, added in one pass over memory.
+
+The same bits as `exchange.add_tree`, which is what to read: the kernel loads an element of each
+row, adds along the tree, rounds to the rows' dtype after every addition, scales, and stores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 1024  # of one program, a row: eight or sixteen bytes a thread
+
+
+def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
+    """Puts `scale` times the tree's sum of `rows` [num_rows, n] into `out` [n], both contiguous.
+
+    `num_rows` is a power of two. Runs on the current stream; the host does not wait.
+    """
+    num_rows, num_columns = rows.shape
+    grid = (triton.cdiv(num_columns, _ELEMENTS),)
+    with torch.cuda.device_of(rows):
+        _add_tree[grid](rows, out, num_columns, scale, num_rows, _ELEMENTS)
+
+
+@triton.jit
+def _add_tree(
+    rows,  # [NUM_ROWS, num_columns]
+    out,  # [num_columns]
+    num_columns,
+    scale,
+    NUM_ROWS: tl.constexpr,  # noqa: N803
+    ELEMENTS: tl.constexpr,  # noqa: N803
+):
+    columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = columns < num_columns
+    stride = tl.cast(num_columns, tl.int64)
+    root = _node(rows, columns, inside, stride, 0, NUM_ROWS)
+    scaled = (root.to(tl.float32) * scale).to(out.dtype.element_ty)
+    tl.store(out + columns, scaled, mask=inside)
+
+
+@triton.jit
+def _node(rows, columns, inside, stride, FIRST: tl.constexpr, SPAN: tl.constexpr):  # noqa: N803
+    """The node over rows FIRST to FIRST + SPAN - 1: its left child plus its right child."""
+    if SPAN == 1:
+        node = tl.load(rows + FIRST * stride + columns, mask=inside, other=0.0)
+    else:
+        left = _node(rows, columns, inside, stride, FIRST, SPAN // 2)
+        right = _node(rows, columns, inside, stride, FIRST + SPAN // 2, SPAN // 2)
+        node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
+    return node

@@ -1,0 +1,145 @@
+"""One model's canonical all-reduce: the fold of a rank's micro-batches, and torch's hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from entrenar_py.canonical import admission, exchange, gradients, settings
+from entrenar_py.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+Batch = TypeVar("Batch")
+Exchange = Callable[[Tensor], Future[Tensor]]
+
+# Large enough that starting a collective is nothing beside it, small enough that pieces overlap.
+PIECE_BYTES = 32 << 20
+
+
+class Reducer:
+    """What `canonical_all_reduce` gives back; see there.
+
+    `shards` are the global indices of this rank's micro-batches, in order; `shard` is the one in
+    hand, None between batches. What is random in a micro-batch must be drawn from (seed, step,
+    shard), or it depends on the world size.
+    """
+
+    def __init__(self, model: DistributedDataParallel, *, micro_batches: int) -> None:
+        group = model.process_group
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
+        self._parameters = admission.require_model(model)
+        settings.require_deterministic()
+        self._switches = settings.switches()
+        device = next(iter(self._parameters)).device
+        facts = {"micro_batches": micro_batches, **self._switches}
+        settings.require_same({**facts, **settings.surroundings(device)}, group)
+        share = micro_batches // world_size
+        self.shards = range(rank * share, (rank + 1) * share)
+        self.shard: int | None = None
+        self._model, self._counter = model, gradients.Counter()
+        self._reduced: set[Tensor] = set()  # parameters, in this batch
+        self._exchange = _exchange(group, device, scale=1 / micro_batches)
+        # A lambda, for torch reads a function's annotations and knows no postponed ones.
+        model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The next `len(self.shards)` of `batches`, one at a time; forward and backward each.
+
+        Gradients left from before are dropped first. After the last one `.grad` is the mean over
+        all micro-batches of all ranks. UsageError where there are too few batches, a backward pass
+        was left out, or a setting was changed since the reducer was made.
+        """
+        settings.require_unchanged(self._switches)
+        gradients.take(self._parameters)
+        self._counter.clear()
+        self._reduced.clear()
+        coming = iter(batches)
+        try:
+            for shard in self.shards:
+                batch = _next(coming, shard, self.shards)
+                self.shard = shard
+                with nullcontext() if shard == self.shards[-1] else self._model.no_sync():
+                    yield batch
+                self._keep(shard)
+        finally:
+            self.shard = None
+            self._counter.clear()
+
+    def _keep(self, shard: int) -> None:
+        """Micro-batch `shard` is over; the last one's gradients went through the hook."""
+        last = shard == self.shards[-1]
+        node = {} if last else gradients.take(self._parameters)
+        missing = self._parameters.keys() - (self._reduced if last else node.keys())
+        if missing:
+            names = sorted(self._parameters[one] for one in missing)
+            raise UsageError(
+                f"micro-batch {shard}, of {_named(self.shards)}, made no gradient for {names[0]} "
+                f"({len(names)} of {len(self._parameters)} parameters): run its forward pass "
+                "through the wrapped model and its backward pass inside the loop over fold(), and "
+                "let it use every parameter"
+            )
+        if not last:
+            self._counter.push(node)
+
+    def _reduce(self, bucket: Any) -> Future[Tensor]:
+        """DistributedDataParallel's hook: `bucket` holds the last micro-batch's gradients."""
+        if self.shard != self.shards[-1]:
+            raise UsageError(
+                "a backward pass outside of the loop over fold(): with the canonical all-reduce "
+                "every micro-batch has to come from there"
+            )
+        parameters = bucket.parameters()
+        self._reduced.update(parameters)
+        self._counter.complete(parameters, _views(bucket.buffer(), parameters))
+        return self._exchange(bucket.buffer())
+
+
+def _exchange(group: dist.ProcessGroup, device: torch.device, *, scale: float) -> Exchange:
+    if device.type == "cuda" and dist.get_world_size(group) > 1:
+        from entrenar_py.canonical.pipeline import Pipeline
+
+        return Pipeline(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
+
+    def blocking(buffer: Tensor) -> Future[Tensor]:
+        piece_max = PIECE_BYTES // buffer.element_size()
+        exchange.all_reduce(buffer, scale=scale, piece_max=piece_max, group=group)
+        future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
+        future.set_result(buffer)
+        return future
+
+    return blocking
+
+
+def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Each parameter's gradient in a bucket's `buffer`, laid out as the parameter is.
+
+    `bucket.gradients()` has the sizes, but not the strides: of a channels-last weight it would name
+    elements that stand elsewhere.
+    """
+    views, start = [], buffer.storage_offset()
+    for one in parameters:
+        views.append(buffer.as_strided(one.size(), one.stride(), start))
+        start += one.numel()
+    return views
+
+
+def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
+    for batch in coming:
+        return batch
+    raise UsageError(
+        f"batches ended before micro-batch {shard}, of {_named(shards)}: a rank needs "
+        f"{len(shards)} for every step, as many as every other; leave an incomplete batch out"
+    )
+
+
+def _named(shards: range) -> str:
+    return f"this rank's {shards.start} to {shards.stop - 1}"

@@ -1,0 +1,111 @@
+"""Settings that decide which kernels run, and so which bits come out: checked, never assumed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from entrenar_py.errors import UsageError
+
+# NVIDIA names these two as the ones with which cuBLAS gives the same bits in every run.
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACES = (":4096:8", ":16:8")
+
+
+def require_deterministic() -> None:
+    """Returns if kernels give the same bits in every run; UsageError naming all that is missing."""
+    problems = []
+    if not torch.are_deterministic_algorithms_enabled():
+        problems.append(
+            "torch.are_deterministic_algorithms_enabled() = False: "
+            "call torch.use_deterministic_algorithms(True)"
+        )
+    elif torch.is_deterministic_algorithms_warn_only_enabled():
+        problems.append(
+            "use_deterministic_algorithms(..., warn_only=True) lets kernels through that are not: "
+            "call torch.use_deterministic_algorithms(True)"
+        )
+    if torch.backends.cudnn.benchmark:
+        problems.append(
+            "torch.backends.cudnn.benchmark = True takes whichever kernel was faster this time: "
+            "set it to False"
+        )
+    workspace = os.environ.get(_WORKSPACE)
+    if torch.cuda.is_available() and workspace not in _WORKSPACES:
+        problems.append(
+            f"{_WORKSPACE}={workspace or ''}: allowed are {' and '.join(_WORKSPACES)}; "
+            "set it before the process starts"
+        )
+    if problems:
+        raise UsageError("kernels may give other bits in another run:\n" + "\n".join(problems))
+
+
+def switches() -> dict[str, object]:
+    """What is set in this process that decides between kernels; cheap enough for every step."""
+    backends: Any = torch.backends  # half of it has no types
+    cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
+    return {
+        "torch.are_deterministic_algorithms_enabled()": (
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        ),
+        "torch.backends.cudnn.benchmark": cudnn.benchmark,
+        "torch.backends.cudnn.enabled": cudnn.enabled,
+        "torch.backends.cuda.matmul.fp32_precision": matmul.fp32_precision,
+        "torch.backends.cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
+        "torch.backends.cudnn.rnn.fp32_precision": cudnn.rnn.fp32_precision,
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+            matmul.allow_bf16_reduced_precision_reduction
+        ),
+        "torch.backends.cuda.flash_sdp_enabled()": cuda.flash_sdp_enabled(),
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": cuda.mem_efficient_sdp_enabled(),
+        "torch.backends.cuda.math_sdp_enabled()": cuda.math_sdp_enabled(),
+        "torch.backends.cuda.cudnn_sdp_enabled()": cuda.cudnn_sdp_enabled(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        _WORKSPACE: os.environ.get(_WORKSPACE),
+    }
+
+
+def surroundings(device: torch.device) -> dict[str, object]:
+    """What else decides between kernels, and stays as it is while a process lives."""
+    found: dict[str, object] = {
+        "torch.__version__": str(torch.__version__),
+        "torch.version.cuda": torch.version.cuda,
+        "device.type": device.type,
+    }
+    if device.type == "cuda":
+        found["torch.cuda.get_device_name()"] = torch.cuda.get_device_name(device)
+        found["torch.backends.cudnn.version()"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found["torch.backends.cuda.preferred_blas_library()"] = str(
+            torch.backends.cuda.preferred_blas_library()
+        )
+    else:
+        found["torch.backends.cpu.get_cpu_capability()"] = torch.backends.cpu.get_cpu_capability()
+    return found
+
+
+def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
+    """Returns if `facts` are those of every rank of `group`; UsageError, on all ranks, if not."""
+    everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, facts, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                raise UsageError(
+                    f"{name} = {theirs.get(name)!r} on rank {rank} and {value!r} on rank 0: "
+                    "ranks that run other kernels get other bits; make them the same on all"
+                )
+
+
+def require_unchanged(facts: dict[str, object]) -> None:
+    """Returns if `switches` are still what they were; UsageError if one has been moved since."""
+    now = switches()
+    for name, value in facts.items():
+        if now[name] != value:
+            raise UsageError(
+                f"{name} = {now[name]!r}, and was {value!r} when the canonical all-reduce was "
+                "switched on: kernels may give other bits now; leave it as it was"
+            )

@@ -1,0 +1,221 @@
+"""Trains small models with the canonical all-reduce, ranks forked from one process over gloo.
+
+`python -m tests.canonical.ranks VARIANT ...` prints as JSON the digest of the weights after some
+steps, of each variant on each number of ranks: {variant: {world size: [digest of each rank]}}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+# Loaded before the fork, as the first optimizer of every rank would load it after that.
+import torch._dynamo.aot_compile
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import entrenar_py
+from entrenar_py.canonical import exchange, gradients
+
+WORLDS = (1, 2, 4)
+MICRO_BATCHES, NUM_STEPS = 8, 2
+
+
+class Mixed(nn.Module):
+    """Weights of two dtypes: buckets of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).bfloat16())
+        return out
+
+
+def dense(dtype: torch.dtype) -> nn.Module:
+    """Sizes that divide by nothing."""
+    return nn.Sequential(nn.Linear(5, 37), nn.Tanh(), nn.Linear(37, 3)).to(dtype)
+
+
+def channels_last() -> nn.Module:
+    """A weight whose elements lie in another order than their indices."""
+    layers = nn.Sequential(nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 6, 3, padding=1), nn.Flatten())
+    layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return nn.Sequential(layers, nn.Linear(6, 3))
+
+
+def nothing() -> None:
+    """Nothing is planted."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A training, and what is planted in it."""
+
+    model: Callable[[], nn.Module]
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+    plant: Callable[[], None] = nothing
+
+
+# --- planted bugs -------------------------------------------------------------------------------
+
+
+def add_in_rank_order() -> None:
+    """Sums of ranks are added one after the other."""
+
+    def in_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row
+        torch.mul(total, scale, out=out)
+
+    exchange.add_tree = in_order
+
+
+def add_distant_rows_first() -> None:
+    """A tree, but of other siblings: r with r + W / 2."""
+
+    def distant(rows: Tensor, *, scale: float, out: Tensor) -> None:
+        while len(rows) > 1:
+            rows = rows[: len(rows) // 2] + rows[len(rows) // 2 :]
+        torch.mul(rows[0], scale, out=out)
+
+    exchange.add_tree = distant
+
+
+def accumulate_in_order() -> None:
+    """Micro-batches of a rank are added one after the other, as `.grad` would."""
+
+    def push(self: gradients.Counter, node: gradients.Gradients) -> None:
+        if self._levels:
+            gradients.add(self._levels[0].values(), node.values())
+        else:
+            self._levels.append(node)
+
+    gradients.Counter.push = push  # type: ignore[method-assign]
+
+
+def round_once() -> None:
+    """Ranks' sums are added in float32, and rounded at the end."""
+    right = exchange.add_tree
+
+    def wide(rows: Tensor, *, scale: float, out: Tensor) -> None:
+        total = torch.empty_like(out, dtype=torch.float32)
+        right(rows.float(), scale=scale, out=total)
+        out.copy_(total)
+
+    exchange.add_tree = wide
+
+
+def leave_scale_out() -> None:
+    """The sum is taken for the mean."""
+    right = exchange.add_tree
+    exchange.add_tree = lambda rows, *, scale, out: right(rows, scale=1.0, out=out)
+
+
+def drop_tail() -> None:
+    """What is left over when a bucket is cut stays each rank's own."""
+    right = exchange.all_reduce
+
+    def whole_units(buffer: Tensor, **options: Any) -> None:
+        right(buffer[: len(buffer) // 64 * 64], **options)
+
+    exchange.all_reduce = whole_units
+
+
+FP32, BF16 = lambda: dense(torch.float32), lambda: dense(torch.bfloat16)
+SMALL_BUCKETS = {"bucket_cap_mb": 0.0005}
+
+RIGHT = {
+    "fp32": Variant(FP32),
+    "bf16": Variant(BF16, torch.bfloat16),
+    "small buckets": Variant(FP32, options=SMALL_BUCKETS),
+    "bucket views": Variant(FP32, options={"gradient_as_bucket_view": True}),
+    "small bf16 bucket views": Variant(
+        BF16, torch.bfloat16, {**SMALL_BUCKETS, "gradient_as_bucket_view": True}
+    ),
+    "mixed": Variant(Mixed),
+    "channels last": Variant(channels_last),
+}
+PLANTED = {
+    "rank order": Variant(FP32, plant=add_in_rank_order),
+    "distant siblings": Variant(FP32, plant=add_distant_rows_first),
+    "local order": Variant(FP32, plant=accumulate_in_order),
+    "rounded once": Variant(BF16, torch.bfloat16, plant=round_once),
+    "no scale": Variant(FP32, plant=leave_scale_out),
+    "no tail": Variant(FP32, plant=drop_tail),
+}
+VARIANTS = RIGHT | PLANTED
+
+
+def train(variant: Variant) -> str:
+    """The digest of the weights that this rank ends with."""
+    variant.plant()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(variant.model(), **variant.options)
+    canonical = entrenar_py.canonical_all_reduce(ddp, micro_batches=MICRO_BATCHES)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        inputs = torch.randn(MICRO_BATCHES, 4, 5, generator=draws).to(variant.dtype)
+        for batch in canonical.fold(inputs[list(canonical.shards)]):
+            assert canonical.shard is not None
+            ddp(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [one.detach().float().contiguous().numpy() for one in ddp.module.parameters()]
+    return hashlib.sha256(b"".join(one.tobytes() for one in weights)).hexdigest()[:16]
+
+
+def serve(rank: int, world_size: int, port: int, names: list[str], pipe: Connection) -> None:
+    """Sends one rank's digests, variant by variant; what one planted is gone for the next."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    found = {}
+    for name in names:
+        kept = exchange.add_tree, exchange.all_reduce, gradients.Counter.push
+        found[name] = train(VARIANTS[name])
+        exchange.add_tree, exchange.all_reduce, gradients.Counter.push = kept  # type: ignore[method-assign]
+    pipe.send(found)
+    dist.destroy_process_group()
+
+
+def run(names: list[str]) -> dict[str, dict[int, list[str]]]:
+    """Digests of `names`: {variant: {world size: [of each rank]}}."""
+    context = multiprocessing.get_context("fork")
+    found: dict[str, dict[int, list[str]]] = {name: {} for name in names}
+    for world_size in WORLDS:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            given = (rank, world_size, port, names, theirs)
+            processes.append(context.Process(target=serve, args=given))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        digests = [pipe.recv() for pipe in pipes]
+        for process in processes:
+            process.join()
+        for name in names:
+            found[name][world_size] = [one[name] for one in digests]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(sys.argv[1:] or list(VARIANTS))))

@@ -1,0 +1,44 @@
+"""The fused kernel gives the bits of the plain path (TRITON_INTERPRET=1 runs it without a GPU)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from entrenar_py.canonical import exchange
+
+pytestmark = pytest.mark.cuda
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+kernels = pytest.importorskip("entrenar_py.canonical.kernels", reason="triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+if DEVICE == "cpu":
+    del WORDS[torch.bfloat16]  # the interpreter cuts bits off where a GPU rounds
+
+
+def rows_of(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of very different size, with zeros of both signs, subnormal and huge ones."""
+    draws = torch.Generator().manual_seed(num_rows * num_columns)
+    exponents = torch.randint(-12, 12, (num_rows, num_columns), generator=draws)
+    rows = torch.ldexp(torch.randn(num_rows, num_columns, generator=draws), exponents)
+    rows[:, 0::7], rows[:, 1::7] = 0.0, -0.0
+    rows[:, 2::11] *= 2.0**-130
+    rows[:, 3::13] *= 2.0**100
+    return rows.to(dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", list(WORDS))
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("num_columns", [1, 48, 1024, 4099])
+def test_bits_of_the_plain_path(dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+    """Every element, for every number of rows, also where the last program is not full."""
+    rows = rows_of(num_rows, num_columns, dtype)
+    expected, got = torch.empty_like(rows[0]), torch.full_like(rows[0], torch.nan)
+    exchange.add_tree(rows, scale=1 / 32, out=expected)
+    kernels.add_tree(rows, scale=1 / 32, out=got)
+    assert torch.equal(got.view(WORDS[dtype]), expected.view(WORDS[dtype]))
