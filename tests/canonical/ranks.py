@@ -1,7 +1,8 @@
-"""Trains small models with the canonical all-reduce, ranks forked from one process over gloo.
+"""Trains small models with the canonical all-reduce, ranks forked from one process.
 
-`python -m tests.canonical.ranks VARIANT ...` prints as JSON the digest of the weights after some
-steps, of each variant on each number of ranks: {variant: {world size: [digest of each rank]}}.
+`python -m tests.canonical.ranks DEVICE VARIANT ...` prints as JSON the digest of the weights after
+some steps, of each variant on each number of ranks: {variant: {world size: [of each rank]}}. DEVICE
+is `cpu`, over gloo, or `cuda`, over NCCL on as many GPUs as there are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import entrenar_py
 from entrenar_py.canonical import exchange, gradients
 
-WORLDS = (1, 2, 4)
+WORLDS = (1, 2, 4, 8)
 MICRO_BATCHES, NUM_STEPS = 8, 2
 
 
@@ -160,51 +161,57 @@ PLANTED = {
 VARIANTS = RIGHT | PLANTED
 
 
-def train(variant: Variant) -> str:
+def train(variant: Variant, device: torch.device) -> str:
     """The digest of the weights that this rank ends with."""
     variant.plant()
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(variant.model(), **variant.options)
+    ddp = DistributedDataParallel(variant.model().to(device), **variant.options)
     canonical = entrenar_py.canonical_all_reduce(ddp, micro_batches=MICRO_BATCHES)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     draws = torch.Generator().manual_seed(1)
     for _ in range(NUM_STEPS):
         inputs = torch.randn(MICRO_BATCHES, 4, 5, generator=draws).to(variant.dtype)
         for batch in canonical.fold(inputs[list(canonical.shards)]):
-            assert canonical.shard is not None
-            ddp(batch).float().square().mean().backward()
+            ddp(batch.to(device)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = [one.detach().float().contiguous().numpy() for one in ddp.module.parameters()]
+    weights = [one.detach().float().contiguous().cpu().numpy() for one in ddp.module.parameters()]
     return hashlib.sha256(b"".join(one.tobytes() for one in weights)).hexdigest()[:16]
 
 
-def serve(rank: int, world_size: int, port: int, names: list[str], pipe: Connection) -> None:
+def serve(
+    rank: int, world_size: int, port: int, kind: str, names: list[str], pipe: Connection
+) -> None:
     """Sends one rank's digests, variant by variant; what one planted is gone for the next."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    backend, device = "gloo", torch.device("cpu")
+    if kind == "cuda":
+        backend, device = "nccl", torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
     found = {}
     for name in names:
         kept = exchange.add_tree, exchange.all_reduce, gradients.Counter.push
-        found[name] = train(VARIANTS[name])
+        found[name] = train(VARIANTS[name], device)
         exchange.add_tree, exchange.all_reduce, gradients.Counter.push = kept  # type: ignore[method-assign]
     pipe.send(found)
     dist.destroy_process_group()
 
 
-def run(names: list[str]) -> dict[str, dict[int, list[str]]]:
+def run(kind: str, names: list[str]) -> dict[str, dict[int, list[str]]]:
     """Digests of `names`: {variant: {world size: [of each rank]}}."""
+    num_ranks_max = torch.cuda.device_count() if kind == "cuda" else 4
     context = multiprocessing.get_context("fork")
     found: dict[str, dict[int, list[str]]] = {name: {} for name in names}
-    for world_size in WORLDS:
+    for world_size in (one for one in WORLDS if one <= num_ranks_max):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            given = (rank, world_size, port, names, theirs)
+            given = (rank, world_size, port, kind, names, theirs)
             processes.append(context.Process(target=serve, args=given))
             processes[-1].start()
             theirs.close()
@@ -218,4 +225,4 @@ def run(names: list[str]) -> dict[str, dict[int, list[str]]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1:] or list(VARIANTS))))
+    print(json.dumps(run(sys.argv[1], sys.argv[2:])))

@@ -6,23 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.canonical import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def digests() -> dict[str, dict[str, list[str]]]:
-    """{variant: {world size: [of each rank]}}, of real ranks over gloo."""
-    source = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+Digests = dict[str, dict[str, list[str]]]  # {variant: {world size: [of each rank]}}
+
+
+def trained(kind: str, variants: Iterable[str]) -> Digests:
+    """What each of `variants` ends with, on real ranks."""
+    settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     found = subprocess.run(
-        [sys.executable, "-m", "tests.canonical.ranks"],
+        [sys.executable, "-m", "tests.canonical.ranks", kind, *variants],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **settings},
         capture_output=True,
         text=True,
         timeout=300,
@@ -31,23 +35,36 @@ def digests() -> dict[str, dict[str, list[str]]]:
     return dict(json.loads(found.stdout))
 
 
+@pytest.fixture(scope="module")
+def digests() -> Digests:
+    """Of all variants, on CPUs."""
+    return trained("cpu", ranks.VARIANTS)
+
+
 @pytest.mark.parametrize("variant", list(ranks.RIGHT))
-def test_the_same_bits_on_any_world_size(
-    digests: dict[str, dict[str, list[str]]], variant: str
-) -> None:
+def test_the_same_bits_on_any_world_size(digests: Digests, variant: str) -> None:
     """Whatever the dtype, the buckets and the layout of weights."""
     found = digests[variant]
     assert {size: len(of_ranks) for size, of_ranks in found.items()} == {"1": 1, "2": 2, "4": 4}
     assert len({digest for of_ranks in found.values() for digest in of_ranks}) == 1
 
 
-def test_buckets_change_no_bit(digests: dict[str, dict[str, list[str]]]) -> None:
+def test_buckets_change_no_bit(digests: Digests) -> None:
     """How a model is cut into buckets is nobody's business; another dtype is another training."""
     assert digests["fp32"] == digests["small buckets"] == digests["bucket views"]
     assert digests["bf16"] == digests["small bf16 bucket views"] != digests["fp32"]
 
 
 @pytest.mark.parametrize("variant", list(ranks.PLANTED))
-def test_a_planted_bug_changes_bits(digests: dict[str, dict[str, list[str]]], variant: str) -> None:
+def test_a_planted_bug_changes_bits(digests: Digests, variant: str) -> None:
     """Each makes the weights depend on the world size."""
     assert len({digest for of_ranks in digests[variant].values() for digest in of_ranks}) > 1
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_the_same_bits_on_gpus() -> None:
+    """Over NCCL, on one GPU and on more."""
+    for variant, found in trained("cuda", ranks.RIGHT).items():
+        assert len(found) > 1
+        assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, variant
