@@ -55,7 +55,8 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
         seen.append(reducer.shard)
         ddp(batch).sum().backward()
     assert seen == list(reducer.shards) == [0, 1]
-    assert reducer.shard is None
+    with pytest.raises(UsageError, match="no micro-batch is in hand"):
+        _ = reducer.shard
 
 
 @pytest.mark.parametrize(

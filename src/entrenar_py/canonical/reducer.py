@@ -27,9 +27,8 @@ PIECE_BYTES = 32 << 20
 class Reducer:
     """What `canonical_all_reduce` gives back; see there.
 
-    `shards` are the global indices of this rank's micro-batches, in order; `shard` is the one in
-    hand, None between batches. What is random in a micro-batch must be drawn from (seed, step,
-    shard), or it depends on the world size.
+    `shards` are the global indices of this rank's micro-batches, in order. What is random in one
+    must be drawn from (seed, step, `shard`), or it depends on the world size.
     """
 
     def __init__(self, model: DistributedDataParallel, *, micro_batches: int) -> None:
@@ -44,12 +43,21 @@ class Reducer:
         settings.require_same({**facts, **settings.surroundings(device)}, group)
         share = micro_batches // world_size
         self.shards = range(rank * share, (rank + 1) * share)
-        self.shard: int | None = None
+        self._shard: int | None = None  # in hand
         self._model, self._counter = model, gradients.Counter()
         self._reduced: set[Tensor] = set()  # parameters, in this batch
         self._exchange = _exchange(group, device, scale=1 / micro_batches)
         # A lambda, for torch reads a function's annotations and knows no postponed ones.
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    @property
+    def shard(self) -> int:
+        """The global index of the micro-batch in hand; UsageError where there is none."""
+        if self._shard is None:
+            raise UsageError(
+                "reducer.shard outside of the loop over fold(): no micro-batch is in hand"
+            )
+        return self._shard
 
     def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The next `len(self.shards)` of `batches`, one at a time; forward and backward each.
@@ -66,12 +74,12 @@ class Reducer:
         try:
             for shard in self.shards:
                 batch = _next(coming, shard, self.shards)
-                self.shard = shard
+                self._shard = shard
                 with nullcontext() if shard == self.shards[-1] else self._model.no_sync():
                     yield batch
                 self._keep(shard)
         finally:
-            self.shard = None
+            self._shard = None
             self._counter.clear()
 
     def _keep(self, shard: int) -> None:
@@ -92,7 +100,7 @@ class Reducer:
 
     def _reduce(self, bucket: Any) -> Future[Tensor]:
         """DistributedDataParallel's hook: `bucket` holds the last micro-batch's gradients."""
-        if self.shard != self.shards[-1]:
+        if self._shard != self.shards[-1]:
             raise UsageError(
                 "a backward pass outside of the loop over fold(): with the canonical all-reduce "
                 "every micro-batch has to come from there"
