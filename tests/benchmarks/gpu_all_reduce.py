@@ -1,4 +1,4 @@
-"""The canonical all-reduce alone beside NCCL's, on GPUs; one JSON line per dtype, size and piece.
+"""The canonical all-reduce alone beside NCCL's, on GPUs; one JSON line per way, dtype, size, piece.
 
     CUBLAS_WORKSPACE_CONFIG=:4096:8 torchrun --standalone --nproc_per_node=4 \\
         tests/benchmarks/gpu_all_reduce.py --mib 64 1024 --piece-mib 8 16 32 64
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from itertools import product
 from statistics import median
 
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from entrenar_py.canonical import exchange
 from entrenar_py.canonical.pipeline import Pipeline
+from entrenar_py.canonical.symmetric import Symmetric
 
+WAYS: dict[str, type[Pipeline | Symmetric]] = {"nccl": Pipeline, "symmetric": Symmetric}
 CALLS = 10  # of one round
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,7 +45,7 @@ def seconds(call: Callable[[], object]) -> float:
     return slowest.item()
 
 
-def compare(buffer: Tensor, ours: Pipeline, rounds: int) -> dict[str, float]:
+def compare(buffer: Tensor, ours: Pipeline | Symmetric, rounds: int) -> dict[str, float]:
     """Seconds of both, and their ratios."""
 
     def nccl() -> None:
@@ -68,7 +71,7 @@ def compare(buffer: Tensor, ours: Pipeline, rounds: int) -> dict[str, float]:
     }
 
 
-def same_bits(buffer: Tensor, ours: Pipeline, scale: float) -> bool:
+def same_bits(buffer: Tensor, ours: Pipeline | Symmetric, scale: float) -> bool:
     """Whether ours leaves in every element what the plain path leaves there, on all ranks."""
     group = dist.group.WORLD
     assert group is not None
@@ -84,6 +87,7 @@ def main() -> None:
     """Every combination asked for."""
     cli = argparse.ArgumentParser()
     cli.add_argument("--mib", type=float, nargs="+", default=[5.5, 64, 1024])
+    cli.add_argument("--way", nargs="+", default=list(WAYS), choices=list(WAYS))
     cli.add_argument("--piece-mib", type=float, nargs="+", default=[32])
     cli.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     cli.add_argument("--rounds", type=int, default=20)
@@ -100,19 +104,18 @@ def main() -> None:
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
     }
-    for piece_mib in given.piece_mib:
+    for way, piece_mib in product(given.way, given.piece_mib):
         piece_bytes = int(piece_mib * 2**20)
-        ours = Pipeline(group, scale=scale, device=device, piece_bytes=piece_bytes)
-        for mib in given.mib:
-            for dtype in given.dtype:
-                num_elements = int(mib * 2**20) // DTYPES[dtype].itemsize
-                torch.manual_seed(dist.get_rank())
-                buffer = torch.randn(num_elements, device=device, dtype=DTYPES[dtype])
-                what = {"what": "all_reduce", "mib": mib, "dtype": dtype, "piece_mib": piece_mib}
-                bits = same_bits(buffer[: num_elements - 3], ours, scale)
-                found = compare(buffer, ours, given.rounds)
-                if dist.get_rank() == 0:
-                    print(json.dumps({**what, "same_bits": bits, **found, **facts}), flush=True)
+        ours = WAYS[way](group, scale=scale, device=device, piece_bytes=piece_bytes)
+        for mib, dtype in product(given.mib, given.dtype):
+            num_elements = int(mib * 2**20) // DTYPES[dtype].itemsize
+            torch.manual_seed(dist.get_rank())
+            buffer = torch.randn(num_elements, device=device, dtype=DTYPES[dtype])
+            what = {"way": way, "mib": mib, "dtype": dtype, "piece_mib": piece_mib}
+            bits = same_bits(buffer[: num_elements - 3], ours, scale)
+            found = compare(buffer, ours, given.rounds)
+            if dist.get_rank() == 0:
+                print(json.dumps({**what, "same_bits": bits, **found, **facts}), flush=True)
     dist.destroy_process_group()
 
 

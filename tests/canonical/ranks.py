@@ -68,6 +68,7 @@ class Variant:
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
     plant: Callable[[], None] = nothing
+    symmetric_memory: bool = False
 
 
 # --- planted bugs -------------------------------------------------------------------------------
@@ -158,7 +159,11 @@ PLANTED = {
     "no scale": Variant(FP32, plant=leave_scale_out),
     "no tail": Variant(FP32, plant=drop_tail),
 }
-VARIANTS = RIGHT | PLANTED
+ON_GPUS = {
+    "symmetric fp32": Variant(FP32, symmetric_memory=True),
+    "symmetric bf16": Variant(BF16, torch.bfloat16, SMALL_BUCKETS, symmetric_memory=True),
+}
+VARIANTS = RIGHT | PLANTED | ON_GPUS
 
 
 def train(variant: Variant, device: torch.device) -> str:
@@ -166,7 +171,9 @@ def train(variant: Variant, device: torch.device) -> str:
     variant.plant()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(variant.model().to(device), **variant.options)
-    canonical = entrenar_py.canonical_all_reduce(ddp, micro_batches=MICRO_BATCHES)
+    canonical = entrenar_py.canonical_all_reduce(
+        ddp, micro_batches=MICRO_BATCHES, symmetric_memory=variant.symmetric_memory
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     draws = torch.Generator().manual_seed(1)
     for _ in range(NUM_STEPS):

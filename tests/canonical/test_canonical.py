@@ -37,8 +37,8 @@ def trained(kind: str, variants: Iterable[str]) -> Digests:
 
 @pytest.fixture(scope="module")
 def digests() -> Digests:
-    """Of all variants, on CPUs."""
-    return trained("cpu", ranks.VARIANTS)
+    """On CPUs, right and wrong."""
+    return trained("cpu", ranks.RIGHT | ranks.PLANTED)
 
 
 @pytest.mark.parametrize("variant", list(ranks.RIGHT))
@@ -64,7 +64,10 @@ def test_a_planted_bug_changes_bits(digests: Digests, variant: str) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_the_same_bits_on_gpus() -> None:
-    """Over NCCL, on one GPU and on more."""
-    for variant, found in trained("cuda", ranks.RIGHT).items():
+    """Over NCCL and through each other's memory, on one GPU and on more."""
+    digests = trained("cuda", ranks.RIGHT | ranks.ON_GPUS)
+    for variant, found in digests.items():
         assert len(found) > 1
         assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, variant
+    assert digests["symmetric fp32"] == digests["fp32"]
+    assert digests["symmetric bf16"] == digests["bf16"]

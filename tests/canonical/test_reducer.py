@@ -92,6 +92,12 @@ def test_models_without_a_promise(
         entrenar_py.canonical_all_reduce(wrapped(module, **options), micro_batches=2)
 
 
+def test_memory_of_peers_is_for_gpus(alone: None) -> None:
+    """A keyword that can't be heeded is refused."""
+    with pytest.raises(UsageError, match="symmetric_memory=True with a model on cpu"):
+        entrenar_py.canonical_all_reduce(wrapped(), micro_batches=2, symmetric_memory=True)
+
+
 def test_frozen_batch_norm_is_let_in(alone: None) -> None:
     """In eval mode it is no more than a multiplication."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from entrenar_py.canonical.reducer import Reducer
 
 
-def canonical_all_reduce(model: DistributedDataParallel, *, micro_batches: int) -> Reducer:
+def canonical_all_reduce(
+    model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool = False
+) -> Reducer:
     """Switches `model` to gradients with the same bits on 1, 2, 4, 8 ... ranks; once, on all ranks.
 
     A global batch is `micro_batches` micro-batches of one shape, however many ranks there are: rank
@@ -26,12 +28,15 @@ def canonical_all_reduce(model: DistributedDataParallel, *, micro_batches: int) 
     Micro-batch gradients are added along one binary tree over the global batch. While a rank goes
     through m of them it holds up to log2(m) + 1 gradients, where adding them up in order holds two.
 
+    `symmetric_memory` lets GPUs of one host, all linked with each other, add from each other's
+    memory in place of exchanging through NCCL; the bits are the same.
+
     UsageError if the numbers are no powers of two, the model holds what can't be the same on
     another world size, or kernels may differ from run to run (see `require_deterministic`).
     """
     from entrenar_py.canonical.reducer import Reducer
 
-    return Reducer(model, micro_batches=micro_batches)
+    return Reducer(model, micro_batches=micro_batches, symmetric_memory=symmetric_memory)
 
 
 def require_deterministic() -> None:

@@ -52,3 +52,62 @@ def _node(rows, columns, inside, stride, FIRST: tl.constexpr, SPAN: tl.constexpr
         right = _node(rows, columns, inside, stride, FIRST + SPAN // 2, SPAN // 2)
         node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
     return node
+
+
+def add_tree_of_peers(
+    peers: Tensor, *, local: Tensor, start: int, stop: int, scale: float, num_programs: int
+) -> None:
+    """Puts the scaled tree's sum of elements `start` to `stop` of all peers' memory into all of it.
+
+    `peers` are the addresses, int64 [num_ranks], of what is `local` on each rank, in the order of
+    ranks, itself included; all mapped on this device, all aligned to 16 bytes.
+    """
+    with torch.cuda.device_of(local):
+        _add_tree_of_peers[(num_programs,)](
+            peers, local, start, stop, scale, len(peers), 2 * _ELEMENTS, num_warps=8
+        )
+
+
+@triton.jit
+def _add_tree_of_peers(
+    peers,  # addresses [NUM_RANKS]
+    local,  # of the dtype of all
+    start,
+    stop,
+    scale,
+    NUM_RANKS: tl.constexpr,  # noqa: N803
+    ELEMENTS: tl.constexpr,  # noqa: N803
+):
+    first = start + tl.program_id(0).to(tl.int64) * ELEMENTS
+    for block in range(first, stop, tl.num_programs(0).to(tl.int64) * ELEMENTS):
+        columns = block + tl.arange(0, ELEMENTS)
+        inside = columns < stop
+        root = _node_of_peers(peers, local, columns, inside, 0, NUM_RANKS)
+        scaled = (root.to(tl.float32) * scale).to(local.dtype.element_ty)
+        for rank in tl.static_range(NUM_RANKS):
+            tl.store(_memory(peers, local, rank) + columns, scaled, mask=inside)
+
+
+@triton.jit
+def _node_of_peers(
+    peers,
+    local,
+    columns,
+    inside,
+    FIRST: tl.constexpr,  # noqa: N803
+    SPAN: tl.constexpr,  # noqa: N803
+):
+    """The node over ranks FIRST to FIRST + SPAN - 1."""
+    if SPAN == 1:
+        node = tl.load(_memory(peers, local, FIRST) + columns, mask=inside, other=0.0)
+    else:
+        left = _node_of_peers(peers, local, columns, inside, FIRST, SPAN // 2)
+        right = _node_of_peers(peers, local, columns, inside, FIRST + SPAN // 2, SPAN // 2)
+        node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
+    return node
+
+
+@triton.jit
+def _memory(peers, local, rank):
+    """Where a rank's memory begins; said to be aligned, or it would be read word by word."""
+    return tl.multiple_of(tl.load(peers + rank).to(local.dtype), 16)

@@ -31,7 +31,9 @@ class Reducer:
     must be drawn from (seed, step, `shard`), or it depends on the world size.
     """
 
-    def __init__(self, model: DistributedDataParallel, *, micro_batches: int) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool
+    ) -> None:
         group = model.process_group
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
@@ -46,7 +48,8 @@ class Reducer:
         self._shard: int | None = None  # in hand
         self._model, self._counter = model, gradients.Counter()
         self._reduced: set[Tensor] = set()  # parameters, in this batch
-        self._exchange = _exchange(group, device, scale=1 / micro_batches)
+        scale = 1 / micro_batches
+        self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
         # A lambda, for torch reads a function's annotations and knows no postponed ones.
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
@@ -111,8 +114,19 @@ class Reducer:
         return self._exchange(bucket.buffer())
 
 
-def _exchange(group: dist.ProcessGroup, device: torch.device, *, scale: float) -> Exchange:
+def _exchange(
+    group: dist.ProcessGroup, device: torch.device, *, scale: float, symmetric: bool
+) -> Exchange:
+    if symmetric and device.type != "cuda":
+        raise UsageError(
+            f"symmetric_memory=True with a model on {device.type}: GPUs of one host have it; "
+            "leave it out"
+        )
     if device.type == "cuda" and dist.get_world_size(group) > 1:
+        if symmetric:
+            from entrenar_py.canonical.symmetric import Symmetric
+
+            return Symmetric(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
         from entrenar_py.canonical.pipeline import Pipeline
 
         return Pipeline(group, scale=scale, device=device, piece_bytes=PIECE_BYTES)
