@@ -19,8 +19,9 @@ from entrenar_py.errors import UsageError
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of one rank, and deterministic algorithms."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of one rank, and deterministic algorithms, also where there are GPUs."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     torch.use_deterministic_algorithms(True)

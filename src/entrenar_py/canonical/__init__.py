@@ -26,7 +26,7 @@ def canonical_all_reduce(
         optimizer.step()                                   # .grad: the mean of all micro-batches
 
     Micro-batch gradients are added along one binary tree over the global batch. While a rank goes
-    through m of them it holds up to log2(m) + 1 gradients, where adding them up in order holds two.
+    through m of them it holds up to log2(m) + 1 gradients, where adding them up in order holds one.
 
     `symmetric_memory` lets GPUs of one host, all linked with each other, add from each other's
     memory in place of exchanging through NCCL; the bits are the same.
