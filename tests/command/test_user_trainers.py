@@ -16,6 +16,7 @@ OPEN = {
     "plain_loop.py": {"recovery", "resume", "optimizer_state"},
     "accumulation.py": {"recovery", "resume"},
     "resume.py": {"recovery", "step_rule"},
+    "fsdp.py": {"recovery", "resume"},
 }
 WANTED = ("coverage", "finiteness", "determinism", "resume", "parity")
 

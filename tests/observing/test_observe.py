@@ -10,13 +10,10 @@ from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import entrenar_py
-from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.errors import TraceError
 from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file
 from entrenar_py.observing.rank_file import RankTrace
 from entrenar_py.trace import Shard, Start, Update
@@ -142,20 +139,6 @@ def test_rates_that_are_tensors(folder: Path) -> None:
     (path,) = folder.glob("*.rank.jsonl")
     (group,) = rank_file.load(path).header["groups"]
     assert (group["lr"], group["betas"]) == (0.5, [0.9, 0.999])
-
-
-def test_sharded_parameters_are_refused(folder: Path) -> None:
-    """By name, before anything is hooked."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model: nn.Module = nn.Linear(2, 1)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(UsageError, match=r"parameter weight is sharded \(.*Shard"):
-            entrenar_py.observe(model, optimizer)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_lives(folder: Path) -> None:

@@ -57,7 +57,7 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
         environment=environment,
         promises=(),
         events=(
-            *assembly.numbered(events, scenario.accumulation),
+            *assembly.numbered(events, scenario.accumulation, assembly.places(ranks)),
             trace.End(status=status, reason=reason),
         ),
     )
@@ -177,13 +177,14 @@ def _scenario(
     num_samples = header.get("num_samples") or max(ids, default=0) + 1
     accumulation = max((shard.shard for shard in shards_of), default=0) + 1
     num_samples = max(num_samples, asked.world_size)
+    num_parts = len({*assembly.places(ranks).values()})
     return Scenario(
         system=SYSTEM,
         workload="own",
         world_size=asked.world_size,
         seed=asked.seed,
         repeat=asked.repeat,
-        num_shards=accumulation * asked.world_size,
+        num_shards=max(accumulation * num_parts, asked.world_size),
         num_samples=num_samples,
         batch_size=min(max(per_step.values(), default=1) or 1, num_samples),
         num_steps=max(steps, default=0) + 1,

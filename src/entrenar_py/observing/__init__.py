@@ -6,11 +6,12 @@ Inert unless the harness listens: then nothing but this file is imported, and no
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Where the harness wants to find what is recorded; nobody listens where it is not set.
 FOLDER = "ENTRENAR_TRACE_DIR"
@@ -57,19 +58,28 @@ class Observation:
 
 def observe(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     sampler: Any = None,
     step: int = 0,
+    layout: Mapping[str, int] | DeviceMesh | None = None,
+    tied: Iterable[Iterable[str]] = (),
 ) -> Observation:
     """Records what `optimizer` makes of `model` from here on, by torch's own hooks.
 
-    `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel`. `sampler` is
-    what draws the samples: the `DataLoader`, a batch sampler or a sampler. `step` is the number of
+    `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel` or by
+    `fully_shard`; of several optimizers a step is over when all have made theirs. `sampler` is what
+    draws the samples: the `DataLoader`, a batch sampler or a sampler. `step` is the number of
     optimizer steps that were made before, for a script that goes on from a checkpoint.
+
+    `layout` are the axes along which the ranks are arranged, and their sizes, row-major: `{"dp": 2,
+    "tp": 2}`, or the mesh. Along dp, dp_replicate, dp_shard and fsdp each rank draws samples of its
+    own, along tp, sp, pp, cp and ep all draw the same. It is needed where parameters are no
+    DTensors, or their meshes have other names. `tied` names tensors that are copies of one another
+    on several ranks: `(("embedding.weight", "head.weight"),)`. UsageError for what can't be.
     """
     if FOLDER not in os.environ:
         return Observation()
     from entrenar_py.observing.observer import Observer
 
-    return Observer(model, optimizer, sampler=sampler, step=step)
+    return Observer(model, optimizer, sampler=sampler, step=step, layout=layout, tied=tied)
