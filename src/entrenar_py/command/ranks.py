@@ -178,6 +178,9 @@ def _scenario(
     accumulation = max((shard.shard for shard in shards_of), default=0) + 1
     num_samples = max(num_samples, asked.world_size)
     num_parts = len({*assembly.places(ranks).values()})
+    told = _optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)])
+    if any(one.layout is not None for one in ranks):
+        told["options"]["shared"] = True  # ranks that draw the same samples share a shard
     return Scenario(
         system=SYSTEM,
         workload="own",
@@ -191,7 +194,7 @@ def _scenario(
         accumulation=accumulation,
         dropout=float(header.get("dropout", 0.0)),
         detail="values" if header.get("values") else "digests",
-        **_optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)]),
+        **told,
     )
 
 

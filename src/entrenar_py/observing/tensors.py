@@ -22,7 +22,7 @@ def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
     """The record of a tensor on any device. What numpy has no name for is kept as float32, which
     holds every bfloat16 exactly.
     """
-    plain = tensor.detach()
+    plain = tensor.detach().contiguous()
     if plain.dtype is torch.bfloat16:
         plain = plain.float()
     return trace.record_tensor(plain.cpu().reshape(-1).numpy(), values=values)
