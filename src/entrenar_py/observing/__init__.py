@@ -61,6 +61,7 @@ def observe(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     sampler: Any = None,
+    scheduler: Any = None,
     step: int = 0,
     layout: Mapping[str, int] | DeviceMesh | None = None,
     tied: Iterable[Iterable[str]] = (),
@@ -69,8 +70,9 @@ def observe(
 
     `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel` or by
     `fully_shard`; of several optimizers a step is over when all have made theirs. `sampler` is what
-    draws the samples: the `DataLoader`, a batch sampler or a sampler. `step` is the number of
-    optimizer steps that were made before, for a script that goes on from a checkpoint.
+    draws the samples: the `DataLoader`, a batch sampler or a sampler. `scheduler` is
+    the schedule of the learning rate: recorded is where it stands at the start. `step` is the
+    number of optimizer steps that were made before, for a script that goes on from a checkpoint.
 
     `layout` are the axes along which the ranks are arranged, and their sizes, row-major: `{"dp": 2,
     "tp": 2}`, or the mesh. Along dp, dp_replicate, dp_shard and fsdp each rank draws samples of its
@@ -82,4 +84,12 @@ def observe(
         return Observation()
     from entrenar_py.observing.observer import Observer
 
-    return Observer(model, optimizer, sampler=sampler, step=step, layout=layout, tied=tied)
+    return Observer(
+        model,
+        optimizer,
+        sampler=sampler,
+        scheduler=scheduler,
+        step=step,
+        layout=layout,
+        tied=tied,
+    )

@@ -78,7 +78,7 @@ def numbered(events: Iterable[Event], accumulation: int, places: Mapping[int, in
         elif isinstance(event, Shard):
             weights[event.step] += event.weight
         if isinstance(event, Shard | Injected | Halt) and event.shard is not None:
-            number = places[event.rank or 0] * accumulation + event.shard
+            number = places.get(event.rank or 0, event.rank or 0) * accumulation + event.shard
             found.append(replace(event, shard=number))
         elif isinstance(event, Update):
             found.append(replace(event, weight=weights[event.step]))

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,20 @@ from torch.utils._pytree import tree_leaves
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
-from entrenar_py.observing import FAULTS, FOLDER, Observation, pieces, planted, rank_file, tensors
+from entrenar_py.observing import (
+    FAULTS,
+    FOLDER,
+    Observation,
+    backward,
+    pieces,
+    planted,
+    rank_file,
+    tensors,
+)
+from entrenar_py.observing.backward import BackwardPass
 from entrenar_py.observing.draws import Draws
 from entrenar_py.observing.rank_file import RankFile
 from entrenar_py.observing.subject import Subject
-
-
-@dataclass(kw_only=True)
-class _MicroBatch:
-    """What is known of one backward pass."""
-
-    epoch: int
-    ids: tuple[int, ...]
-    draws: str | None
-    finite: bool
-    gradient: trace.Tensors
-    loss: tuple[float, float] | None = None  # mean, weight
 
 
 class Observer(Observation):
@@ -51,6 +48,7 @@ class Observer(Observation):
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         sampler: Any = None,
+        scheduler: Any = None,
         step: int = 0,
         layout: Any = None,
         tied: Iterable[Iterable[str]] = (),
@@ -66,6 +64,7 @@ class Observer(Observation):
             world_size=world_size,
         )
         self._model, self._step = self._subject.model, step
+        self._scheduler = scheduler
         self._draws = None if sampler is None else Draws(sampler)
         self._faults = [Fault.from_dict(one) for one in json.loads(os.environ.get(FAULTS, "[]"))]
         self._struck: set[Fault] = set()
@@ -74,8 +73,9 @@ class Observer(Observation):
         self._epoch = 0
         self._told: list[int] | None = None  # samples, by the script
         self._losses: list[tuple[float, float]] = []
-        self._micros: list[_MicroBatch] = []
+        self._micros: list[BackwardPass] = []
         self._num_micros = 0  # of this step that are in the file
+        self._overflowed = False  # whether the gradients that were reduced last are not finite
         self._ending = False  # whether the end of this backward pass will be heard of
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
@@ -199,8 +199,13 @@ class Observer(Observation):
         return True
 
     def _before_forward(self) -> None:
-        if not self._model.training:
+        if not (self._model.training and torch.is_grad_enabled()):
             return
+        if self._overflowed and not any(
+            one is not None and pieces.local(one).any()
+            for one in self._subject.gradients().values()
+        ):
+            self._skip_step()
         if next(iter(self._model._forward_pre_hooks)) == self._first.id:
             self._start()
         else:  # wrapped since: seen when its parameters are its own again, at the step at last
@@ -225,27 +230,39 @@ class Observer(Observation):
         """Where gradients are sharded no hook of a parameter is called before they are reduced:
         the backward pass is over when what its engine was told to do last is done.
         """
-        if self._ending:
-            return
-        self._ending = True
-        last = torch.autograd.Variable._execution_engine.queue_callback
-        # Twice: what others told it to do last, when this pass began, comes before it.
-        last(lambda: last(self._after_sharded_backward))
+        if not self._ending:
+            self._ending = True
+            backward.call_last(self._after_sharded_backward)
 
     def _after_sharded_backward(self) -> None:
         self._ending = False
         self._start()
         self._end_micro(self._subject.gradients().values(), {})
+        self._look_at_sum()
 
     def _after_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self._start()
         named = dict(zip(self._subject.trained, gradients, strict=True))
         self._end_micro(gradients, self._subject.record(named) if self._subject.values else {})
+        backward.call_last(self._look_at_sum)
+
+    def _look_at_sum(self) -> None:
+        self._overflowed = not tensors.is_finite(self._subject.gradients().values())
+
+    def _skip_step(self) -> None:
+        """Gradients that were not finite are gone, and no optimizer was asked to step: as a
+        `GradScaler` does whose scale was too large. That is a step that moves nothing, and of the
+        gradients only the scale is known to be at fault; of a loss or a planted value it is told.
+        """
+        for micro in self._micros:
+            micro.finite, micro.gradient = True, {}
+        self._stepped.add(0)
+        self._end_step()
 
     def _end_micro(self, gradients: Iterable[Tensor | None], records: trace.Tensors) -> None:
         self._collect()
         self._micros.append(
-            _MicroBatch(
+            BackwardPass(
                 epoch=self._epoch,
                 ids=tuple(self._ids),
                 draws=self._random[1],
@@ -271,7 +288,12 @@ class Observer(Observation):
     def _write_shards(self) -> None:
         for micro, loss in zip(self._micros, self._losses, strict=False):
             micro.loss = loss
-        self._write([self._shard(self._num_micros + n, one) for n, one in enumerate(self._micros)])
+        self._write(
+            [
+                one.shard(step=self._step, rank=self._rank, index=self._num_micros + n)
+                for n, one in enumerate(self._micros)
+            ]
+        )
         self._num_micros += len(self._micros)
         self._micros.clear()
         self._losses.clear()
@@ -309,6 +331,7 @@ class Observer(Observation):
         self._gradient = {}
         self._norm = self._applied_norm = None
         self._num_micros = 0
+        self._overflowed = False
         self._step += 1
 
     def _perhaps_die(self) -> None:
@@ -346,10 +369,16 @@ class Observer(Observation):
             frozen=tuple(name for name in parameters if name not in subject.trained),
             decayed=tuple(name for name, p in parameters.items() if p in decayed),
             resumed=self._step > 0,
+            progress=self._progress(),
             weights=subject.record(parameters),
             optimizer=subject.optimizer_state(),
         )
         self._write([start])
+
+    def _progress(self) -> dict[str, int]:
+        """Where the schedule stands, if the script gave one."""
+        place = getattr(self._scheduler, "last_epoch", None)
+        return {} if place is None else {"schedule": int(place)}
 
     def _collect(self) -> None:
         """Notes the samples of a forward pass; a batch that none was made of was skipped."""
@@ -360,21 +389,6 @@ class Observer(Observation):
             epoch, ids = self._draws.take()
             self._ids += ids
             self._epoch = epoch if ids else self._epoch
-
-    def _shard(self, index: int, micro: _MicroBatch) -> trace.Shard:
-        mean, weight = (None, len(micro.ids)) if micro.loss is None else micro.loss
-        return trace.Shard(
-            step=self._step,
-            epoch=micro.epoch,
-            rank=self._rank,
-            shard=index,  # of this rank: all are numbered when their files are put together
-            ids=micro.ids,
-            loss_sum=None if mean is None else mean * weight,
-            weight=float(weight),
-            finite=micro.finite and (mean is None or mean - mean == 0),
-            draws=micro.draws,
-            gradient=micro.gradient,
-        )
 
     def _leave(self) -> None:
         """The process ends by itself, well or by an exception."""
