@@ -177,7 +177,7 @@ VARIANTS = (
         plants={f"{TEXTBOOK}.optimizer_step": decay_everything},
         scenario=textbook(workload="decoder", num_steps=2),
         invariants=("F-TI-004",),
-        place={"step": 0, "rank": 0, "tensor": "embedding"},
+        place={"step": 0, "rank": 0, "tensor": "embedding.weight"},
     ),
     Variant(
         name="state-probe",

@@ -169,7 +169,7 @@ class _Attempt:
         short = [
             one
             for one in planned
-            if one.num_steps <= EXPLORED_STEPS_MAX and one.workload != "decoder"
+            if one.num_steps <= EXPLORED_STEPS_MAX and not one.workload.startswith("decoder")
         ]
         if planned and self.plan.num_examples:
             explore.search(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # What a field may hold, where it is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
     # own: a stored trace of somebody's trainer
-    "workload": ("linear", "mlp", "decoder", "vectors", "own"),
+    "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", "own"),
     "optimizer": ("sgd", "momentum", "adamw"),
     "schedule": ("constant", "linear", "cosine"),
     "detail": ("digests", "values"),

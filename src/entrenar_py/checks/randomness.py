@@ -13,7 +13,7 @@ from entrenar_py.verdict import Finding, Tally
 
 # Two shuffled orders agree in so many places with probability 1/10! = 3e-7 at most.
 ORDER_LENGTH_MIN = 10
-DRAWING = ("mlp", "decoder", "own")  # workloads in which dropout draws
+DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropout draws
 
 
 def family(scenario: Scenario) -> list[Scenario]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,19 +20,18 @@ def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> Any:
     """In what this rank adds to a gradient; where only the sum of all is seen, in its piece of
     that.
     """
-    parameter = subject.trained[fault.tensor or subject.first_held()]
-    element = fault.element or 0
+    name = fault.tensor or subject.first_held()
+    parameter = subject.trained[name]
 
     def spoil(gradient: Tensor) -> None:
-        held = pieces.local(gradient)
-        held[torch.unravel_index(torch.tensor(element), held.shape)] = float(fault.value or "nan")
+        pieces.local(gradient)[_place(subject, name, fault)] = float(fault.value or "nan")
 
     def spoil_sum(holder: Tensor) -> None:
-        if element < pieces.local(holder).numel() and holder.grad is not None and strikes(fault):
+        if _place(subject, name, fault) and holder.grad is not None and strikes(fault):
             spoil(holder.grad)
 
     def spoil_term(gradient: Tensor) -> Tensor | None:
-        if element >= pieces.local(gradient).numel() or not strikes(fault):
+        if not _place(subject, name, fault) or not strikes(fault):
             return None
         spoiled = gradient.clone()
         spoil(spoiled)
@@ -41,6 +41,24 @@ def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> Any:
         after = parameter.register_post_accumulate_grad_hook
         return after(spoil_sum)  # type: ignore[no-untyped-call]
     return parameter.register_hook(spoil_term)  # type: ignore[no-untyped-call]
+
+
+def _place(subject: Subject, name: str, fault: Fault) -> tuple[int, ...]:
+    """Where in what this rank holds of a tensor the element lies that is struck, the first one if
+    none is named; empty if another rank holds it.
+    """
+    held = pieces.local(subject.trained[name])
+    if fault.element is None:
+        return (0,) * held.dim() if held.numel() else ()
+    piece = subject.pieces.get(name)
+    whole = held.shape if piece is None else piece.whole
+    if fault.element >= math.prod(whole):
+        return ()
+    place = [int(one) for one in torch.unravel_index(torch.tensor(fault.element), whole)]
+    if piece is not None:
+        place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
+    inside = all(0 <= at < size for at, size in zip(place, held.shape, strict=True))
+    return tuple(place) if inside else ()
 
 
 def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> Any:

@@ -107,6 +107,20 @@ SYSTEMS: dict[str, System] = {
         options=("deadline_s",),
         only=("cpu", "cuda"),  # gloo, NCCL
     ),
+    "tensor_parallel": System(
+        what="layers cut over ranks by torch's parallelize_module, groups of them data-parallel",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+        options=("deadline_s", "tp"),
+        only=("cpu", "cuda"),
+    ),
+    "sequence_parallel": System(
+        what="the same, and between the layers each rank has a part of each sequence",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+        options=("deadline_s", "tp"),
+        only=("cpu", "cuda"),
+    ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class NotFinite(Exception):
@@ -57,4 +58,5 @@ class FiniteGuard:
                 raise NotFinite(rank, micro, self._names[index])
 
     def _look(self, index: int, gradient: Tensor) -> None:
-        self._flags[-1][index] |= ~gradient.isfinite().all()
+        held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        self._flags[-1][index] |= ~held.isfinite().all()

@@ -64,13 +64,13 @@ class Model(nn.Module):
         return nn.functional.dropout(x, self._dropout) if self._dropout else x
 
 
-def optimizer_of(scenario: Scenario, model: Model) -> torch.optim.Optimizer:
-    """torch's, in two groups: weights that decay, and the rest."""
-    parameters = dict(model.named_parameters())
-    specs = [spec for spec in model.workload.specs if spec.role == "trainable"]
+def optimizer_of(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's, of what is there of the workload, in two groups: what decays, and the rest."""
+    there = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    specs = [spec for spec in models.model_of(scenario).specs if spec.name in there]
     groups = [
         {
-            "params": [parameters[spec.name] for spec in specs if spec.decayed == decayed],
+            "params": [there[spec.name] for spec in specs if spec.decayed == decayed],
             "weight_decay": scenario.weight_decay if decayed else 0.0,
         }
         for decayed in (True, False)

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -43,6 +43,8 @@ PRELOAD = (
     "entrenar_py.observing.observer",
     "entrenar_py.training.decoder",
     "torch._dynamo.aot_compile",  # which the first optimizer of a process loads
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
 )
 DEADLINE_S = 120.0
@@ -84,8 +86,11 @@ class Rank:
     @property
     def seed(self) -> int:
         """Another for every worker, and for one that comes back."""
-        drawn = self.scenario.rng("torch", self.worker, self.life).integers(2**63)
-        return int(drawn)
+        return self.seed_of(self.worker)
+
+    def seed_of(self, worker: int) -> int:
+        """That of another worker."""
+        return int(self.scenario.rng("torch", worker, self.life).integers(2**63))
 
 
 # --- the process that starts them -------------------------------------------------------------
@@ -99,10 +104,15 @@ def crew() -> Crew:
     return made
 
 
-def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says with the system it names."""
+def run(
+    scenario: Scenario, *, group_size: Callable[[Scenario, int], int] = lambda *_: 1
+) -> trace.Trace:
+    """Trains as `scenario` says with the system it names.
+
+    Of a number of ranks `group_size` tells how many, one after the other, compute one batch.
+    """
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        lives = _Lives(scenario, Path(folder))
+        lives = _Lives(scenario, Path(folder), group_size)
         status, reason = lives.live()
         return trace.Trace(
             scenario=scenario,
@@ -115,8 +125,10 @@ def run(scenario: Scenario) -> trace.Trace:
 class _Lives:
     """A run, life by life."""
 
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
-        self._scenario, self._folder = scenario, folder
+    def __init__(
+        self, scenario: Scenario, folder: Path, group_size: Callable[[Scenario, int], int]
+    ) -> None:
+        self._scenario, self._folder, self._group_size = scenario, folder, group_size
         self._workers = membership.initial_ranks(scenario)
         self._faults = list(scenario.faults)  # those that have not struck
         self._joins = [one for one in self._faults if one.kind == "join"]
@@ -168,7 +180,7 @@ class _Lives:
         placed = {
             json.dumps(adapted.to_dict()): fault
             for fault in self._faults
-            for adapted in _placed(scenario, fault, workers)
+            for adapted in _placed(scenario, fault, workers, self._group_size)
         }
         saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
         job = {
@@ -208,21 +220,33 @@ class _Lives:
             self.events.insert(0, trace.Planted(name=self._scenario.mutant))
 
 
-def _placed(scenario: Scenario, fault: Fault, workers: Sequence[int]) -> list[Fault]:
+def _placed(
+    scenario: Scenario,
+    fault: Fault,
+    workers: Sequence[int],
+    group_size: Callable[[Scenario, int], int],
+) -> list[Fault]:
     """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
     that has its first sample.
+
+    What is added to a batch's gradient is added by all who compute it: they may hold copies.
     """
     if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
         return []
     rank = None if fault.rank is None else workers.index(fault.rank)
-    if fault.shard is None:
+    shared = rank is None or fault.kind == "huge_gradient"
+    if fault.shard is None and (rank is None or not shared):
         return [replace(fault, rank=rank)]
-    runs = sharding.runs(range(scenario.num_shards), range(len(workers)))
-    owner = next(one for one, run in runs.items() if fault.shard in run)
-    if rank not in (None, owner):
+    size, micro = group_size(scenario, len(workers)), None
+    owner = (rank or 0) // size
+    if fault.shard is not None:
+        runs = sharding.runs(range(scenario.num_shards), range(len(workers) // size))
+        owner = next(one for one, run in runs.items() if fault.shard in run)
+        micro = (fault.shard - runs[owner][0]) * scenario.accumulation // len(runs[owner])
+    members = range(owner * size, (owner + 1) * size)
+    if rank not in (None, *members):
         return []
-    micro = (fault.shard - runs[owner][0]) * scenario.accumulation // len(runs[owner])
-    return [replace(fault, rank=owner, shard=micro)]
+    return [replace(fault, rank=one, shard=micro) for one in members if shared or one == rank]
 
 
 def _gather(hands: Sequence[Hand], deadline_s: float) -> None:

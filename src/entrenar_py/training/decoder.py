@@ -1,9 +1,9 @@
 """The `decoder` workload: a two-block byte language model, fine-tuned through LoRA.
 
 RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied embedding, as in the Llama family;
-only the low-rank adapters train. Written out rather than called, so that every backend computes
-the same formula. Letters in shape comments: n sequences, t positions, r = n*t rows, d = HIDDEN,
-h heads of size e.
+only the low-rank adapters train, or everything does (`decoder_full`). Written out rather than
+called, so that every backend computes the same formula. Letters in shape comments: n sequences, t
+positions, r = n*t rows, d = HIDDEN, h heads of size e.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ PADDING = -100  # the target that cross entropy ignores
 class ByteDecoder:
     """Next-byte prediction on lines of Python source; a sample weighs its number of targets."""
 
-    name = "decoder"
     weight_max = POSITIONS
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, *, full: bool = False) -> None:
         samples = datasets.lines(num_samples)
         inputs = np.zeros((num_samples, POSITIONS), np.int64)
         targets = np.full((num_samples, POSITIONS), PADDING, np.int64)
@@ -54,7 +53,14 @@ class ByteDecoder:
             tokens = np.frombuffer(sample, np.uint8)
             inputs[row, : len(tokens) - 1] = tokens[:-1]
             targets[row, : len(tokens) - 1] = tokens[1:]
-        self.specs = tuple(_specs())
+        self.name = "decoder_full" if full else "decoder"
+        specs = _specs()
+        if full:  # what is a matrix decays
+            specs = [
+                TensorSpec(one.name, one.shape, "trainable", decayed=len(one.shape) > 1)
+                for one in specs
+            ]
+        self.specs = tuple(specs)
         self.num_samples = num_samples
         self.data_digest = datasets.digest(inputs, targets)
         self._weights = [len(sample) - 1 for sample in samples]
@@ -68,6 +74,11 @@ class ByteDecoder:
     def weight(self, ids: Sequence[int]) -> int:
         return sum(self._weights[i] for i in ids)
 
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Bytes and what is to be predicted, int64 [n, POSITIONS] each."""
+        rows = torch.tensor(ids)
+        return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
+
     def loss_sum(
         self,
         tensors: Mapping[str, Tensor],
@@ -76,18 +87,16 @@ class ByteDecoder:
         linear: LinearFunction,
         drop: DropFunction,
     ) -> Tensor:
-        embedding = tensors["embedding"]
-        rows = torch.tensor(ids)
-        inputs = self._inputs.index_select(0, rows).to(embedding.device)  # [n, t]
-        targets = self._targets.index_select(0, rows).to(embedding.device)  # [n, t]
+        embedding = tensors["embedding.weight"]
+        inputs, targets = (one.to(embedding.device) for one in self.batch(ids))  # [n, t] each
         rotary = (self._cosine.to(embedding), self._sine.to(embedding))
 
         x = F.embedding(inputs.flatten(), embedding)  # [r, d]
         for index in range(NUM_BLOCKS):
             block = _Block(tensors, f"blocks.{index}", rotary, linear, drop)
-            x = x + block.attention(rms_norm(x, block["attention.norm"]), len(ids))
-            x = x + block.feed_forward(rms_norm(x, block["mlp.norm"]))
-        x = rms_norm(x, tensors["norm"])
+            x = x + block.attention(rms_norm(x, block["attention_norm.weight"]), len(ids))
+            x = x + block.feed_forward(rms_norm(x, block["mlp_norm.weight"]))
+        x = rms_norm(x, tensors["norm.weight"])
         logits = linear(x, embedding, None)  # [r, 256], the embedding tied to the output
         # Cross entropy over the padded rows too, so that shapes depend on the number of ids only.
         return F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
@@ -193,23 +202,23 @@ def _split_heads(x: Tensor, num_sequences: int) -> Tensor:
 
 def _specs() -> list[TensorSpec]:
     query, key_value = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
-    specs = [_frozen("embedding", VOCABULARY, HIDDEN)]
+    specs = [_frozen("embedding.weight", VOCABULARY, HIDDEN)]
     for index in range(NUM_BLOCKS):
         block = f"blocks.{index}"
         specs += [
-            _frozen(f"{block}.attention.norm", HIDDEN),
+            _frozen(f"{block}.attention_norm.weight", HIDDEN),
             _frozen(f"{block}.attention.q.weight", query, HIDDEN),
             *_adapter(f"{block}.attention.q", query),
             _frozen(f"{block}.attention.k.weight", key_value, HIDDEN),
             _frozen(f"{block}.attention.v.weight", key_value, HIDDEN),
             *_adapter(f"{block}.attention.v", key_value),
             _frozen(f"{block}.attention.o.weight", HIDDEN, query),
-            _frozen(f"{block}.mlp.norm", HIDDEN),
+            _frozen(f"{block}.mlp_norm.weight", HIDDEN),
             _frozen(f"{block}.mlp.gate.weight", FEED_FORWARD, HIDDEN),
             _frozen(f"{block}.mlp.up.weight", FEED_FORWARD, HIDDEN),
             _frozen(f"{block}.mlp.down.weight", HIDDEN, FEED_FORWARD),
         ]
-    return [*specs, _frozen("norm", HIDDEN)]
+    return [*specs, _frozen("norm.weight", HIDDEN)]
 
 
 def _frozen(name: str, *shape: int) -> TensorSpec:
@@ -227,6 +236,6 @@ def _adapter(layer: str, fan_out: int) -> tuple[TensorSpec, TensorSpec]:
 def _initial(rng: np.random.Generator, spec: TensorSpec) -> Array:
     if spec.name.endswith("lora_b"):
         return np.zeros(spec.shape, np.float32)  # the adapters start as no change
-    if spec.name.endswith("norm"):
+    if spec.name.endswith("norm.weight"):
         return np.ones(spec.shape, np.float32)
     return uniform(rng, spec, bound=(3 / spec.shape[-1]) ** 0.5)  # variance 1 / fan-in

@@ -1,4 +1,4 @@
-"""Models with their data, as scenarios name them: `linear`, `mlp`, `decoder`, `vectors`.
+"""Models with their data, as scenarios name them: `linear`, `mlp`, `decoder`, ...
 
 A workload says what it holds, how it starts and what a set of samples costs; it keeps no weights.
 Same arguments, same bits.
@@ -97,11 +97,11 @@ def build(name: str, *, num_samples: int, width: int, data: np.random.Generator)
         return LinearRegression(num_samples, data=data)
     if name == "mlp":
         return DigitClassifier(num_samples, width=width)
-    if name == "decoder":
-        return decoder.ByteDecoder(num_samples)
+    if name in ("decoder", "decoder_full"):
+        return decoder.ByteDecoder(num_samples, full=name == "decoder_full")
     if name == "vectors":
         return vectors.GivenVectors(num_samples, length=width, data=data)
-    raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, vectors")
+    raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, decoder_full, vectors")
 
 
 class LinearRegression:
@@ -122,6 +122,11 @@ class LinearRegression:
         self._xy = torch.from_numpy(xy)  # [2, num_samples, 1]
         self._columns = xy[:, :, 0]  # [2, num_samples]
 
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """x and y, float32 [n, 1] each."""
+        x, y = self._xy.index_select(1, torch.tensor(ids)).unbind(0)
+        return x, y
+
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
 
@@ -137,7 +142,7 @@ class LinearRegression:
         drop: DropFunction,
     ) -> Tensor:
         weight = tensors["weight"]
-        x, y = self._xy.index_select(1, torch.tensor(ids)).to(weight).unbind(0)  # [n, 1] each
+        x, y = (one.to(weight) for one in self.batch(ids))  # [n, 1] each
         return F.mse_loss(linear(x, weight, tensors["bias"]), y, reduction="sum")
 
     def gradients(
@@ -186,6 +191,11 @@ class DigitClassifier:
         self._inputs = torch.from_numpy(pixels)  # [num_samples, 64]
         self._labels = torch.from_numpy(labels)  # [num_samples]
 
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Pixels, float32 [n, 64], and labels, int64 [n]."""
+        rows = torch.tensor(ids)
+        return self._inputs.index_select(0, rows), self._labels.index_select(0, rows)
+
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         values = {}
         for spec in self.specs:
@@ -207,14 +217,13 @@ class DigitClassifier:
         drop: DropFunction,
     ) -> Tensor:
         mean = tensors["running_mean"]
-        rows = torch.tensor(ids)
-        x = self._inputs.index_select(0, rows).to(mean) - mean  # [n, 64]
+        pixels, labels = self.batch(ids)
+        x = pixels.to(mean) - mean  # [n, 64]
         for layer in ("hidden1", "hidden2"):
             x = linear(x, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"])  # [n, width]
             x = drop(torch.tanh(x))
         logits = linear(x, tensors["output.weight"], tensors["output.bias"])  # [n, 10]
-        labels = self._labels.index_select(0, rows).to(mean.device)
-        return F.cross_entropy(logits, labels, reduction="sum")
+        return F.cross_entropy(logits, labels.to(mean.device), reduction="sum")
 
     def gradients(
         self,

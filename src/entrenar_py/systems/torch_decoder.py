@@ -1,0 +1,147 @@
+"""The `decoder` workloads as torch modules, as a model that is to be sharded is written.
+
+The names of parameters are those of the workload's tensors. Letters in shape comments: n
+sequences, t positions, d = HIDDEN, h heads of size e; of h and wider layers a rank may have a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from entrenar_py.training import decoder
+
+LENGTH = decoder.POSITIONS + 1  # even, so that ranks can share a sequence; the last one is padding
+
+
+def drop(x: Tensor, probability: float) -> Tensor:
+    """Dropout by this rank's generator; of a DTensor, too, which would draw by one of its own."""
+    if not isinstance(x, DTensor) or not probability:
+        return F.dropout(x, probability)
+    dropped = F.dropout(x.to_local(), probability)
+    return DTensor.from_local(dropped, x.device_mesh, x.placements, run_check=False)
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank adapter beside it: W x + s B A drop(x)."""
+
+    def __init__(self, fan_in: int, fan_out: int, dropout: float) -> None:
+        super().__init__(fan_in, fan_out, bias=False)
+        self.lora_a = nn.Parameter(torch.empty(decoder.LORA_RANK, fan_in))
+        self.lora_b = nn.Parameter(torch.empty(fan_out, decoder.LORA_RANK))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = F.linear(drop(x, self.dropout), self.lora_a)
+        return super().forward(x) + decoder.LORA_SCALE * F.linear(low, self.lora_b)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, of as many heads as its layers have outputs for."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        wide, narrow = (n * decoder.HEAD_DIM for n in (decoder.NUM_HEADS, decoder.NUM_KV_HEADS))
+        self.q = Adapted(decoder.HIDDEN, wide, dropout)
+        self.k = nn.Linear(decoder.HIDDEN, narrow, bias=False)
+        self.v = Adapted(decoder.HIDDEN, narrow, dropout)
+        self.o = nn.Linear(wide, decoder.HIDDEN, bias=False)
+        self._rotary = decoder.rotary_table(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, t, d] -> [n, t, d]."""
+        q, k, v = (self._split(layer(x)) for layer in (self.q, self.k, self.v))  # [n, h, t, e]
+        cosine, sine = (one.to(q) for one in self._rotary)
+        mixed = F.scaled_dot_product_attention(
+            decoder.rotate(q, cosine, sine),
+            decoder.rotate(k, cosine, sine),
+            v,
+            is_causal=True,
+            enable_gqa=True,
+        )
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, decoder.HEAD_DIM)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(decoder.HIDDEN, decoder.FEED_FORWARD, bias=False)
+        self.up = nn.Linear(decoder.HIDDEN, decoder.FEED_FORWARD, bias=False)
+        self.down = nn.Linear(decoder.FEED_FORWARD, decoder.HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, t, d] -> [n, t, d]."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Head(nn.Module):
+    """Scores of all bytes, by a weight that is the embedding's."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[n, t, d] -> [n, t, VOCABULARY]."""
+        return F.linear(x, weight)
+
+
+class Decoder(nn.Module):
+    """A chain of units that a pipeline may cut anywhere: attention and feed-forward in turn.
+
+    The embedding belongs to the first unit, and to the last, too.
+    """
+
+    num_units = 2 * decoder.NUM_BLOCKS
+
+    def __init__(self, dropout: float, units: Iterable[int] = range(num_units)) -> None:
+        super().__init__()
+        self.units = sorted(units)
+        self._is_last = self.num_units - 1 in self.units
+        if 0 in self.units or self._is_last:
+            self.embedding = nn.Embedding(decoder.VOCABULARY, decoder.HIDDEN)
+        self.blocks = nn.ModuleDict()
+        for unit in self.units:
+            if str(unit // 2) not in self.blocks:
+                self.blocks[str(unit // 2)] = nn.ModuleDict()
+            name = self._name(unit)
+            norm = nn.RMSNorm(decoder.HIDDEN, eps=decoder.NORM_EPSILON)
+            layer = Attention(dropout) if name == "attention" else FeedForward()
+            self.blocks[str(unit // 2)].update({f"{name}_norm": norm, name: layer})
+        if self._is_last:
+            self.norm = nn.RMSNorm(decoder.HIDDEN, eps=decoder.NORM_EPSILON)
+            self.head = Head()
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
+    ) -> Tensor:
+        """What comes out of `units`, all that are here if None: bytes int64 [n, t] go into the
+        first, scores [n, t, VOCABULARY] come out of the last, in between [n, t, d]; with `targets`
+        their loss.
+        """
+        for unit in self.units if units is None else units:
+            if unit == 0:
+                x = self.embedding(x)
+            block = self.blocks[str(unit // 2)]
+            name = self._name(unit)
+            x = x + block[name](block[f"{name}_norm"](x))
+            if unit == self.num_units - 1:
+                x = self.head(self.norm(x), self.embedding.weight)
+        return x if targets is None else self.loss_sum(x, targets)
+
+    @staticmethod
+    def _name(unit: int) -> str:
+        return "mlp" if unit % 2 else "attention"
+
+    @staticmethod
+    def loss_sum(scores: Tensor, targets: Tensor) -> Tensor:
+        """0-d; a target PADDING counts nothing."""
+        scores, targets = scores.flatten(0, 1), targets.flatten()
+        return F.cross_entropy(scores, targets, ignore_index=decoder.PADDING, reduction="sum")
