@@ -31,6 +31,7 @@ from entrenar_py.observing import (
 )
 from entrenar_py.observing.backward import BackwardPass
 from entrenar_py.observing.draws import Draws
+from entrenar_py.observing.passes import Passes
 from entrenar_py.observing.rank_file import RankFile
 from entrenar_py.observing.subject import Subject
 
@@ -175,14 +176,13 @@ class Observer(Observation):
         self._parameter_handles = [
             planted.HOOKS[one.kind](self._subject, one, self._strikes)
             for one in self._faults
-            if one.kind in planted.HOOKS and one.rank in (None, self._rank) and trained
+            if one.kind in planted.HOOKS
+            and one.rank in (None, self._rank)
+            and trained
+            and one.tensor in (None, *self._subject.trained)  # else it is in another stage
         ]
         if not self._subject.is_fully_sharded:
-            self._parameter_handles.append(
-                torch.autograd.graph.register_multi_grad_hook(
-                    trained, self._after_backward, mode="all"
-                )
-            )
+            self._parameter_handles.append(Passes(trained, self._after_backward))
 
     def _strikes(self, fault: Fault) -> bool:
         """Whether `fault` is of this micro-batch, a shard being one of this rank, of this step, and

@@ -121,6 +121,13 @@ SYSTEMS: dict[str, System] = {
         options=("deadline_s", "tp"),
         only=("cpu", "cuda"),
     ),
+    "pipeline_parallel": System(
+        what="layers in stages, a rank each, by torch's pipelining, groups of them data-parallel",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+        options=("deadline_s", "pp", "schedule"),
+        only=("cpu", "cuda"),
+    ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,14 +25,21 @@ class NotFinite(Exception):
 class FiniteGuard:
     """Looks at each micro-batch's own loss and gradients, and tells everyone of the first bad one.
 
-    A flag per tensor is kept on the device: the host waits once a step, in `agree`.
+    A flag per tensor is kept on the device: the host waits once a step, in `agree`. `names` are
+    those of all ranks, where each has other tensors.
     """
 
-    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        self._names = [None, *trainable]  # the loss is looked at first
+    def __init__(
+        self, trainable: Mapping[str, nn.Parameter], *, names: Sequence[str] | None = None
+    ) -> None:
+        self._names = [None, *(names or trainable)]  # the loss is looked at first
         self._flags: list[Tensor] = []  # of each micro-batch, per name whether it is bad
+        self._trainable = {self._names.index(name): p for name, p in trainable.items()}
         self._device = next(iter(trainable.values())).device
-        for index, parameter in enumerate(trainable.values(), start=1):
+
+    def watch(self) -> None:
+        """Looks at gradients as they are computed: later they may be sums over ranks."""
+        for index, parameter in self._trainable.items():
             parameter.register_hook(partial(self._look, index))  # type: ignore[no-untyped-call]
 
     def begin(self, loss: Tensor) -> None:
@@ -40,6 +47,12 @@ class FiniteGuard:
         flags = torch.zeros(len(self._names), dtype=torch.bool, device=self._device)
         flags[0] = ~loss.detach().isfinite()
         self._flags.append(flags)
+
+    def look(self) -> None:
+        """At the gradients that are there, of all micro-batches since `begin` together."""
+        for index, parameter in self._trainable.items():
+            if parameter.grad is not None:
+                self._look(index, parameter.grad)
 
     def agree(self) -> None:
         """Returns on every rank, or raises NotFinite on every rank, naming the same place.

@@ -120,7 +120,7 @@ class Replicated(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            input_fn=lambda _, inputs, mesh: tuple(
+            input_fn=lambda _, inputs, mesh: tuple(  # type: ignore[arg-type]
                 DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs
             ),
             output_fn=lambda _, output, mesh: output.to_local(),
@@ -174,6 +174,7 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
         whole_checkpoint.save(rank, model, optimizer, position, step)
     obs = entrenar_py.observe(model, optimizer, step=step, layout=mesh)
     guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
+    guard.watch()
     while step < rank.until:
         ids = global_batch(scenario, position)
         local = sharding.cut(ids, shape[0])[place]
@@ -243,7 +244,7 @@ def norm_l2(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tens
     """The norm of the whole gradient, in float64: pieces are added over `group`, copies count once;
     0-d.
     """
-    squares = {True: [], False: []}  # of pieces, of copies
+    squares: dict[bool, list[Tensor]] = {True: [], False: []}  # of pieces, of copies
     for parameter in trainable:
         in_pieces = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
         squares[in_pieces].append(local_gradient(parameter).double().square().sum())

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return out
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, decoder.HEAD_DIM)).transpose(1, 2)
+        return x.reshape(*x.shape[:2], -1, decoder.HEAD_DIM).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -93,6 +93,23 @@ class Head(nn.Module):
         return F.linear(x, weight)
 
 
+class Block(nn.Module):
+    """Attention and feed-forward, or one of them, each behind its norm and beside a residual."""
+
+    def __init__(self, parts: Iterable[str], dropout: float) -> None:
+        super().__init__()
+        for part in parts:
+            norm = nn.RMSNorm(decoder.HIDDEN, eps=decoder.NORM_EPSILON)
+            self.add_module(f"{part}_norm", norm)
+            self.add_module(part, Attention(dropout) if part == "attention" else FeedForward())
+
+    def forward(self, x: Tensor, part: str) -> Tensor:
+        """[n, t, d] -> [n, t, d]."""
+        normed: Tensor = self.get_submodule(f"{part}_norm")(x)
+        out: Tensor = self.get_submodule(part)(normed)
+        return x + out
+
+
 class Decoder(nn.Module):
     """A chain of units that a pipeline may cut anywhere: attention and feed-forward in turn.
 
@@ -104,18 +121,14 @@ class Decoder(nn.Module):
     def __init__(self, dropout: float, units: Iterable[int] = range(num_units)) -> None:
         super().__init__()
         self.units = sorted(units)
-        self._is_last = self.num_units - 1 in self.units
-        if 0 in self.units or self._is_last:
+        is_last = self.num_units - 1 in self.units
+        if 0 in self.units or is_last:
             self.embedding = nn.Embedding(decoder.VOCABULARY, decoder.HIDDEN)
         self.blocks = nn.ModuleDict()
-        for unit in self.units:
-            if str(unit // 2) not in self.blocks:
-                self.blocks[str(unit // 2)] = nn.ModuleDict()
-            name = self._name(unit)
-            norm = nn.RMSNorm(decoder.HIDDEN, eps=decoder.NORM_EPSILON)
-            layer = Attention(dropout) if name == "attention" else FeedForward()
-            self.blocks[str(unit // 2)].update({f"{name}_norm": norm, name: layer})
-        if self._is_last:
+        for block in sorted({unit // 2 for unit in self.units}):
+            parts = [_part(unit) for unit in self.units if unit // 2 == block]
+            self.blocks[str(block)] = Block(parts, dropout)
+        if is_last:
             self.norm = nn.RMSNorm(decoder.HIDDEN, eps=decoder.NORM_EPSILON)
             self.head = Head()
 
@@ -129,19 +142,17 @@ class Decoder(nn.Module):
         for unit in self.units if units is None else units:
             if unit == 0:
                 x = self.embedding(x)
-            block = self.blocks[str(unit // 2)]
-            name = self._name(unit)
-            x = x + block[name](block[f"{name}_norm"](x))
+            x = self.blocks[str(unit // 2)](x, _part(unit))
             if unit == self.num_units - 1:
                 x = self.head(self.norm(x), self.embedding.weight)
         return x if targets is None else self.loss_sum(x, targets)
-
-    @staticmethod
-    def _name(unit: int) -> str:
-        return "mlp" if unit % 2 else "attention"
 
     @staticmethod
     def loss_sum(scores: Tensor, targets: Tensor) -> Tensor:
         """0-d; a target PADDING counts nothing."""
         scores, targets = scores.flatten(0, 1), targets.flatten()
         return F.cross_entropy(scores, targets, ignore_index=decoder.PADDING, reduction="sum")
+
+
+def _part(unit: int) -> str:
+    return "mlp" if unit % 2 else "attention"

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
-from entrenar_py.systems.torch_decoder import LENGTH, Decoder
+from entrenar_py.systems import models, torch_decoder
+from entrenar_py.systems.torch_decoder import Decoder
 from entrenar_py.training import decoder, engine, sharding
-from entrenar_py.training.workload import DigitClassifier, LinearRegression, Workload
+from entrenar_py.training.workload import DigitClassifier, LinearRegression
+
+__all__ = ["Classifier", "Data", "Decoder", "Layers", "Regression", "build", "num_units"]
 
 
 class Regression(nn.Linear):
@@ -47,6 +49,7 @@ class Classifier(nn.Module):
     """Two hidden tanh layers with dropout, a unit each, and the output."""
 
     num_units = 3
+    running_mean: Tensor  # of the pixels
 
     def __init__(self, width: int, dropout: float, units: Iterable[int] = range(num_units)) -> None:
         super().__init__()
@@ -120,25 +123,45 @@ class Data:
     """The samples of a scenario's workload, as its layers take them."""
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
-        self._workload, self._device = models.model_of(scenario), device
+        workload = models.model_of(scenario)
+        assert isinstance(workload, LinearRegression | DigitClassifier | decoder.ByteDecoder)
+        self._workload, self.device = workload, device
 
     def batch(self, ids: Sequence[int], num_rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of `ids`, in `num_rows` rows: those behind them count nothing."""
-        workload: Workload = self._workload
-        assert isinstance(workload, LinearRegression | DigitClassifier | decoder.ByteDecoder)
+        workload = self._workload
         # Who has no samples has rows all the same, of a sample that does not count.
         inputs, targets = workload.batch([*ids, *[0] * (num_rows - len(ids))])
         nothing = torch.nan if targets.is_floating_point() else decoder.PADDING
         targets = targets.clone()
         targets[len(ids) :] = nothing
         if isinstance(workload, decoder.ByteDecoder):
-            more = LENGTH - decoder.POSITIONS
+            more = torch_decoder.LENGTH - decoder.POSITIONS
             inputs, targets = F.pad(inputs, (0, more)), F.pad(targets, (0, more), value=nothing)
-        return inputs.to(self._device), targets.to(self._device)
+        return inputs.to(self.device), targets.to(self.device)
 
     def count(self, ids: Sequence[int]) -> float:
         """What `ids` count in the mean: samples, or tokens."""
         return float(self._workload.weight(ids)) if ids else 0.0
+
+    def example(self, unit: int, num_rows: int) -> Tensor:
+        """What goes into `unit`, or out of the last one if there is none of that number: a tensor
+        without values.
+        """
+        shape = self._shapes()[unit]
+        kind = self._workload.batch([0])[0].dtype if unit == 0 else torch.float32
+        # What comes out of a unit has a gradient; without it none would be sent back.
+        return torch.empty(num_rows, *shape, dtype=kind, device="meta", requires_grad=unit > 0)
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        if isinstance(self._workload, DigitClassifier):
+            width = self._workload.specs[0].shape[0]
+            return [(64,), (width,), (width,), (10,)]
+        if isinstance(self._workload, decoder.ByteDecoder):
+            hidden = (torch_decoder.LENGTH, decoder.HIDDEN)
+            scores = (torch_decoder.LENGTH, decoder.VOCABULARY)
+            return [(torch_decoder.LENGTH,), *[hidden] * (Decoder.num_units - 1), scores]
+        return [(1,), (1,)]
 
     def move_buffers(self, model: nn.Module, ids: sharding.Ids) -> None:
         """Moves the running means towards the mean of the global batch `ids`: all are told."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -105,14 +105,19 @@ def crew() -> Crew:
 
 
 def run(
-    scenario: Scenario, *, group_size: Callable[[Scenario, int], int] = lambda *_: 1
+    scenario: Scenario,
+    *,
+    group_size: Callable[[Scenario, int], int] = lambda *_: 1,
+    in_stages: bool = False,
 ) -> trace.Trace:
     """Trains as `scenario` says with the system it names.
 
-    Of a number of ranks `group_size` tells how many, one after the other, compute one batch.
+    Of a number of ranks `group_size` tells how many, one after the other, compute one batch:
+    together, or `in_stages`, each with parameters of its own.
     """
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        lives = _Lives(scenario, Path(folder), group_size)
+        place = _place_in_stages if in_stages else _place
+        lives = _Lives(scenario, Path(folder), partial(place, group_size))
         status, reason = lives.live()
         return trace.Trace(
             scenario=scenario,
@@ -126,9 +131,12 @@ class _Lives:
     """A run, life by life."""
 
     def __init__(
-        self, scenario: Scenario, folder: Path, group_size: Callable[[Scenario, int], int]
+        self,
+        scenario: Scenario,
+        folder: Path,
+        placed: Callable[[Scenario, Fault, Sequence[int]], list[Fault]],
     ) -> None:
-        self._scenario, self._folder, self._group_size = scenario, folder, group_size
+        self._scenario, self._folder, self._placed = scenario, folder, placed
         self._workers = membership.initial_ranks(scenario)
         self._faults = list(scenario.faults)  # those that have not struck
         self._joins = [one for one in self._faults if one.kind == "join"]
@@ -180,7 +188,7 @@ class _Lives:
         placed = {
             json.dumps(adapted.to_dict()): fault
             for fault in self._faults
-            for adapted in _placed(scenario, fault, workers, self._group_size)
+            for adapted in self._placed(scenario, fault, workers)
         }
         saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
         job = {
@@ -220,11 +228,11 @@ class _Lives:
             self.events.insert(0, trace.Planted(name=self._scenario.mutant))
 
 
-def _placed(
+def _place(
+    group_size: Callable[[Scenario, int], int],
     scenario: Scenario,
     fault: Fault,
     workers: Sequence[int],
-    group_size: Callable[[Scenario, int], int],
 ) -> list[Fault]:
     """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
     that has its first sample.
@@ -247,6 +255,28 @@ def _placed(
     if rank not in (None, *members):
         return []
     return [replace(fault, rank=one, shard=micro) for one in members if shared or one == rank]
+
+
+def _place_in_stages(
+    group_size: Callable[[Scenario, int], int],
+    scenario: Scenario,
+    fault: Fault,
+    workers: Sequence[int],
+) -> list[Fault]:
+    """The same of a pipeline: a gradient is struck where its tensor is, by default in the first
+    stage, a loss in the last, and a step is one micro-batch.
+    """
+    placed = _place(group_size, scenario, fault, workers)
+    if fault.kind == "leave" or not placed or placed[0].rank is None:
+        return placed
+    size = group_size(scenario, len(workers))
+    first = placed[0].rank // size * size
+    members = range(first, first + size)
+    if fault.kind == "non_finite_loss":
+        members = members[-1:]
+    elif fault.tensor is None and fault.kind != "huge_gradient":
+        members = members[:1]
+    return [replace(fault, rank=one, shard=None) for one in members]
 
 
 def _gather(hands: Sequence[Hand], deadline_s: float) -> None:

@@ -26,8 +26,8 @@ def save(
     step: int,
 ) -> None:
     """Rank 0 writes what all ranks hold, and every rank's random state; all ranks call it."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    own = {
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    own: dict[str, Any] = {
         "model": {name: whole(one) for name, one in tensors_of(model).items()},
         "optimizer": {
             names[parameter]: {key: whole(value) for key, value in state.items()}
@@ -38,7 +38,9 @@ def save(
     parts: list[Any] | None = [None] * rank.world_size if rank.index == 0 else None
     dist.gather_object(own, parts)
     if parts is not None:
-        content = {key: {n: v for part in parts for n, v in part[key].items()} for key in own}
+        content: dict[str, Any] = {
+            key: {n: v for part in parts for n, v in part[key].items()} for key in own
+        }
         content |= {"epoch": position.epoch, "offset": position.offset, "step": step}
         unfinished = rank.checkpoint.with_suffix(".part")
         torch.save(content, unfinished)
