@@ -31,6 +31,7 @@ from . import (
     mesh,
     non_finite,
     optimizer,
+    parallelism,
     protocol,
     randomness,
     rings,
@@ -42,7 +43,7 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh, audits, rings, updates),
+    *(wire, protocol, blocks, mesh, audits, rings, updates, parallelism),
 )
 _BENIGN = (benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates)
 

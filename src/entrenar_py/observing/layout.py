@@ -21,6 +21,8 @@ MODEL = ("tp", "sp", "pp", "cp", "ep")
 STAGES = ("pp", "ep")
 # Along these a rank computes on a part of each sample: its gradient is a part of a sum.
 PARTIAL = ("sp", "cp")
+# Together the ranks along these hold one copy of the parameters.
+SHARING = ("tp", "dp_shard", "fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class Layout:
     def replica(self, rank: int) -> tuple[int, ...]:
         """Where `rank` is along all axes but those of stages: together those hold all names."""
         return tuple(at for axis, at in self.coordinates(rank).items() if axis not in STAGES)
+
+    @property
+    def num_parts(self) -> int:
+        """Over how many ranks parameters are to be spread; of stages each has its own."""
+        return math.prod(size for axis, size in self.axes.items() if axis in SHARING)
 
     def has(self, names: Iterable[str]) -> bool:
         """Whether more than one rank is along one of these axes."""

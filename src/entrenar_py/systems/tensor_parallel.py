@@ -177,13 +177,12 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
     guard.watch()
     while step < rank.until:
         ids = global_batch(scenario, position)
-        local = sharding.cut(ids, shape[0])[place]
-        parts = sharding.cut(local, scenario.accumulation)
+        parts = sharding.cut(local_batch(ids, mesh, place), scenario.accumulation)
         try:
             accumulate(model, data, guard, obs, parts, position.epoch, data.count(ids))
             guard.agree()
         except NotFinite as error:
-            there = sharding.cut(ids, shape[0])[error.rank // size]
+            there = local_batch(ids, mesh, error.rank // size)
             obs.halted(
                 str(error),
                 rank=error.rank,
@@ -210,6 +209,13 @@ def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Id
     """The samples of this step, over all ranks: every rank shuffles alike, by seed and epoch."""
     visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
     return sharding.batch(visit, position, scenario.batch_size)
+
+
+def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids:
+    """What the group of ranks at `place` takes of a global batch: there are as many parts as
+    groups, not as ranks.
+    """
+    return sharding.cut(ids, mesh["dp"].size())[place]
 
 
 def accumulate(

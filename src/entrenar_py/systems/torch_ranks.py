@@ -31,7 +31,7 @@ from entrenar_py import mutants, trace
 from entrenar_py.drivers.processes import Crew, Hand, Job
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.faults import Fault
-from entrenar_py.observing import FAULTS, FOLDER, assembly
+from entrenar_py.observing import FAULTS, FOLDER, assembly, holdings
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import environment, membership
 from entrenar_py.systems.finite_guard import NotFinite
@@ -215,7 +215,7 @@ class _Lives:
         events = assembly.numbered(
             assembly.ordered(ranks), self._scenario.accumulation, assembly.places(ranks)
         )
-        for event in events:
+        for event in [*holdings.holdings(ranks), *events]:
             if isinstance(event, trace.Injected):
                 fault = placed[json.dumps(dict(event.fault))]
                 event = replace(event, fault=fault.to_dict())

@@ -241,6 +241,19 @@ class Memory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held(Event):
+    """How many bytes of parameters worker `rank` holds, in pieces and copies, of a model's
+    `whole_bytes`: `num_parts` ranks are to hold a copy together.
+    """
+
+    kind: ClassVar[str] = "held"
+    rank: int
+    num_parts: int
+    held_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Carried(Event):
     """A message went through the wire's codec in `pieces`: digests of it as `sent` and as `got`.
 
@@ -328,7 +341,7 @@ EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
         *(Start, Shard, Update, Membership, Injected, Audit, Planted, Halt, Saved),
-        *(Manifest, Attempt, Product, Memory, Carried, Refused, Admission),
+        *(Manifest, Attempt, Product, Memory, Held, Carried, Refused, Admission),
         *(Reduced, Traffic, End),
     )
 }

@@ -1,0 +1,62 @@
+"""F-PAR-006: who shares a model's parameters holds little more than its share of them.
+
+Counted from the pieces that each rank recorded, not measured: allocators and activations are no
+part of it. Source: parallelism-v1, F-PAR-006.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Held, Start, Trace
+from entrenar_py.verdict import Finding, Tally
+
+# Where a contract gives no tolerance: norms and adapters' first halves are on all ranks, 3 % of the
+# largest workload.
+RELATIVE = 0.05
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Each rank's bytes against the whole divided by the ranks that share it."""
+    tally = Tally(invariant.id)
+    relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
+    for trace in evidence.usable(traces, tally):
+        held = trace.of(Held)
+        for one in held:
+            most = one.whole_bytes * (1 + relative) / one.num_parts
+            tally.check(
+                one.held_bytes <= most,
+                f"rank {one.rank} holds {one.held_bytes} bytes of parameters, "
+                f"1/{one.num_parts} of the model is {one.whole_bytes / one.num_parts:.0f}",
+                rank=one.rank,
+                expected=f"<= {most:.0f}",
+                got=str(one.held_bytes),
+                scenario=trace.scenario,
+            )
+        silent = {start.rank for start in trace.of(Start)} - {one.rank for one in held}
+        if held and silent:
+            tally.miss(f"how much ranks {sorted(silent)} hold was not recorded")
+    return tally.finding(
+        nothing="no run spread its parameters over ranks: record one with layout tp, dp_shard or "
+        "fsdp and a Held of each rank"
+    )
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """Both trainers that cut each layer, all of it trained and adapters alone."""
+    return [
+        Scenario(
+            system=system,
+            workload=workload,
+            world_size=2,
+            seed=0,
+            num_samples=6,
+            batch_size=6,
+            num_steps=1,
+        )
+        for system in ("tensor_parallel", "sequence_parallel")
+        for workload in ("decoder", "decoder_full")
+    ]
