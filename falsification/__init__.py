@@ -14,6 +14,7 @@ from . import (
     benign,
     benign_audits,
     benign_mesh,
+    benign_parallelism,
     benign_protocol,
     benign_rings,
     benign_updates,
@@ -45,7 +46,14 @@ _MUTANTS = (
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates, parallelism),
 )
-_BENIGN = (benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates)
+_BENIGN = (
+    benign_protocol,
+    benign_mesh,
+    benign_audits,
+    benign_rings,
+    benign_updates,
+    benign_parallelism,
+)
 
 
 def variants() -> list[Variant]:
