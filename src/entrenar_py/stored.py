@@ -14,7 +14,7 @@ from entrenar_py.checks import Check, missing
 from entrenar_py.errors import UsageError
 from entrenar_py.plan import Task, is_trainer
 from entrenar_py.reports.report import Entry
-from entrenar_py.runner import Judgement, combine, judge
+from entrenar_py.runner import Judgement, Listener, combine, ignore, judge
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding, Verdict, first_few
@@ -48,7 +48,9 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
     return found
 
 
-def judge_stored(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterator[Entry]:
+def judge_stored(
+    tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
+) -> Iterator[Entry]:
     """An entry per task from stored traces, by file; nothing is run.
 
     Each trace is judged beside those of its family that are there, as it was when it was run.
@@ -57,6 +59,8 @@ def judge_stored(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterato
     for task in tasks:
         started = time.monotonic()
         judged = _judge_each(task, traces)
+        for one in judged:
+            on_judged([traces[file] for file in one.files])
         told = _telling(judged)
         findings = _located(told) if len(traces) > 1 else [one.finding for one in told]
         yield Entry(

@@ -10,6 +10,7 @@ from entrenar_py import plan, stored
 from entrenar_py.contract import Invariant
 from entrenar_py.plan import Task
 from entrenar_py.reports.report import Entry
+from entrenar_py.runner import Listener, ignore
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import inconclusive
@@ -25,13 +26,15 @@ def tasks(selected: Sequence[Invariant]) -> list[Task]:
     return [one for one in found if one.check is not None and one.check.explores]
 
 
-def judge(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterator[Entry]:
+def judge(
+    tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
+) -> Iterator[Entry]:
     """An entry per task that any of the runs, by file, is for."""
     for task in tasks:
         assert task.check is not None, "what has scenarios has a check"
         own = judged_by(task.check.name, traces)
         if own:
-            (entry,) = stored.judge_stored([task], own)
+            (entry,) = stored.judge_stored([task], own, on_judged=on_judged)
             why = lacking(task.check.name, own)
             if why:
                 entry = replace(entry, finding=inconclusive(task.invariant.id, why))
