@@ -45,6 +45,8 @@ FLOORS = {
     "cli": 7,
     "console": 7,
     "options": 7,
+    "pytest_judging": 7,
+    "pytest_plugin": 7,
     "service": 7,
     "session": 7,
 }

@@ -102,12 +102,16 @@ def _load(options: argparse.Namespace) -> Contract:
     if options.contract is None:
         names = ", ".join(path.name for path in shipped.shipped_contracts())
         raise UsageError(f"--contract FILE is missing; shipped are {names}")
-    known = contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
     path = shipped.contract_path(options.contract)
-    loaded = contract.load(path, vocabulary=known, strict=options.strict)
+    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
     return loaded
+
+
+def vocabulary() -> contract.Vocabulary:
+    """The names that a contract may use beside its own: of checks, and of planted bugs."""
+    return contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
 
 
 def _planted_bugs() -> Collection[str] | None:
