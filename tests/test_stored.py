@@ -227,3 +227,18 @@ def test_environment() -> None:
         "python": "3",
         "gpu": "a",
     }
+
+
+def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
+    """It means the files that it fits; one that fits none is refused, and so is a plain name."""
+    for seed in (0, 1):
+        trace.save(run(seed=seed), tmp_path / f"run-{seed}.jsonl")
+    found = stored.load([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
+    assert [path.name for path in found] == ["run-0.jsonl", "run-1.jsonl"]
+    with pytest.raises(UsageError, match="no file is called so"):
+        stored.load([tmp_path / "absent-*.jsonl"])
+    with pytest.raises(TraceError, match="can't be read"):
+        stored.load([tmp_path / "absent.jsonl"])
+    odd = tmp_path / "run[1].jsonl"  # a name is a name, whatever is in it
+    trace.save(run(), odd)
+    assert list(stored.load([odd])) == [odd]

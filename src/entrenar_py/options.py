@@ -257,7 +257,8 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         metavar="TRACE",
         nargs="+",
         type=Path,
-        help="judge stored traces (files, or folders of them) by --contract, run nothing",
+        help="judge stored traces by --contract, run nothing: files, folders or patterns of them, "
+        "or the files of a run's ranks",
     )
     modes.add_argument(
         "--replay", metavar="FILE", type=Path, help="run a saved counterexample of --contract"

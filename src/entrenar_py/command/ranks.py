@@ -45,7 +45,7 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
     scenario = _scenario(ranks, events, asked, like)
-    events = _in_their_epochs(events, scenario)
+    events = in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
     if problems and status == "completed":
         status, reason = "failed", problems[0]
@@ -82,7 +82,7 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 # --- what happened ----------------------------------------------------------------------------
 
 
-def _in_their_epochs(events: Sequence[Event], scenario: Scenario) -> list[Event]:
+def in_their_epochs(events: Sequence[Event], scenario: Scenario) -> list[Event]:
     """Shards with the epochs of the whole run: who goes on in step k counts its own from 0."""
     batches = scenario.num_samples / scenario.batch_size
     per_epoch = int(batches) if scenario.options.get("drop_last") else math.ceil(batches)
@@ -167,6 +167,12 @@ def _scenario(
             faults=asked.faults,
             stops=asked.stops,
         )
+    found = scenario_of(ranks, events, asked.world_size)
+    return found.with_(seed=asked.seed, repeat=asked.repeat)
+
+
+def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int) -> Scenario:
+    """The scenario that these files and events show; its seed is not known to them."""
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards_of = [event for event in events if isinstance(event, Shard)]
     steps = {event.step for event in events if isinstance(event, Update)}
@@ -176,14 +182,13 @@ def _scenario(
     ids = [sample for shard in shards_of for sample in shard.ids]
     num_samples = header.get("num_samples") or max(ids, default=0) + 1
     accumulation = max((shard.shard for shard in shards_of), default=0) + 1
-    num_samples = max(num_samples, asked.world_size)
+    num_samples = max(num_samples, world_size)
     return Scenario(
         system=SYSTEM,
         workload="own",
-        world_size=asked.world_size,
-        seed=asked.seed,
-        repeat=asked.repeat,
-        num_shards=accumulation * asked.world_size,
+        world_size=world_size,
+        seed=0,
+        num_shards=accumulation * world_size,
         num_samples=num_samples,
         batch_size=min(max(per_step.values(), default=1) or 1, num_samples),
         num_steps=max(steps, default=0) + 1,
