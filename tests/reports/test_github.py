@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_any_text_is_one_command(
         assert COMMAND.fullmatch(line), line
     loud = any(not line.startswith("::notice") for line in lines)
     assert loud == (report.exit_code(allow_inconclusive=allow_inconclusive) != 0)
+
+
+def test_what_looks_escaped_is_not(full: Report) -> None:
+    """A reason with `%0A` in it is shown as it is, and is no line end."""
+    entry = full.entries[3]
+    finding = replace(entry.finding, reason="off by 50%0A")
+    (line,) = lines_of(replace(full, entries=(replace(entry, finding=finding),)))
+    assert "::off by 50%250A%0Aat: step 3" in line
 
 
 def test_annotation_outside_the_checkout(full: Report, tmp_path: Path) -> None:
