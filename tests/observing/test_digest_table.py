@@ -62,7 +62,7 @@ def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     table = DigestTable(tensors)
     assert not wrong(tensors, table.run())
     for one in tensors[:-1]:
-        one.copy_(one.roll(1, 0) if one.dim() else one + 1)
+        one.fill_(1)  # NaN and Inf are gone, too
     assert not wrong(tensors, table.run())
 
 

@@ -85,14 +85,17 @@ class LowRank(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is unused has a gradient of zeros."""
+        """What is unused has a gradient of zeros, what is frozen one from before it was."""
+        self.b.grad = torch.ones(1, 1)
         low = x @ self.a.t() @ self.b.t() + self.empty.sum() + 0 * self.unused.sum()
         return self.frozen(x) + low  # type: ignore[no-any-return]
 
 
 def test_what_rightly_stays() -> None:
     """A while B is zero, frozen ones, gradients of zero, and everything at a rate of zero."""
-    (_, finiteness, liveness) = train(LowRank(), 9).watched()
+    model = LowRank()
+    trained = [model.a, model.unused, model.empty]
+    (_, finiteness, liveness) = train(model, 9, trained=trained).watched()
     assert (finiteness.steps, finiteness.comparisons) == (9, 54)
     assert (liveness.steps, liveness.comparisons) == (8, 48)
     train(nn.Linear(2, 1), 9, rate=0.0)
