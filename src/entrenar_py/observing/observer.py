@@ -125,6 +125,7 @@ class Observer(Observation):
         self._file.append([halt])
 
     def close(self) -> None:
+        super().close()
         self._file.close()
         for handle in self._handles:
             handle.remove()
