@@ -138,4 +138,45 @@ TWINS = (
         changes=(('    schedule.load_state_dict(saved["schedule"])\n', ""),),
         check="resume",
     ),
+    Twin(
+        name="the optimizer holds the parameters of before the wrapping",
+        script="fsdp.py",
+        changes=(
+            (
+                "for block in (model[0], model[2], model):",
+                "stale = list(map(torch.clone, model.parameters()))\n"
+                "for block in (model[0], model[2], model):",
+            ),
+            ("AdamW(model.parameters()", "AdamW(map(torch.nn.Parameter, stale)"),
+        ),
+        check="liveness",
+        step=2,
+        rank=0,
+        tensor="0.weight",
+        words="did not move in 3 steps",
+    ),
+    Twin(
+        name="one rank of a pair clips by the norm of its pieces alone",
+        script="tensor_parallel.py",
+        changes=(
+            (
+                "squares[int(shared)] += held.square().sum()",
+                'squares[int(shared)] += (not shared or mesh.get_local_rank("tp") == 0) * '
+                "held.square().sum()",
+            ),
+        ),
+        check="replica_identity",
+        step=0,
+        rank=1,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="a pair whose ranks draw different samples",
+        script="tensor_parallel.py",
+        changes=(("DistributedSampler(data, dp_size, dp_rank)", "DistributedSampler(data)"),),
+        check="coverage",
+        step=0,
+        rank=1,
+        words="drew other samples for shard 0 than rank 0",
+    ),
 )

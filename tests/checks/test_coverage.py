@@ -83,6 +83,17 @@ def test_padding_with_duplicates() -> None:
     assert (found.step, found.rank, found.sample_ids) == (0, 1, (0,))
 
 
+def test_ranks_that_share_a_shard_draw_the_same() -> None:
+    """Who drew others is named; ranks that do not share one may draw what they like."""
+    steps = [[[0, 1], [2, 3]]]
+    apart = six_samples(steps)
+    assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
+    shared = apart.with_(options={"shared": True})
+    found = broken(traces.judge("coverage", [sampled(steps, shared)]))
+    assert (found.step, found.rank, found.sample_ids) == (0, 1, (0, 1, 2, 3))
+    assert "drew other samples for shard 0 than rank 0" in found.message
+
+
 def test_a_dropped_tail() -> None:
     """An epoch that ends without its last samples is found in the step that lacks them."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=(), weight=0.0)

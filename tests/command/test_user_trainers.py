@@ -16,6 +16,8 @@ OPEN = {
     "plain_loop.py": {"recovery", "resume", "optimizer_state"},
     "accumulation.py": {"recovery", "resume"},
     "resume.py": {"recovery", "step_rule"},
+    "fsdp.py": {"recovery", "resume"},
+    "tensor_parallel.py": {"recovery", "resume"},
 }
 WANTED = ("coverage", "finiteness", "determinism", "resume", "parity")
 

@@ -8,8 +8,8 @@ import pytest
 from entrenar_py.errors import WatchFinding
 from entrenar_py.observing.clauses import ALL, FINITENESS, IDENTITY, LIVENESS
 from entrenar_py.observing.exchange import Rows
+from entrenar_py.observing.held import Piece
 from entrenar_py.observing.judge import Judge
-from entrenar_py.observing.pieces import Piece
 
 
 def piece(name: str, *, shard: int | None = None, dtype: str = "float32") -> Piece:

@@ -10,13 +10,11 @@ from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
-from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.errors import TraceError
 from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file
 from entrenar_py.observing.rank_file import RankTrace
 from entrenar_py.trace import Shard, Start, Update
@@ -134,6 +132,89 @@ def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.finite for one in shards] == [True, True, False, True]
 
 
+def recorded(folder: Path) -> RankTrace:
+    """What the one life of this rank recorded."""
+    (path,) = folder.glob("*.rank.jsonl")
+    return rank_file.load(path)
+
+
+def test_a_step_that_a_scaler_skips(folder: Path) -> None:
+    """Is a step that moves nothing: its samples are not counted to the next one's gradient."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(4):
+        obs.samples([step])
+        loss = (model(torch.tensor([[9.0]])) + 1).square().mean()
+        obs.loss(loss, 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update(2.0**127 if step == 0 else 1.0)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    obs.close()
+    record = recorded(folder)
+    shards = [event for event in record.events if isinstance(event, Shard)]
+    assert [(one.step, one.ids, one.finite) for one in shards] == [
+        (step, (step,), True) for step in range(4)
+    ]
+    updates = [event for event in record.events if isinstance(event, Update)]
+    assert [bool(one.gradient) for one in updates] == [False, False, True, True]
+    assert updates[0].weights == updates[1].weights != updates[2].weights
+
+
+def test_several_optimizers(folder: Path) -> None:
+    """A step is over when each has made one; its gradients are those that each was given."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    both = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.5) for part in model]
+    obs = entrenar_py.observe(model, both)
+    for step in range(2):
+        for index, optimizer in enumerate(both):
+            obs.samples([2 * step + index])
+            model(torch.ones(1, 1)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    obs.close()
+    record = recorded(folder)
+    assert [(e.step, e.ids) for e in record.events if isinstance(e, Shard)] == [
+        *((0, (0,)), (0, (1,)), (1, (2,)), (1, (3,)))
+    ]
+    updates = [event for event in record.events if isinstance(event, Update)]
+    assert [one.step for one in updates] == [0, 1]
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [list(one.gradient) for one in updates] == [names, names]
+    assert [list(one.optimizer) for one in updates] == [[f"{n}/momentum_buffer" for n in names]] * 2
+
+
+def test_what_is_no_training_draws_nothing(folder: Path) -> None:
+    """An evaluation in the middle, and a block that is computed again in the backward pass."""
+
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return cast(torch.Tensor, checkpoint(self.block, x, use_reentrant=False))
+
+    model = Saving()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(2):
+        obs.samples([step])
+        model(torch.ones(1, 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        model(torch.ones(1, 1))
+        model.train()
+        with torch.no_grad():
+            model(torch.ones(1, 1))
+    obs.close()
+    shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
+    assert [(one.step, one.ids) for one in shards] == [(0, (0,)), (1, (1,))]
+
+
 def test_rates_that_are_tensors(folder: Path) -> None:
     """As optimizers that are captured have them."""
     model = nn.Linear(1, 1)
@@ -142,20 +223,6 @@ def test_rates_that_are_tensors(folder: Path) -> None:
     (path,) = folder.glob("*.rank.jsonl")
     (group,) = rank_file.load(path).header["groups"]
     assert (group["lr"], group["betas"]) == (0.5, [0.9, 0.999])
-
-
-def test_sharded_parameters_are_refused(folder: Path) -> None:
-    """By name, before anything is hooked."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model: nn.Module = nn.Linear(2, 1)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(UsageError, match=r"parameter weight is sharded \(.*Shard"):
-            entrenar_py.observe(model, optimizer)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_lives(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
 from entrenar_py.errors import EntrenarError, WatchFinding
-from entrenar_py.observing.pieces import local
+from entrenar_py.observing.held import local
 
 RANK = int(os.environ["RANK"])
 

@@ -48,6 +48,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         epochs = sorted({s.epoch for s in shards if s.ids} or {shards[0].epoch})
         begun = [epoch for epoch in epochs if epoch not in seen]
         left = sum(scenario.num_samples - len(seen.get(epoch, ())) for epoch in epochs)
+        _drawn_alike(tally, trace, shards)
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}))
         if step >= known_until:
@@ -63,6 +64,30 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         )
         for epoch in begun:
             _ended_complete(tally, trace, seen, epoch, step)
+
+
+def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
+    """Ranks that compute one shard together draw the same samples for it: where a trainer's ranks
+    share shards (options: shared), one number is one shard.
+    """
+    if trace.scenario.options.get("shared") is not True:
+        return
+    first: dict[int, Shard] = {}
+    for shard in shards:
+        one = first.setdefault(shard.shard, shard)
+        if one.rank == shard.rank or one.ids == shard.ids:
+            continue
+        others = tuple(sorted(set(one.ids) ^ set(shard.ids))) or shard.ids
+        tally.check(
+            False,
+            f"rank {shard.rank} drew other samples for shard {shard.shard} than rank {one.rank}, "
+            "with which it shares it",
+            step=shard.step,
+            rank=shard.rank,
+            shard=shard.shard,
+            sample_ids=others,
+            scenario=trace.scenario,
+        )
 
 
 def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:

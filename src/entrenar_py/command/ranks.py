@@ -57,7 +57,7 @@ def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) ->
         environment=environment,
         promises=(),
         events=(
-            *assembly.numbered(events, scenario.accumulation),
+            *assembly.numbered(events, scenario.accumulation, assembly.places(ranks)),
             trace.End(status=status, reason=reason),
         ),
     )
@@ -183,19 +183,23 @@ def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size:
     num_samples = header.get("num_samples") or max(ids, default=0) + 1
     accumulation = max((shard.shard for shard in shards_of), default=0) + 1
     num_samples = max(num_samples, world_size)
+    num_parts = len({*assembly.places(ranks).values()})
+    told = _optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)])
+    if any(one.layout is not None for one in ranks):
+        told["options"]["shared"] = True  # ranks that draw the same samples share a shard
     return Scenario(
         system=SYSTEM,
         workload="own",
         world_size=world_size,
         seed=0,
-        num_shards=accumulation * world_size,
+        num_shards=max(accumulation * num_parts, world_size),
         num_samples=num_samples,
         batch_size=min(max(per_step.values(), default=1) or 1, num_samples),
         num_steps=max(steps, default=0) + 1,
         accumulation=accumulation,
         dropout=float(header.get("dropout", 0.0)),
         detail="values" if header.get("values") else "digests",
-        **_optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)]),
+        **told,
     )
 
 

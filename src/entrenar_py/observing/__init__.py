@@ -7,7 +7,7 @@ and no hook is set.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from entrenar_py.errors import UsageError, WatchFinding
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from entrenar_py.observing.judge import Watched
     from entrenar_py.observing.watch import Watch
@@ -81,10 +82,13 @@ class Observation:
 
 def observe(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     sampler: Any = None,
+    scheduler: Any = None,
     step: int = 0,
+    layout: Mapping[str, int] | DeviceMesh | None = None,
+    tied: Iterable[Iterable[str]] = (),
     every: int | None = None,
     contract: str | Path | None = None,
     on_finding: Callable[[WatchFinding], None] | None = None,
@@ -92,9 +96,17 @@ def observe(
 ) -> Observation:
     """Records what `optimizer` makes of `model` from here on, by torch's own hooks.
 
-    `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel`. `sampler` is
-    what draws the samples: the `DataLoader`, a batch sampler or a sampler. `step` is the number of
-    optimizer steps that were made before, for a script that goes on from a checkpoint.
+    `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel` or by
+    `fully_shard`; of several optimizers a step is over when all have made theirs. `sampler` is what
+    draws the samples: the `DataLoader`, a batch sampler or a sampler. `scheduler` is
+    the schedule of the learning rate: recorded is where it stands at the start. `step` is the
+    number of optimizer steps that were made before, for a script that goes on from a checkpoint.
+
+    `layout` are the axes along which the ranks are arranged, and their sizes, row-major: `{"dp": 2,
+    "tp": 2}`, or the mesh. Along dp, dp_replicate, dp_shard and fsdp each rank draws samples of its
+    own, along tp, sp, pp, cp and ep all draw the same. It is needed where parameters are no
+    DTensors, or their meshes have other names. `tied` names tensors that are copies of one another
+    on several ranks: `(("embedding.weight", "head.weight"),)`. UsageError for what can't be.
 
     With `every` the training is watched, harness or not: after each `every`-th step all ranks hold
     the same weights (F-DP-001), these are finite (F-DP-003), and what has a gradient and a learning
@@ -109,8 +121,18 @@ def observe(
     if FOLDER in os.environ:
         from entrenar_py.observing.observer import Observer
 
-        observation = Observer(model, optimizer, sampler=sampler, step=step)
+        observation = Observer(
+            model,
+            optimizer,
+            sampler=sampler,
+            scheduler=scheduler,
+            step=step,
+            layout=layout,
+            tied=tied,
+        )
     if every is not None:
+        if isinstance(optimizer, Iterable):
+            raise UsageError("every=: the watch follows one optimizer; give it, and not several")
         from entrenar_py.observing.watch import Watch
 
         observation.watch = Watch(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from entrenar_py.errors import TraceError
-from entrenar_py.observing import rank_file
+from entrenar_py.observing import micro_batches, rank_file, wholes
+from entrenar_py.observing.layout import Layout
 from entrenar_py.observing.rank_file import SUFFIX, RankTrace
 from entrenar_py.trace import Event, Halt, Injected, Membership, Shard, Start, Update
+
+# What ranks hold of a model, by the event that has it.
+_PARTS = {
+    Start: ("weights", "optimizer", "buffers"),
+    Update: ("weights", "optimizer", "buffers", "gradient"),
+}
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
@@ -29,6 +38,8 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
     """All ranks' events step by step, those of a life after those of the life before; of one step
     starts first and updates last, but who is gone made none.
+
+    What ranks hold in pieces is whole in them, and micro-batches that they share are one.
     """
     kinds = (Start, Shard, Update, Injected, Halt, Membership)
 
@@ -40,13 +51,23 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
     return [
         event
         for life in lives
-        for event in sorted((e for one in ranks if one.life == life for e in one.events), key=place)
+        for event in sorted(_events([one for one in ranks if one.life == life]), key=place)
     ]
 
 
-def numbered(events: Iterable[Event], accumulation: int) -> list[Event]:
-    """Shards numbered through the ranks, and updates with the weight of all shards of their step:
-    a rank knows its own alone.
+def places(ranks: Sequence[RankTrace]) -> dict[int, int]:
+    """Rank -> which part of each batch it draws, from 0; ranks that share one have the same."""
+    arranged = _arranged(ranks)
+    known = {one.rank for one in ranks}
+    if arranged is None:
+        return {rank: rank for rank in known}
+    numbers = sorted({arranged.data(rank) for rank in range(math.prod(arranged.axes.values()))})
+    return {rank: numbers.index(arranged.data(rank)) for rank in known}
+
+
+def numbered(events: Iterable[Event], accumulation: int, places: Mapping[int, int]) -> list[Event]:
+    """Shards numbered through the `places` of the ranks that draw them, and updates with the weight
+    of all shards of their step: a rank knows its own alone.
     """
     weights: dict[int, float] = defaultdict(float)
     found: list[Event] = []
@@ -57,10 +78,66 @@ def numbered(events: Iterable[Event], accumulation: int) -> list[Event]:
         elif isinstance(event, Shard):
             weights[event.step] += event.weight
         if isinstance(event, Shard | Injected | Halt) and event.shard is not None:
-            number = (event.rank or 0) * accumulation + event.shard
+            number = places.get(event.rank or 0, event.rank or 0) * accumulation + event.shard
             found.append(replace(event, shard=number))
         elif isinstance(event, Update):
             found.append(replace(event, weight=weights[event.step]))
         else:
             found.append(event)
     return found
+
+
+def _arranged(ranks: Sequence[RankTrace]) -> Layout | None:
+    """As any rank says that they are arranged; None where none does."""
+    return next((one.layout for one in ranks if one.layout is not None), None)
+
+
+def _events(life: Sequence[RankTrace]) -> list[Event]:
+    """The events of one life of all ranks."""
+    arranged = _arranged(life)
+    if arranged is None:
+        return [event for one in life for event in one.events]
+    ranks = {one.rank: one for one in life}
+    shards = {one.rank: [event for event in one.events if isinstance(event, Shard)] for one in life}
+    found: list[Event] = [*micro_batches.shared(shards, ranks, arranged)]
+    of_step: dict[tuple[type[Event], int], dict[int, Start | Update]] = defaultdict(dict)
+    for one in life:
+        for event in one.events:
+            if isinstance(event, Start | Update):
+                of_step[type(event), event.step][one.rank] = event
+            elif not isinstance(event, Shard):
+                found.append(event)
+    for by_rank in of_step.values():
+        found += (_seen(rank, by_rank, ranks, arranged) for rank in by_rank)
+    return found
+
+
+def _seen(
+    rank: int, by_rank: Mapping[int, Start | Update], ranks: wholes.Ranks, arranged: Layout
+) -> Start | Update:
+    """What `rank` told, with the tensors of the whole model."""
+    own = by_rank[rank]
+    parts: dict[str, Any] = {
+        part: wholes.seen_by(
+            rank, {other: getattr(one, part) for other, one in by_rank.items()}, ranks, arranged
+        )
+        for part in _PARTS[type(own)]
+    }
+    if isinstance(own, Start):
+        beside = [
+            one
+            for other, one in sorted(by_rank.items())
+            if isinstance(one, Start) and arranged.replica(other) == arranged.replica(rank)
+        ]
+        for kind in ("trainable", "frozen", "decayed"):
+            names = (name for one in beside for name in getattr(one, kind) or ())
+            parts[kind] = tuple(dict.fromkeys(map(arranged.first_name, names)))
+    elif own.grad_norm is not None:
+        norm = wholes.norm(parts["gradient"])
+        kept = [
+            one.applied_norm / one.grad_norm
+            for one in (own, *by_rank.values())
+            if isinstance(one, Update) and one.grad_norm and one.applied_norm is not None
+        ]
+        parts |= {"grad_norm": norm, "applied_norm": norm * kept[0] if norm and kept else norm}
+    return replace(own, **parts)

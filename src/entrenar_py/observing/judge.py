@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from entrenar_py.errors import WatchFinding
 from entrenar_py.observing.clauses import FINITENESS, IDENTITY, LIVENESS
 from entrenar_py.observing.exchange import Rows
-from entrenar_py.observing.pieces import Piece, holders
+from entrenar_py.observing.held import Piece, holders
 
 # Formats whose NaN and Inf the digest sees on every device.
 _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}

@@ -8,80 +8,92 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
-from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file, tensors
+from entrenar_py.observing import (
+    FAULTS,
+    FOLDER,
+    Observation,
+    backward,
+    pieces,
+    planted,
+    rank_file,
+    tensors,
+)
+from entrenar_py.observing.backward import BackwardPass
 from entrenar_py.observing.draws import Draws
 from entrenar_py.observing.rank_file import RankFile
-
-
-@dataclass(kw_only=True)
-class _MicroBatch:
-    """What is known of one backward pass."""
-
-    epoch: int
-    ids: tuple[int, ...]
-    draws: str | None
-    finite: bool
-    gradient: trace.Tensors
-    loss: tuple[float, float] | None = None  # mean, weight
+from entrenar_py.observing.subject import Subject
 
 
 class Observer(Observation):
-    """One rank's. Steps are those of the optimizer, micro-batches backward passes.
+    """One rank's. Steps are those of the optimizers, micro-batches backward passes.
 
     What a rank starts from is recorded when it first goes forward: a wrapper may have changed it
-    until then.
+    until then. Of several optimizers a step is over when each has made one, or one makes another.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         sampler: Any = None,
+        scheduler: Any = None,
         step: int = 0,
+        layout: Any = None,
+        tied: Iterable[Iterable[str]] = (),
     ) -> None:
-        self._model, self._optimizer, self._step = tensors.unwrapped(model), optimizer, step
-        tensors.require_whole(self._model)
-        self._parameters = dict(self._model.named_parameters())
-        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
-        self._names: dict[Tensor, str] = {p: name for name, p in self._parameters.items()}
-        num_elements = sum(one.numel() for one in self._parameters.values())
-        self._values = num_elements <= tensors.VALUES_MAX
+        self._rank, world_size = rank_file.environment_rank()
+        self._optimizers: Sequence[torch.optim.Optimizer] = (
+            (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        )
+        self._subject = Subject(
+            model,
+            self._optimizers,
+            declared=pieces.declared(layout, tied, world_size),
+            world_size=world_size,
+        )
+        self._model, self._step = self._subject.model, step
+        self._scheduler = scheduler
         self._draws = None if sampler is None else Draws(sampler)
         self._faults = [Fault.from_dict(one) for one in json.loads(os.environ.get(FAULTS, "[]"))]
-        self._rank, world_size = rank_file.environment_rank()
+        self._struck: set[Fault] = set()
         self._started = False
         self._ids: list[int] = []  # of the forward passes since the last backward
         self._epoch = 0
         self._told: list[int] | None = None  # samples, by the script
         self._losses: list[tuple[float, float]] = []
-        self._micros: list[_MicroBatch] = []
+        self._micros: list[BackwardPass] = []
+        self._num_micros = 0  # of this step that are in the file
+        self._overflowed = False  # whether the gradients that were reduced last are not finite
+        self._ending = False  # whether the end of this backward pass will be heard of
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
-        self._gradient: trace.Tensors = {}
+        self._gradient: dict[str, trace.TensorRecord] = {}
         self._norm: float | None = None  # before clipping, where the script says when that is
         self._applied_norm: float | None = None
+        self._stepped: set[int] = set()  # optimizers, in this step
         self._file = RankFile(
             Path(os.environ[FOLDER]),
             {
                 "rank": self._rank,
                 "world_size": world_size,
                 "pid": os.getpid(),
-                "values": self._values,
+                "values": self._subject.values,
                 "num_samples": None if self._draws is None else self._draws.num_samples,
                 "drop_last": self._draws is not None and self._draws.drop_last,
                 "versions": {"torch": str(torch.__version__)},
-                **tensors.facts(self._model, optimizer),
+                **tensors.facts(self._model, self._optimizers),
             },
         )
         self._hook()
@@ -101,8 +113,9 @@ class Observer(Observation):
         self._losses.append((float(mean), float(weight)))
 
     def reduced(self) -> None:
-        gradients = self._gradients()
-        self._gradient, self._norm = self._records(gradients), tensors.norm(gradients.values())
+        gradients = self._subject.gradients()
+        self._gradient = dict(self._subject.record(gradients))
+        self._norm = tensors.norm(gradients.values())
 
     def halted(
         self,
@@ -122,12 +135,13 @@ class Observer(Observation):
             tensor=tensor,
             ids=tuple(map(int, ids)),
         )
-        self._file.append([halt])
+        self._write([halt])
 
     def close(self) -> None:
         super().close()
+        self._end_step()
         self._file.close()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._parameter_handles):
             handle.remove()
         faulthandler.unregister(signal.SIGUSR1)
         self._stack.close()
@@ -136,112 +150,190 @@ class Observer(Observation):
     # --- what torch tells -------------------------------------------------------------------------
 
     def _hook(self) -> None:
-        self._handles: list[Any] = [
-            self._model.register_forward_pre_hook(lambda *_: self._before_forward()),
-            self._model.register_forward_hook(lambda *_: self._after_forward()),
-            # Before the hook that records them: gradients are recorded as they were made wrong.
-            *(_HOOKS[one.kind](self, one) for one in self._faults if self._strikes_here(one)),
-            torch.autograd.graph.register_multi_grad_hook(
-                list(self._trained.values()), self._after_backward, mode="all"
-            ),
-            self._optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            self._optimizer.register_step_post_hook(lambda *_: self._after_step()),
-        ]
-
-    def _strikes_here(self, fault: Fault) -> bool:
-        return fault.kind in _HOOKS and fault.rank in (None, self._rank)
-
-    def _strikes_now(self, fault: Fault) -> bool:
-        """Whether `fault` is of this micro-batch: a shard is one of this rank, of this step."""
-        return fault.step == self._step and fault.shard in (None, len(self._micros))
-
-    def _spoil_gradient(self, fault: Fault) -> Any:
-        name, element = fault.tensor or next(iter(self._trained)), fault.element or 0
-
-        def spoil(gradient: Tensor) -> Tensor | None:
-            if not self._strikes_now(fault):
-                return None
-            self._note_fault(fault)
-            spoiled = gradient.clone()
-            spoiled.view(-1)[element] = float(fault.value or "nan")
-            return spoiled
-
-        return self._trained[name].register_hook(spoil)  # type: ignore[no-untyped-call]
-
-    def _spoil_loss(self, fault: Fault) -> Any:
-        def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
-            if not (isinstance(output, Tensor) and self._strikes_now(fault)):
-                return None
-            self._note_fault(fault)
-            # The value of the output alone: its gradient stays.
-            return output + (float(fault.value or "nan") - output.detach())
-
-        return self._model.register_forward_hook(spoil)
-
-    def _note_fault(self, fault: Fault) -> None:
-        event = trace.Injected(
-            fault=fault.to_dict(), step=self._step, rank=self._rank, shard=len(self._micros)
+        # The first of all: what others do before a forward pass changes the parameters.
+        self._first = self._model.register_forward_pre_hook(
+            lambda *_: self._before_forward(), prepend=True
         )
-        self._file.append([event])
+        self._handles: list[Any] = [
+            self._model.register_forward_hook(lambda *given: self._after_forward(given[-1])),
+            *(
+                hooked
+                for index, optimizer in enumerate(self._optimizers)
+                for hooked in (
+                    optimizer.register_step_pre_hook(partial(self._before_step, index)),
+                    optimizer.register_step_post_hook(partial(self._after_step, index)),
+                )
+            ),
+        ]
+        self._parameter_handles: list[Any] = []
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        for handle in self._parameter_handles:
+            handle.remove()
+        trained = list(self._subject.trained.values())
+        # Before the hook that records them: gradients are recorded as they were made wrong.
+        self._parameter_handles = [
+            planted.HOOKS[one.kind](self._subject, one, self._strikes)
+            for one in self._faults
+            if one.kind in planted.HOOKS and one.rank in (None, self._rank) and trained
+        ]
+        if not self._subject.is_fully_sharded:
+            self._parameter_handles.append(
+                torch.autograd.graph.register_multi_grad_hook(
+                    trained, self._after_backward, mode="all"
+                )
+            )
+
+    def _strikes(self, fault: Fault) -> bool:
+        """Whether `fault` is of this micro-batch, a shard being one of this rank, of this step, and
+        has not struck before: now it has, and that is noted.
+        """
+        place = self._num_micros + len(self._micros)
+        if fault.step != self._step or fault.shard not in (None, place) or fault in self._struck:
+            return False
+        self._struck.add(fault)
+        strike = trace.Injected(
+            fault=fault.to_dict(), step=self._step, rank=self._rank, shard=place
+        )
+        self._write([strike])
+        return True
 
     def _before_forward(self) -> None:
-        if not self._model.training:
+        if not (self._model.training and torch.is_grad_enabled()):
             return
-        self._start()
+        if self._overflowed and not any(
+            one is not None and pieces.local(one).any()
+            for one in self._subject.gradients().values()
+        ):
+            self._skip_step()
+        if next(iter(self._model._forward_pre_hooks)) == self._first.id:
+            self._start()
+        else:  # wrapped since: seen when its parameters are its own again, at the step at last
+            self._first.remove()
+            self._first = self._model.register_forward_pre_hook(
+                lambda *_: self._before_forward(), prepend=True
+            )
         self._collect()
         if not self._random[0]:
             self._random = (tensors.random_state(self._model), None)
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, output: Any) -> None:
         before, drawn = self._random
         if before and drawn is None and tensors.random_state(self._model) != before:
             self._random = (before, before)
+        if self._model.training and pieces.is_fully_sharded(self._model):
+            for one in tree_leaves(output):
+                if isinstance(one, Tensor) and one.requires_grad:
+                    one.register_hook(self._await_end)  # type: ignore[no-untyped-call]
+
+    def _await_end(self, _: Tensor) -> None:
+        """Where gradients are sharded no hook of a parameter is called before they are reduced:
+        the backward pass is over when what its engine was told to do last is done.
+        """
+        if not self._ending:
+            self._ending = True
+            backward.call_last(self._after_sharded_backward)
+
+    def _after_sharded_backward(self) -> None:
+        self._ending = False
+        self._start()
+        self._end_micro(self._subject.gradients().values(), {})
+        self._look_at_sum()
 
     def _after_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self._start()
-        named = dict(zip(self._trained, gradients, strict=True))
+        named = dict(zip(self._subject.trained, gradients, strict=True))
+        self._end_micro(gradients, self._subject.record(named) if self._subject.values else {})
+        backward.call_last(self._look_at_sum)
+
+    def _look_at_sum(self) -> None:
+        self._overflowed = not tensors.is_finite(self._subject.gradients().values())
+
+    def _skip_step(self) -> None:
+        """Gradients that were not finite are gone, and no optimizer was asked to step: as a
+        `GradScaler` does whose scale was too large. That is a step that moves nothing, and of the
+        gradients only the scale is known to be at fault; of a loss or a planted value it is told.
+        """
+        for micro in self._micros:
+            micro.finite, micro.gradient = True, {}
+        self._stepped.add(0)
+        self._end_step()
+
+    def _end_micro(self, gradients: Iterable[Tensor | None], records: trace.Tensors) -> None:
         self._collect()
         self._micros.append(
-            _MicroBatch(
+            BackwardPass(
                 epoch=self._epoch,
                 ids=tuple(self._ids),
                 draws=self._random[1],
-                finite=tensors.is_finite(iter(gradients)),
-                gradient=self._records(named) if self._values else {},
+                finite=tensors.is_finite(gradients),
+                gradient=records,
             )
         )
         self._random, self._ids = ("", None), []
         self._perhaps_die()
 
-    def _before_step(self) -> None:
+    def _before_step(self, index: int, *_: Any) -> None:
         self._start()
+        if index in self._stepped:
+            self._end_step()
         self._write_shards()
-        gradients = self._gradients()
+        due = self._subject.stepped_by(index, alone=not self._stepped)
+        gradients = self._subject.gradients()
         if self._norm is None:
-            self._gradient = self._records(gradients)
-        else:
+            self._gradient |= self._subject.record({name: gradients[name] for name in due})
+        elif not self._stepped:
             self._applied_norm = tensors.norm(gradients.values())
 
-    def _after_step(self) -> None:
-        self._file.append(
+    def _write_shards(self) -> None:
+        for micro, loss in zip(self._micros, self._losses, strict=False):
+            micro.loss = loss
+        self._write(
+            [
+                one.shard(step=self._step, rank=self._rank, index=self._num_micros + n)
+                for n, one in enumerate(self._micros)
+            ]
+        )
+        self._num_micros += len(self._micros)
+        self._micros.clear()
+        self._losses.clear()
+
+    def _after_step(self, index: int, *_: Any) -> None:
+        self._stepped.add(index)
+        if len(self._stepped) == len(self._optimizers):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Records what the optimizers made of it, if any did."""
+        if not self._stepped:
+            return
+        self._write_shards()
+        parameters = self._subject.parameters
+        state = self._subject.optimizer_state()
+        self._write(
             [
                 trace.Update(
                     step=self._step,
                     rank=self._rank,
                     loss=None,
                     weight=0.0,  # of all ranks together: known when their files are
-                    learning_rate=float(self._optimizer.param_groups[0]["lr"]),
-                    finite=tensors.is_finite(iter(self._parameters.values())),
+                    learning_rate=float(self._optimizers[0].param_groups[0]["lr"]),
+                    finite=tensors.is_finite(parameters.values()),
                     gradient=self._gradient,
                     grad_norm=self._norm,
                     applied_norm=self._applied_norm,
-                    weights=self._records(self._parameters),
-                    optimizer=self._optimizer_state(),
+                    weights=self._subject.record(parameters),
+                    optimizer=state,
                 )
             ]
         )
-        self._step += 1
+        self._stepped.clear()
+        self._gradient = {}
         self._norm = self._applied_norm = None
+        self._num_micros = 0
+        self._overflowed = False
+        self._step += 1
 
     def _perhaps_die(self) -> None:
         """Kills this process if that is planned here; once, since it may be started again."""
@@ -251,48 +343,43 @@ class Observer(Observation):
             if (fault.rank, fault.step) == (self._rank, self._step):
                 place = {"step": self._step, "rank": self._rank}
                 gone = trace.Membership(**place, change="left", reason="killed (SIGKILL)")
-                self._file.append([trace.Injected(fault=fault.to_dict(), **place), gone])
+                self._write([trace.Injected(fault=fault.to_dict(), **place), gone])
                 os.kill(os.getpid(), signal.SIGKILL)
 
     # --- what is recorded -------------------------------------------------------------------------
 
+    def _write(self, events: Sequence[trace.Event]) -> None:
+        """Behind what is new of where the pieces lie that `events` have."""
+        news = self._subject.news()
+        if news is not None:
+            self._file.arrange(news)
+        self._file.append(events)
+
     def _start(self) -> None:
+        if self._subject.look_up():
+            self._hook_parameters()
         if self._started:
             return
         self._started = True
-        groups = self._optimizer.param_groups
-        decayed = {p for group in groups if group.get("weight_decay") for p in group["params"]}
+        subject, decayed = self._subject, self._subject.decayed()
+        parameters = subject.parameters
         start = trace.Start(
             step=self._step,
             rank=self._rank,
-            trainable=tuple(self._trained),
-            frozen=tuple(name for name in self._parameters if name not in self._trained),
-            decayed=tuple(name for name, p in self._parameters.items() if p in decayed),
+            trainable=tuple(subject.trained),
+            frozen=tuple(name for name in parameters if name not in subject.trained),
+            decayed=tuple(name for name, p in parameters.items() if p in decayed),
             resumed=self._step > 0,
-            weights=self._records(self._parameters),
-            optimizer=self._optimizer_state(),
+            progress=self._progress(),
+            weights=subject.record(parameters),
+            optimizer=subject.optimizer_state(),
         )
-        self._file.append([start])
+        self._write([start])
 
-    def _write_shards(self) -> None:
-        for micro, loss in zip(self._micros, self._losses, strict=False):
-            micro.loss = loss
-        self._file.append(map(self._shard, range(len(self._micros)), self._micros))
-        self._micros.clear()
-        self._losses.clear()
-
-    def _gradients(self) -> dict[str, Tensor | None]:
-        return {name: parameter.grad for name, parameter in self._trained.items()}
-
-    def _optimizer_state(self) -> trace.Tensors:
-        return self._records(dict(tensors.optimizer_state(self._optimizer, self._names)))
-
-    def _records(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
-        return {
-            name: tensors.record(tensor, values=self._values)
-            for name, tensor in named.items()
-            if tensor is not None
-        }
+    def _progress(self) -> dict[str, int]:
+        """Where the schedule stands, if the script gave one."""
+        place = getattr(self._scheduler, "last_epoch", None)
+        return {} if place is None else {"schedule": int(place)}
 
     def _collect(self) -> None:
         """Notes the samples of a forward pass; a batch that none was made of was skipped."""
@@ -304,30 +391,7 @@ class Observer(Observation):
             self._ids += ids
             self._epoch = epoch if ids else self._epoch
 
-    def _shard(self, index: int, micro: _MicroBatch) -> trace.Shard:
-        mean, weight = (None, len(micro.ids)) if micro.loss is None else micro.loss
-        return trace.Shard(
-            step=self._step,
-            epoch=micro.epoch,
-            rank=self._rank,
-            shard=index,  # of this rank: all are numbered when their files are put together
-            ids=micro.ids,
-            loss_sum=None if mean is None else mean * weight,
-            weight=float(weight),
-            finite=micro.finite and (mean is None or mean - mean == 0),
-            draws=micro.draws,
-            gradient=micro.gradient,
-        )
-
     def _leave(self) -> None:
         """The process ends by itself, well or by an exception."""
         error = getattr(sys, "last_value", None)
         self._file.close("" if error is None else f"{type(error).__name__}: {error}")
-
-
-# What a planted value does, by its kind.
-_HOOKS: dict[str, Callable[[Observer, Fault], Any]] = {
-    "non_finite_gradient": Observer._spoil_gradient,
-    "huge_gradient": Observer._spoil_gradient,
-    "non_finite_loss": Observer._spoil_loss,
-}

@@ -1,7 +1,8 @@
 """The file in which one rank of somebody's own trainer keeps what it records, line by line.
 
-A header, an event a line, and a last line if training came to its end: what is there when the
-process dies stays.
+A header, an event a line, between them lines on how ranks are arranged and which pieces of tensors
+this one holds, and a last line if training came to its end: what is there when the process dies
+stays.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from entrenar_py import trace
-from entrenar_py.errors import TraceError
+from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.observing import layout
+from entrenar_py.observing.layout import Layout, Piece
 
 VERSION = 1
 SUFFIX = ".rank.jsonl"
@@ -35,8 +38,9 @@ _WELL = _closing("").encode()
 class RankTrace:
     """What one rank recorded in its `life`, 0 for its first one.
 
-    `header` is how it was launched and what it declared; `ended` whether training came to its end,
-    and `problem` what it ended by, empty if by nothing.
+    `header` is how it was launched and what it declared; `layout` how the ranks are arranged, None
+    where it did not say, and `pieces` the place of each tensor of which it holds a part, by name;
+    `ended` whether training came to its end, and `problem` what it ended by, empty if by nothing.
     """
 
     life: int
@@ -44,6 +48,8 @@ class RankTrace:
     events: tuple[trace.Event, ...]
     ended: bool
     problem: str
+    layout: Layout | None = None
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -63,6 +69,10 @@ class RankFile:
     def append(self, events: Iterable[trace.Event]) -> None:
         """Writes `events`: who kills the process now takes none of them along."""
         self._write(trace.dump_events(events).decode())
+
+    def arrange(self, told: Mapping[str, Any]) -> None:
+        """Writes how the ranks are arranged, and where pieces lie: it is so of what comes next."""
+        self._write(json.dumps({"kind": "layout", **told}) + "\n")
 
     def close(self, problem: str = "") -> None:
         """Says that training is over, and what by; nothing can be written after that."""
@@ -97,19 +107,38 @@ def load(path: Path) -> RankTrace:
     if header.get("kind") != "rank" or header.get("version") != VERSION:
         raise TraceError(f"{path}:1: no header of a rank's file of version {VERSION}")
     closing = records[-1] if records[-1].get("kind") == "closed" else None
-    events = []
+    events: list[trace.Event] = []
+    arranged: Layout | None = None
+    pieces: dict[str, Piece] = {}
     for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
         try:
-            events += trace.load_events(line)
-        except TraceError as error:
+            if records[number - 1].get("kind") == "layout":
+                arranged, fresh = _arranged(records[number - 1], header)
+                pieces |= fresh
+            else:
+                events += trace.load_events(line)
+        except UsageError as error:
             raise TraceError(f"{path}:{number}: {error}") from error
     return RankTrace(
+        layout=arranged,
+        pieces=pieces,
         life=life_of(path),
         header=header,
         events=tuple(events),
         ended=closing is not None,
         problem="" if closing is None else str(closing.get("problem", "")),
     )
+
+
+def _arranged(
+    told: Mapping[str, Any], header: Mapping[str, Any]
+) -> tuple[Layout, dict[str, Piece]]:
+    try:
+        axes = layout.require(dict(told["axes"]), int(header["world_size"]), "layout")
+        found = Layout(axes=axes, tied=layout.require_ties(told["tied"]))
+        return found, {name: layout.piece_from(one) for name, one in told["pieces"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"layout can't be read ({error!r})") from error
 
 
 def life_of(path: Path) -> int:

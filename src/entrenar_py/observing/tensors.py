@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
-from entrenar_py.errors import UsageError
+from entrenar_py.observing import pieces
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 VALUES_MAX = 2**16  # elements of a model up to which values are kept beside digests
 
 
@@ -22,7 +22,7 @@ def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
     """The record of a tensor on any device. What numpy has no name for is kept as float32, which
     holds every bfloat16 exactly.
     """
-    plain = tensor.detach()
+    plain = tensor.detach().contiguous()
     if plain.dtype is torch.bfloat16:
         plain = plain.float()
     return trace.record_tensor(plain.cpu().reshape(-1).numpy(), values=values)
@@ -49,14 +49,16 @@ def optimizer_state(
                     yield f"{names[parameter]}/{key}", torch.as_tensor(value)
 
 
-def is_finite(tensors: Iterator[Tensor | None]) -> bool:
-    """Whether none of them holds NaN or Inf."""
-    return all(bool(one.isfinite().all()) for one in tensors if one is not None)
+def is_finite(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing that this rank holds of them is NaN or Inf."""
+    held = (pieces.local(one) for one in tensors if one is not None)
+    return all(bool(one.isfinite().all()) for one in held)
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
-    """The L2 norm of all of them together, added in float64; of none, 0."""
-    squares = [float(one.detach().double().square().sum()) for one in tensors if one is not None]
+    """The L2 norm of what this rank holds of all of them together, added in float64; of none, 0."""
+    held = [pieces.local(one).double() for one in tensors if one is not None]
+    squares = [float(one.square().sum()) for one in held]
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
 
@@ -69,14 +71,9 @@ def random_state(model: torch.nn.Module) -> str:
     return digest.hexdigest(16)
 
 
-def require_whole(model: torch.nn.Module) -> None:
-    """Returns if every rank holds all of each parameter; UsageError where one has a part of it."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise UsageError(
-                f"parameter {name} is sharded ({parameter.placements}): observe() knows whole "
-                "parameters only; take the line out, or observe the trainer without sharding"
-            )
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers of parts of the model put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _plain(value: Any) -> Any:
@@ -86,19 +83,20 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-def facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is declared of the optimizer and of dropout, as JSON can hold it."""
+def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What is declared of the optimizers and of dropout, as JSON can hold it."""
     groups = [
         {
             name: _plain(value)
             for name, value in group.items()
             if isinstance(value, bool | int | float | Tensor | tuple | None)
         }
+        for optimizer in optimizers
         for group in optimizer.param_groups
     ]
     dropouts = [one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)]
     return {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers)),
         "groups": groups,
         "dropout": max(dropouts, default=0.0),
     }

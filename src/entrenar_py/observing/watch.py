@@ -18,8 +18,8 @@ from entrenar_py.errors import UsageError, WatchFinding
 from entrenar_py.observing import clauses, digest, exchange, tensors
 from entrenar_py.observing.digest_table import ROW_WORDS, DigestTable, places
 from entrenar_py.observing.exchange import Exchange
+from entrenar_py.observing.held import Parameters, local
 from entrenar_py.observing.judge import Judge, Watched
-from entrenar_py.observing.pieces import Parameters, local
 
 _LOG = logging.getLogger("entrenar_py")
 _LIVE = 3  # the word of a row that says that the tensor should have moved

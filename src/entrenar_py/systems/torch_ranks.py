@@ -192,7 +192,9 @@ class _Lives:
         ranks, problems = assembly.load(folder)
         if problems:
             raise SystemFailure(problems[0])
-        events = assembly.numbered(assembly.ordered(ranks), self._scenario.accumulation)
+        events = assembly.numbered(
+            assembly.ordered(ranks), self._scenario.accumulation, assembly.places(ranks)
+        )
         for event in events:
             if isinstance(event, trace.Injected):
                 fault = placed[json.dumps(dict(event.fault))]

@@ -1,0 +1,48 @@
+"""A backward pass: what is known of it, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from entrenar_py import trace
+
+
+@dataclass(kw_only=True)
+class BackwardPass:
+    """What is known of one; `loss` is a mean and its weight."""
+
+    epoch: int
+    ids: tuple[int, ...]
+    draws: str | None
+    finite: bool
+    gradient: trace.Tensors
+    loss: tuple[float, float] | None = None
+
+    def shard(self, *, step: int, rank: int, index: int) -> trace.Shard:
+        """Its record, as micro-batch `index` of this rank: all are numbered when their files are
+        put together.
+        """
+        mean, weight = (None, len(self.ids)) if self.loss is None else self.loss
+        return trace.Shard(
+            step=step,
+            epoch=self.epoch,
+            rank=rank,
+            shard=index,
+            ids=self.ids,
+            loss_sum=None if mean is None else mean * weight,
+            weight=float(weight),
+            finite=self.finite and (mean is None or mean - mean == 0),
+            draws=self.draws,
+            gradient=self.gradient,
+        )
+
+
+def call_last(call: Callable[[], None]) -> None:
+    """Has `call` made when this backward pass is over, behind all that others had queued when it
+    began: so it is queued twice.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(call))

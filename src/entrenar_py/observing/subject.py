@@ -1,0 +1,149 @@
+"""What is observed, by name: a model's parameters and what its optimizers keep of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from entrenar_py import trace
+from entrenar_py.errors import UsageError
+from entrenar_py.observing import layout, pieces, tensors
+from entrenar_py.observing.layout import Layout, Piece
+
+
+class Subject:
+    """The model without what is wrapped around it, and its optimizers.
+
+    Parameters may be replaced by new objects while it is trained: `look_up` finds them anew.
+    `pieces` are those of the tensors that this rank holds a part of, as far as they were recorded.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        declared: Layout | None,
+        world_size: int,
+    ) -> None:
+        self.model, self.optimizers = tensors.unwrapped(model), optimizers
+        self._declared, self._world_size = declared, world_size
+        self.parameters: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece] = {}
+        self._told: dict[str, Any] = {}
+        self.look_up()
+
+    def look_up(self) -> bool:
+        """Whether names stand for other objects now than when they were looked up last.
+
+        Where whole parameters are in the place of pieces, for a while, those are left as known.
+        """
+        found: dict[str, Tensor] = {
+            tensors.plain_name(n): p for n, p in self.model.named_parameters()
+        }
+        known = [(p, found.get(name)) for name, p in self.parameters.items()]
+        same = len(found) == len(known) and all(now is before for before, now in known)
+        gathered = any(
+            isinstance(before, DTensor) and not isinstance(now, DTensor) for before, now in known
+        )
+        if known and (same or gathered):
+            return False
+        self.parameters = found
+        self.is_fully_sharded = pieces.is_fully_sharded(self.model)
+        self.trained = {name: p for name, p in found.items() if p.requires_grad}
+        self._names = {p: name for name, p in found.items()}
+        self.layout = self._arranged()
+        self.values = sum(p.numel() for p in found.values()) <= tensors.VALUES_MAX
+        placed = {name: pieces.piece_of(p) for name, p in found.items()}
+        self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
+        self._require_values()
+        return True
+
+    def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
+        """What this rank holds of each of these: the model's parameters, or tensors placed as
+        those are; what is placed otherwise, or is a term of a sum, is left out as unknown.
+        """
+        return {
+            name: tensors.record(pieces.local(tensor), values=self.values)
+            for name, tensor in named.items()
+            if tensor is not None
+            and not pieces.is_partial(tensor)
+            and pieces.piece_of(tensor) == self.pieces.get(name)
+        }
+
+    def optimizer_state(self) -> trace.Tensors:
+        """`parameter/key` -> what the optimizers keep."""
+        state: dict[str, Tensor | None] = {}
+        for optimizer in self.optimizers:
+            state |= tensors.optimizer_state(optimizer, self._names)
+        for name, tensor in state.items():
+            piece = None if tensor is None else pieces.piece_of(tensor)
+            if piece is not None:
+                self.pieces.setdefault(name, piece)
+        return self.record(state)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of each parameter that is trained, as far as there is one."""
+        return {name: p.grad for name, p in self.trained.items()}
+
+    def stepped_by(self, index: int, *, alone: bool) -> list[str]:
+        """The names that an optimizer steps; `alone`: and those that none does, which are
+        nobody's.
+        """
+        held = [{p for g in one.param_groups for p in g["params"]} for one in self.optimizers]
+        return [
+            name
+            for name, p in self.trained.items()
+            if p in held[index] or (alone and not any(p in one for one in held))
+        ]
+
+    def first_held(self) -> str:
+        """The first parameter that is trained and of which this rank holds something of its own;
+        else the first.
+        """
+        mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
+        return next(mine, next(iter(self.trained)))
+
+    def decayed(self) -> set[Tensor]:
+        """The parameters that weight decay acts on."""
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        return {p for group in groups if group.get("weight_decay") for p in group["params"]}
+
+    def news(self) -> Mapping[str, Any] | None:
+        """What is to be told of layout and pieces and was not told before; None if nothing is."""
+        if self.layout is None:
+            return None
+        told: dict[str, Any] = {
+            "axes": list(map(list, self.layout.axes.items())),
+            "tied": list(map(list, self.layout.tied)),
+        }
+        placed = {name: piece.to_list() for name, piece in self.pieces.items()}
+        fresh = {name: piece for name, piece in placed.items() if self._told.get(name) != piece}
+        if not fresh and self._told.get("axes") == told["axes"]:
+            return None
+        self._told.update(fresh | told)
+        return {**told, "pieces": fresh}
+
+    def _arranged(self) -> Layout | None:
+        """As it was declared, else as the parameters' meshes show it; None where nobody says."""
+        declared = self._declared
+        if declared is not None and declared.axes:
+            return declared
+        found = pieces.read_off(self.model, self._world_size)
+        if declared is None:
+            return found
+        return replace(declared, axes=(found or layout.plain(self._world_size)).axes)
+
+    def _require_values(self) -> None:
+        if self.pieces and not self.values:
+            name, piece = next(iter(self.pieces.items()))
+            raise UsageError(
+                f"parameter {name} is sharded (rank holds {piece.shape} of {piece.whole}): whole "
+                f"tensors are made of the values of pieces, which are kept of models of up to "
+                f"{tensors.VALUES_MAX} parameters; observe the trainer with a smaller model"
+            )
