@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py import interrupts, trace
-from entrenar_py.command import ranks
+from entrenar_py.command import knobs, ranks
+from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import OUTPUT, Ended, launch
-from entrenar_py.command.ranks import Asked
+from entrenar_py.command.ranks import Asked, Turn
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.observing import FAULTS
@@ -31,12 +32,16 @@ PLACEHOLDERS = {
     "steps": "how many optimizer steps to make in all, also after a resume",
     "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
     "trace_dir": "the folder that the ranks record to",
+    **{name: knob.says for name, knob in KNOBS.items()},
 }
 
+# What compares a run with a knob turned with the usual one.
+_PAIRED = {"parity", "weighting"}
 # What compares a run with that of one worker.
 _BESIDE_ONE = {"coverage", "parity", "weighting", "randomness", "worker_count"}
 
 Show = Callable[[str], None]  # told what is run now
+Launcher = Callable[..., Ended]  # what `launch.launch` does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ class Plan:
     num_steps: int = NUM_STEPS
     deadline_s: float = DEADLINE_S
     folder: Path | None = None
+    launch: Launcher = launch
 
     def __post_init__(self) -> None:
         require_placeholders(self.command)
@@ -93,6 +99,23 @@ class Plan:
             found[f"{name}-resumed"] = replace(asked, stops=stops)
         return found
 
+    def pairs(self, usual: Trace) -> dict[str, Asked]:
+        """Name -> a run with one knob turned, of those that the command has."""
+        told = [name for name in KNOBS if self.can_say(name)]
+        wanted = set(self.wanted)
+        told = [
+            name for name in told if wanted & _PAIRED or (name == "clip" and "step_rule" in wanted)
+        ]
+        turned = [
+            Turn(name, value, knobs.beside(name, told))
+            for name in told
+            for value in knobs.turns(name, usual)
+        ]
+        asked = Asked(world_size=self.most, seed=self.seed)
+        return {
+            f"{_name(self.most)}-{one.knob}-{one.value}": replace(asked, turn=one) for one in turned
+        }
+
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
     """Runs the command as often as `plan` says: each run's trace, and the file that it is kept in.
@@ -115,7 +138,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
             if found.end.status == "failed":
                 return
             like = found.scenario
-            planned |= plan.others(like)
+            planned |= plan.others(like) | plan.pairs(found)
 
 
 def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace:
@@ -130,9 +153,11 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
             "steps": str(num_steps),
             "trace_dir": str(folder),
             "workdir": str(folder / "work"),
+            **{knob: one.usual for knob, one in KNOBS.items()},
+            **(asked.turn.values if asked.turn else {}),
         }
         closed = partial(ranks.have_closed, folder, asked.world_size, life)
-        ended = launch(
+        ended = plan.launch(
             [_filled(word, values) for word in plan.command],
             folder=folder,
             variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
@@ -142,7 +167,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
         if ended.code is None and not closed():  # else it hung when all was done, and goes on
             break
     assert ended is not None, "it was launched"
-    return ranks.trace_of(folder, asked, ended, like)
+    return ranks.trace_of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
 
 
 def _stops(like: Scenario) -> tuple[int, ...]:
