@@ -8,7 +8,7 @@ import pytest
 
 from entrenar_py.verdict import Verdict
 from falsification.user_trainers import TWINS, Twin
-from tests.command import scripts
+from tests.command import scripts, zygote
 
 # What no run of the example says anything about, or not enough: why is in its reason.
 OPEN = {
@@ -26,7 +26,8 @@ def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
     """On no clause; and all that the script reveals is held."""
     # What becomes of a worker that is killed is a matter of the launcher: tried with one script.
     wanted = (*WANTED, "recovery") if script == "ddp.py" else WANTED
-    traces = scripts.record(scripts.command(scripts.EXAMPLES / script), wanted, tmp_path)
+    told = scripts.command(scripts.EXAMPLES / script)
+    traces = scripts.record(told, wanted, tmp_path, launch=zygote.launch)
     found = scripts.findings(traces)
     assert {name: one for name, one in found.items() if one.verdict is Verdict.FALSIFIED} == {}
     undecided = {name for name, one in found.items() if one.verdict is Verdict.INCONCLUSIVE}
@@ -44,7 +45,11 @@ def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
     script = tmp_path / twin.script
     script.write_text(text)
     traces = scripts.record(
-        scripts.command(script), {twin.check}, tmp_path / "runs", world_sizes=(twin.world_size,)
+        scripts.command(script),
+        {twin.check},
+        tmp_path / "runs",
+        world_sizes=(twin.world_size,),
+        launch=zygote.launch,
     )
     finding = scripts.findings(traces, {twin.check})[twin.check]
     assert finding.verdict is Verdict.FALSIFIED, finding
