@@ -7,6 +7,20 @@ from __future__ import annotations
 
 from falsification.user_trainers import Twin
 
+# What makes the script that resumes one with micro-batches.
+RESUMED_IN_MICRO_BATCHES = (
+    ("given = cli", 'cli.add_argument("--accumulation", type=int, default=1)\ngiven = cli'),
+    ("GLOBAL_BATCH // dist", "GLOBAL_BATCH // given.accumulation // dist"),
+    ("divmod(step, len(loader))", "divmod(step * given.accumulation, len(loader))"),
+    ("        optimizer.zero_grad()\n        loss.b", "        (loss / given.accumulation).b"),
+    (
+        "        torch.nn.utils",
+        "        if (index + 1) % given.accumulation:\n            continue\n"
+        "        torch.nn.utils",
+    ),
+    ("        schedule.step()\n", "        optimizer.zero_grad()\n        schedule.step()\n"),
+)
+
 VARIANTS = (
     Twin(
         name="under autocast, in bfloat16",
@@ -126,5 +140,11 @@ VARIANTS = (
         name="samples in their own order, in every epoch",
         script="ddp.py",
         changes=(("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"),),
+    ),
+    Twin(
+        name="stopped and resumed in micro-batches",
+        script="resume.py",
+        turned=("accumulation",),
+        changes=RESUMED_IN_MICRO_BATCHES,
     ),
 )

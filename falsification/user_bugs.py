@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from falsification.user_benign import RESUMED_IN_MICRO_BATCHES
 from falsification.user_trainers import Twin
 
 BUGS = (
@@ -264,5 +265,18 @@ BUGS = (
         world_size=1,
         changes=(('    model.load_state_dict(saved["model"])\n', ""),),
         check="resume",
+    ),
+    Twin(
+        name="GAS-RESUME: the place to resume at is counted in steps, not in micro-batches",
+        script="resume.py",
+        world_size=1,
+        turned=("accumulation",),
+        changes=(
+            *RESUMED_IN_MICRO_BATCHES[:2],
+            ("divmod(step, len(loader))", "divmod(step, len(loader) // given.accumulation)"),
+            *RESUMED_IN_MICRO_BATCHES[3:],
+        ),
+        check="resume",
+        words="other samples are drawn",
     ),
 )

@@ -27,7 +27,7 @@ def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
     """What runs a script; that of `resume.py` says how long and where, `knobs.py` has knobs."""
     told: tuple[str, ...] = tuple(word for knob in turned for word in KNOBS[knob])
     if script.name == "resume.py":
-        told = ("--steps", "{steps}", "--dir", "{workdir}")
+        told += ("--steps", "{steps}", "--dir", "{workdir}")
     return (sys.executable, str(LAUNCHER), "{world_size}", str(script), *told)
 
 

@@ -43,7 +43,8 @@ ROUNDING_STEPS = 4
 ADAM_GRADIENT_BOUND = 1e-2
 ADAM_LOSS_BOUND = 1e-3
 # Of runs in 16 bits, in roundings of that precision: a gradient goes through every layer twice, and
-# which way each number is rounded changes with the order of a sum.
+# which way each number is rounded changes with the order of a sum. Seen over 4 seeds of 4 scripts
+# in bfloat16, with autocast and without: 5 of a gradient, 1.1 of a loss.
 COARSE_GRADIENT_UNITS = 16
 COARSE_LOSS_UNITS = 4
 
@@ -138,9 +139,9 @@ class Bounds:
         own = [one for one in runs if one.scenario.workload == "own"]
         unit = precision.unit(*own)
         coarse = unit > precision.FLOAT32
-        loss, gradient = LOSS_BOUND, GRADIENT_BOUND
+        loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
         if coarse:
-            loss, gradient = COARSE_LOSS_UNITS * unit, COARSE_GRADIENT_UNITS * unit
+            loss, gradient, floor = COARSE_LOSS_UNITS * unit, COARSE_GRADIENT_UNITS * unit, unit
         return cls(
             loss=loss,
             loss_moved=max(loss, ADAM_LOSS_BOUND) if adam else loss,
@@ -148,8 +149,8 @@ class Bounds:
             gradient_moved=max(gradient, ADAM_GRADIENT_BOUND) if adam else gradient,
             weights=gradient,
             start=max(START_BOUND, unit) if coarse else START_BOUND,
-            loss_floor=LEARNED_AWAY * unit / precision.FLOAT32 * _largest(losses),
-            gradient_floor=LEARNED_AWAY * unit / precision.FLOAT32 * _largest(norms),
+            loss_floor=floor * _largest(losses),
+            gradient_floor=floor * _largest(norms),
             adam=adam,
         )
 

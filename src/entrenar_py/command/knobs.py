@@ -56,9 +56,12 @@ KNOBS: Mapping[str, Knob] = {
 }
 
 
-def turns(name: str, usual: Trace) -> tuple[str, ...]:
-    """What `name` is turned to, where the usual run was `usual`."""
-    return (_limit(usual),) if name == "clip" else KNOBS[name].others
+def turns(name: str, usual: Trace | None) -> tuple[str, ...]:
+    """What `name` is turned to; for a clipping norm from the gradients of the usual run."""
+    if name != "clip":
+        return KNOBS[name].others
+    assert usual is not None, "it was run first"
+    return (_limit(usual),)
 
 
 def beside(name: str, told: Collection[str]) -> tuple[tuple[str, str], ...]:

@@ -69,7 +69,7 @@ def trace_of(
     if unclipped and not (asked.turn and asked.turn.knob == "clip"):
         options = {name: told for name, told in scenario.options.items() if name != "clipping"}
         scenario = scenario.with_(options=options)
-    if asked.turn is not None and like is not None:
+    if asked.turn is not None and like is not None and not asked.stops:
         told, usual = asked.turn, KNOBS[asked.turn.knob].usual
         scenario = pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
     events = _in_their_epochs(events, scenario)

@@ -96,24 +96,29 @@ class Plan:
         if "recovery" in self.wanted and self.most > 1:
             found[f"{name}-killed"] = replace(asked, faults=(leave,))
         if {"resume", "optimizer_state"} & set(self.wanted) and stops:
-            found[f"{name}-resumed"] = replace(asked, stops=stops)
+            # In micro-batches, which the place in the data is counted in or is not; if it can be.
+            turned = next(iter(self._turns("accumulation")), None)
+            if turned is not None:
+                found[_name(self.most, turned)] = replace(asked, turn=turned)
+            found[f"{_name(self.most, turned)}-resumed"] = replace(asked, stops=stops, turn=turned)
         return found
+
+    def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
+        """What a knob is turned to, if the command has it."""
+        if not self.can_say(knob):
+            return []
+        beside = knobs.beside(knob, [name for name in KNOBS if self.can_say(name)])
+        return [Turn(knob, value, beside) for value in knobs.turns(knob, usual)]
 
     def pairs(self, usual: Trace) -> dict[str, Asked]:
         """Name -> a run with one knob turned, of those that the command has."""
-        told = [name for name in KNOBS if self.can_say(name)]
         wanted = set(self.wanted)
-        told = [
-            name for name in told if wanted & _PAIRED or (name == "clip" and "step_rule" in wanted)
-        ]
-        turned = [
-            Turn(name, value, knobs.beside(name, told))
-            for name in told
-            for value in knobs.turns(name, usual)
-        ]
+        told = KNOBS if wanted & _PAIRED else ("clip",) if "step_rule" in wanted else ()
         asked = Asked(world_size=self.most, seed=self.seed)
         return {
-            f"{_name(self.most)}-{one.knob}-{one.value}": replace(asked, turn=one) for one in turned
+            _name(self.most, turn): replace(asked, turn=turn)
+            for name in told
+            for turn in self._turns(name, usual)
         }
 
 
@@ -124,21 +129,23 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
     output and its ranks' files. Where the first run fails no other is made: they would, too.
     """
     base = plan.folder or Path(tempfile.mkdtemp(prefix="entrenar-"))
-    like: Scenario | None = None
+    likes: dict[Turn | None, Scenario] = {}  # of the undisturbed runs, by what was turned in them
     planned = plan.plain()
     while planned:
         name = next(iter(planned))
         asked = planned.pop(name)
         interrupts.check()
         show(f"{shlex.join(plan.command)} ({name})")
+        like = likes.get(asked.turn if asked.stops else None)
         found = _run(plan, asked, (base / name).absolute(), like)
         trace.save(found, base / f"{name}.jsonl")
         yield base / f"{name}.jsonl", found
-        if like is None:
+        if not likes:
             if found.end.status == "failed":
                 return
-            like = found.scenario
-            planned |= plan.others(like) | plan.pairs(found)
+            planned |= plan.others(found.scenario) | plan.pairs(found)
+        if not (asked.stops or asked.faults or asked.repeat):
+            likes.setdefault(asked.turn, found.scenario)
 
 
 def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace:
@@ -180,8 +187,9 @@ def _stops(like: Scenario) -> tuple[int, ...]:
     return tuple(sorted(places))
 
 
-def _name(world_size: int) -> str:
-    return f"{world_size}-worker{'' if world_size == 1 else 's'}"
+def _name(world_size: int, turn: Turn | None = None) -> str:
+    told = "" if turn is None else f"-{turn.knob}-{turn.value}"
+    return f"{world_size}-worker{'' if world_size == 1 else 's'}{told}"
 
 
 def _clear(folder: Path) -> None:

@@ -26,6 +26,8 @@ _TURNED = {
     "step_rule": ("clip",),
     "replica_identity": (),
     "liveness": (),
+    "resume": (),
+    "optimizer_state": (),
 }
 
 
