@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test mutants soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
+.PHONY: verify test mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -20,6 +20,10 @@ test: setup
 # Every planted bug, and what kills it.
 mutants: setup
 	$(BIN)/entrenar-check --mutants
+
+# Every planted bug in a script as users write them, and what finds it: real processes, some minutes.
+twins: setup
+	$(BIN)/python -m tests.command.twins
 
 # Ten thousand random schedules of faults under the simulator: every run ends right, and every mutant
 # is found. Beside them a thousand random scenarios on the unbroken trainers: no alarm allowed; an

@@ -15,14 +15,16 @@ class Twin:
     """`script` with each of `changes` (what stands there, what stands there instead).
 
     `check` has to find it with `world_size` workers, at `step` (-1: before the first one), `rank`
-    and `tensor` as far as these are named.
+    and `tensor` as far as these are named, with the knobs `turned` that the script has. Without a
+    check nothing is to be found at all.
     """
 
     name: str
     script: str
     changes: tuple[tuple[str, str], ...]
-    check: str
+    check: str = ""
     world_size: int = 2
+    turned: tuple[str, ...] = ()
     step: int | None = None
     rank: int | None = None
     tensor: str | None = None

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py import systems, trace
+from entrenar_py.checks import pairs
 from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
+from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import Ended
 from entrenar_py.faults import Fault
 from entrenar_py.observing import assembly, rank_file
@@ -25,6 +27,22 @@ LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 _RULES = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A knob of the script that does not stand as usual; and others that are to change nothing,
+    but for what this one may do wrong beside them.
+    """
+
+    knob: str
+    value: str
+    beside: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What stands for each of these knobs in the command."""
+        return {self.knob: self.value, **dict(self.beside)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a run was launched as."""
@@ -34,17 +52,26 @@ class Asked:
     repeat: int = 0
     faults: tuple[Fault, ...] = ()
     stops: tuple[int, ...] = ()
+    turn: Turn | None = None
 
 
-def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) -> trace.Trace:
+def trace_of(
+    folder: Path, asked: Asked, ended: Ended, like: Scenario | None, *, unclipped: bool = False
+) -> trace.Trace:
     """The trace of the run whose ranks' files are in `folder`; `failed` where it came to no end.
 
     What a run did not live to show (how many steps it makes, what is in its data) it has from
-    `like`, the scenario of an undisturbed one.
+    `like`, the scenario of an undisturbed one. `unclipped`: the command was told to clip nothing.
     """
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
     scenario = _scenario(ranks, events, asked, like)
+    if unclipped and not (asked.turn and asked.turn.knob == "clip"):
+        options = {name: told for name, told in scenario.options.items() if name != "clipping"}
+        scenario = scenario.with_(options=options)
+    if asked.turn is not None and like is not None and not asked.stops:
+        told, usual = asked.turn, KNOBS[asked.turn.knob].usual
+        scenario = pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
     events = in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
     if problems and status == "completed":
@@ -168,6 +195,8 @@ def _scenario(
             stops=asked.stops,
         )
     found = scenario_of(ranks, events, asked.world_size)
+    if like is not None:  # it is to be the same training, and a check says that it has other rates
+        found = found.with_(learning_rate=like.learning_rate)
     return found.with_(seed=asked.seed, repeat=asked.repeat)
 
 
@@ -218,7 +247,6 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
     strange = (
         name not in _RULES
         or len(decays) > 1
-        or (name == "Adam" and bool(decays))
         or any(group.get("maximize") or group.get("amsgrad") for group in groups)
         or any(group.get(key) != first.get(key) for group in groups for key in (*DEFAULTS, "lr"))
     )
@@ -228,6 +256,7 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
         if key in first and rule != "sgd" and _plain(first[key]) != _plain(usual):
             options[key] = _plain(first[key])
     options |= {"rule": "other"} if strange else {}
+    options |= {"decay": "coupled"} if name == "Adam" and decays else {}
     rate = float(first.get("initial_lr", first.get("lr", 0.0)))
     options |= {"schedule": "other"} if any(one != rate for one in rates) else {}
     return {

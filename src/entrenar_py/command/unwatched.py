@@ -33,7 +33,7 @@ def trace_of(files: Iterable[Path]) -> trace.Trace:
         environment=dict(lives[0].header["versions"]),
         promises=(),
         events=(
-            *assembly.numbered(events, scenario.accumulation, assembly.places(ranks)),
+            *assembly.numbered(events, scenario.accumulation, assembly.places(lives)),
             trace.End(status=status, reason=reason),
         ),
     )
