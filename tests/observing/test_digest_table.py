@@ -93,5 +93,6 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Says what to install."""
     monkeypatch.setitem(cast(dict[str, Any], sys.modules), "triton", None)
     monkeypatch.delitem(sys.modules, "entrenar_py.observing.digest_kernel", raising=False)
+    monkeypatch.delattr("entrenar_py.observing.digest_kernel", raising=False)
     with pytest.raises(BackendUnavailable, match="pip install triton"):
         DigestTable([torch.zeros(1)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ class Watch:
         self._pending: int | None = None  # the step whose rows were sent and not yet looked at
         self._table: DigestTable | None = None
         self._places: object = None
+        self._asked: tuple[int, ...] | None = None
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
         atexit.register(self._leave)
 
@@ -146,19 +147,28 @@ class Watch:
         if not idle:
             return
         rates = {p: group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        asked: dict[int, Tensor] = {}
+        asked: dict[int, Tensor] = {}  # row -> gradient
         for row in idle:
             one = parameters[row]
             if not one.requires_grad or one.grad is None or not local(one.grad).numel():
                 continue
-            # Of what is in no group the rate is unknown: nobody said that it should not move.
-            if one not in rates or float(rates[one]) > 0:
-                gradient = local(one.grad).detach()
-                asked[row] = torch.linalg.vector_norm(gradient, float("inf")).float()
+            # Of what is in no group the rate is unknown: nobody said that it should not move. Nor
+            # is that of a rate on a device, for which the host would have to wait.
+            rate = rates.get(one)
+            if rate is None or isinstance(rate, Tensor) or rate > 0:
+                asked[row] = local(one.grad).detach()
         if asked:
-            largest = torch.stack(list(asked.values()))
+            largest = torch.stack(_largest(asked.values()))
             live = ((largest > 0) & largest.isfinite()).to(rows)
-            rows[torch.tensor(list(asked), device=rows.device), _LIVE] = live
+            rows[:, _LIVE].index_put_((self._places_of(tuple(asked), rows.device),), live)
+
+    def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
+        """The rows `asked`, as an index on `device`: sent when they change, without waiting."""
+        if asked != self._asked:
+            rows = torch.tensor(asked)
+            rows = rows.pin_memory() if device.type == "cuda" else rows
+            self._asked, self._index = asked, rows.to(device, non_blocking=True)
+        return self._index
 
     def _leave(self) -> None:
         """The process ends without `close`: nothing can be stopped any more, and nothing may hang,
@@ -167,6 +177,17 @@ class Watch:
         if self._pending is not None and self._exchange.has_arrived():
             self._tell = lambda finding: _LOG.error("%s", finding)
             self._look()
+
+
+def _largest(gradients: Collection[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each, float32: a launch a dtype, not one a tensor."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for one in gradients:
+        by_dtype.setdefault(one.dtype, []).append(one)
+    found = {
+        dtype: iter(torch._foreach_norm(held, float("inf"))) for dtype, held in by_dtype.items()
+    }
+    return [next(found[one.dtype]).float() for one in gradients]
 
 
 def _stop(finding: WatchFinding) -> None:
