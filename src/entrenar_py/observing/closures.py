@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -13,12 +13,12 @@ def looked_at(
     named: Mapping[str, Any],
     *,
     look: Callable[[], None],
-    forget: Callable[[], None],
+    made: Sequence[list[Any]],
 ) -> Arguments | None:
     """Has `look` called when the gradients of a step are there, as a hook before the step: now, or
     when its closure has run, and then what that is called with instead of `arguments` and `named`.
 
-    A closure may be run again within the step (by LBFGS): then `forget` is called after it.
+    A closure may be run again within the step (by LBFGS): then what it `made` is cleared after it.
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
@@ -30,7 +30,11 @@ def looked_at(
     def run() -> Any:
         nonlocal looked
         loss = closure()
-        (forget if looked else look)()
+        if looked:
+            for one in made:
+                one.clear()
+        else:
+            look()
         looked = True
         return loss
 

@@ -274,11 +274,9 @@ class Observer(Observation):
         self._random, self._ids = ("", None), []
         self._perhaps_die()
 
-    def _step_begins(
-        self, index: int, _: Any, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> Arguments | None:
+    def _step_begins(self, index: int, _: Any, *given: Any) -> Arguments | None:
         look = partial(self._before_step, index)
-        return looked_at(arguments, named, look=look, forget=self._forget)
+        return looked_at(*given, look=look, made=(self._micros, self._losses))
 
     def _before_step(self, index: int) -> None:
         self._start()
@@ -302,11 +300,6 @@ class Observer(Observation):
             ]
         )
         self._num_micros += len(self._micros)
-        self._micros.clear()
-        self._losses.clear()
-
-    def _forget(self) -> None:
-        """What was made since the gradients were looked at is of no step."""
         self._micros.clear()
         self._losses.clear()
 
