@@ -9,11 +9,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def looked_at(
-    arguments: tuple[Any, ...],
-    named: Mapping[str, Any],
-    *,
     look: Callable[[], None],
     made: Sequence[list[Any]],
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
 ) -> Arguments | None:
     """Has `look` called when the gradients of a step are there, as a hook before the step: now, or
     when its closure has run, and then what that is called with instead of `arguments` and `named`.

@@ -275,8 +275,7 @@ class Observer(Observation):
         self._perhaps_die()
 
     def _step_begins(self, index: int, _: Any, *given: Any) -> Arguments | None:
-        look = partial(self._before_step, index)
-        return looked_at(*given, look=look, made=(self._micros, self._losses))
+        return looked_at(partial(self._before_step, index), (self._micros, self._losses), *given)
 
     def _before_step(self, index: int) -> None:
         self._start()
