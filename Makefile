@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
+.PHONY: verify test integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -16,6 +16,12 @@ verify: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=95 --durations=15
+
+# Trainers of others that own the loop (accelerate, Hugging Face's and Lightning's), which are large:
+# their examples are left alone, and the broken twins of these are found. Not part of `make test`.
+integrations: setup
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]'
+	$(BIN)/python -m pytest tests/command/test_integrations.py
 
 # Every planted bug, and what kills it.
 mutants: setup

@@ -30,6 +30,7 @@ FLOORS = {
     "verdict": 4,
     "systems": 5,
     "checks": 5,
+    "integrations": 5,
     "command": 6,
     "counterexamples": 6,
     "explore": 6,

@@ -24,6 +24,8 @@ OPEN = {
     "fsdp.py": {"recovery", "resume"},
     "tensor_parallel.py": {"recovery", "resume"},
     "knobs.py": {"recovery", "resume"},
+    "lora.py": {"recovery", "resume"},
+    "uneven.py": {"recovery", "resume"},
 }
 # One of each knob; `make twins` has the others.
 TRIED = ("GA-MEAN", "GA-STEP-EACH", "CLIP-BEFORE", "TP-PARTIAL", "weights are not")

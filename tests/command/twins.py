@@ -22,7 +22,9 @@ WANTED = (
 )
 
 
-def findings(twin: Twin, folder: Path) -> dict[str, Finding]:
+def findings(
+    twin: Twin, folder: Path, *, deadline_s: float = scripts.DEADLINE_S
+) -> dict[str, Finding]:
     """What is found on the runs of the changed script: by its check, or by all."""
     text = (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
@@ -38,6 +40,7 @@ def findings(twin: Twin, folder: Path) -> dict[str, Finding]:
         folder / "runs",
         world_sizes=(twin.world_size,),
         launch=zygote.launch,
+        deadline_s=deadline_s,
     )
     return scripts.findings(traces, wanted)
 
