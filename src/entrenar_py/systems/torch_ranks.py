@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -33,9 +33,8 @@ from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.faults import Fault
 from entrenar_py.observing import FAULTS, FOLDER, assembly, holdings
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import environment, membership
+from entrenar_py.systems import environment, membership, strikes
 from entrenar_py.systems.finite_guard import NotFinite
-from entrenar_py.training import sharding
 
 # Loaded once, in the parent of all ranks.
 PRELOAD = (
@@ -107,22 +106,34 @@ def crew() -> Crew:
 def run(
     scenario: Scenario,
     *,
+    micro_batches: int | None = None,
+    promises: tuple[str, ...] = (),
     group_size: Callable[[Scenario, int], int] = lambda *_: 1,
     in_stages: bool = False,
 ) -> trace.Trace:
     """Trains as `scenario` says with the system it names.
 
-    Of a number of ranks `group_size` tells how many, one after the other, compute one batch:
-    together, or `in_stages`, each with parameters of its own.
+    A rank has `micro_batches` a step, or as many as the scenario accumulates. Of a number of ranks
+    `group_size` tells how many, one after the other, compute one batch: together, or `in_stages`,
+    each with parameters of its own.
     """
+    num_micros = micro_batches or scenario.accumulation
+
+    def place(fault: Fault, workers: Sequence[int]) -> list[Fault]:
+        arranged = strikes.Arrangement(
+            micro_batches=num_micros,
+            group_size=group_size(scenario, len(workers)),
+            in_stages=in_stages,
+        )
+        return strikes.place(scenario, fault, workers, arranged)
+
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        place = _place_in_stages if in_stages else _place
-        lives = _Lives(scenario, Path(folder), partial(place, group_size))
+        lives = _Lives(scenario, Path(folder), num_micros, place)
         status, reason = lives.live()
         return trace.Trace(
             scenario=scenario,
             environment=environment.describe(),
-            promises=(),
+            promises=promises,
             events=(*lives.events, trace.End(status=status, reason=reason)),
         )
 
@@ -134,9 +145,11 @@ class _Lives:
         self,
         scenario: Scenario,
         folder: Path,
-        placed: Callable[[Scenario, Fault, Sequence[int]], list[Fault]],
+        micro_batches: int,
+        place: Callable[[Fault, Sequence[int]], list[Fault]],
     ) -> None:
-        self._scenario, self._folder, self._placed = scenario, folder, placed
+        self._scenario, self._folder, self._micro_batches = scenario, folder, micro_batches
+        self._place = place
         self._workers = membership.initial_ranks(scenario)
         self._faults = list(scenario.faults)  # those that have not struck
         self._joins = [one for one in self._faults if one.kind == "join"]
@@ -150,25 +163,24 @@ class _Lives:
         for until in sorted(ends):
             self._join(step)
             while step < until:
-                answers = self._one_life(life, until)
+                answers, died = self._one_life(life, until)
                 life += 1
                 if all(answer and answer["status"] == "done" for answer in answers):
                     step = until
                     continue
                 if any(answer and answer["status"] == "halted" for answer in answers):
                     return "halted", next(a["reason"] for a in answers if a)
-                lost = self._lost(answers)
+                lost = self._lost(died)
                 if not lost:
                     return "failed", next((a["reason"] for a in answers if a), "every rank died")
                 self._workers = [one for one in self._workers if one not in lost]
         return "completed", ""
 
-    def _lost(self, answers: Sequence[Mapping[str, Any] | None]) -> set[int]:
-        """The workers that died as was planned."""
-        silent = {w for w, answer in zip(self._workers, answers, strict=True) if answer is None}
+    def _lost(self, died: set[int]) -> set[int]:
+        """Those of the workers that `died`, if that was planned of all of them."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
         planned = {one["rank"] for one in struck if one["kind"] == "leave"}
-        return silent & planned if silent <= planned else set()
+        return died if died <= planned else set()
 
     def _join(self, step: int) -> None:
         for fault in [one for one in self._joins if one.step == step]:
@@ -180,15 +192,17 @@ class _Lives:
             self._workers = sorted([*self._workers, fault.rank])
             self._joins.remove(fault)
 
-    def _one_life(self, life: int, until: int) -> list[dict[str, Any] | None]:
-        """What each rank answered; None of one that died."""
+    def _one_life(self, life: int, until: int) -> tuple[list[dict[str, Any] | None], set[int]]:
+        """What each rank answered, None of one that died or was stuck; and the workers that died
+        by themselves.
+        """
         folder = self._folder / f"life-{life:03}"
         folder.mkdir()
         scenario, workers = self._scenario, tuple(self._workers)
         placed = {
             json.dumps(adapted.to_dict()): fault
             for fault in self._faults
-            for adapted in self._placed(scenario, fault, workers)
+            for adapted in self._place(fault, workers)
         }
         saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
         job = {
@@ -202,10 +216,10 @@ class _Lives:
             "faults": [json.loads(one) for one in placed],
         }
         hands = [crew().give(json.dumps({**job, "index": i}).encode()) for i in range(len(workers))]
-        _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
+        dead = _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
         answers = [None if one.answer is None else json.loads(one.answer) for one in hands]
         self._take(folder, placed, struck=any(one and one["struck"] for one in answers))
-        return answers
+        return answers, {w for w, hand in zip(workers, hands, strict=True) if hand in dead}
 
     def _take(self, folder: Path, placed: Mapping[str, Fault], *, struck: bool) -> None:
         """Adds what the ranks of a life recorded: under the workers' numbers, not the ranks'."""
@@ -213,7 +227,7 @@ class _Lives:
         if problems:
             raise SystemFailure(problems[0])
         events = assembly.numbered(
-            assembly.ordered(ranks), self._scenario.accumulation, assembly.places(ranks)
+            assembly.ordered(ranks), self._micro_batches, assembly.places(ranks)
         )
         for event in [*holdings.holdings(ranks), *events]:
             if isinstance(event, trace.Injected):
@@ -228,61 +242,11 @@ class _Lives:
             self.events.insert(0, trace.Planted(name=self._scenario.mutant))
 
 
-def _place(
-    group_size: Callable[[Scenario, int], int],
-    scenario: Scenario,
-    fault: Fault,
-    workers: Sequence[int],
-) -> list[Fault]:
-    """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
-    that has its first sample.
-
-    What is added to a batch's gradient is added by all who compute it: they may hold copies.
+def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
+    """Waits until every rank has answered or died, and gives those that died; once one has failed
+    the others have PARTING_S, as a collective that lacks a rank may wait for ever.
     """
-    if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
-        return []
-    rank = None if fault.rank is None else workers.index(fault.rank)
-    shared = rank is None or fault.kind == "huge_gradient"
-    if fault.shard is None and (rank is None or not shared):
-        return [replace(fault, rank=rank)]
-    size, micro = group_size(scenario, len(workers)), None
-    owner = (rank or 0) // size
-    if fault.shard is not None:
-        runs = sharding.runs(range(scenario.num_shards), range(len(workers) // size))
-        owner = next(one for one, run in runs.items() if fault.shard in run)
-        micro = (fault.shard - runs[owner][0]) * scenario.accumulation // len(runs[owner])
-    members = range(owner * size, (owner + 1) * size)
-    if rank not in (None, *members):
-        return []
-    return [replace(fault, rank=one, shard=micro) for one in members if shared or one == rank]
-
-
-def _place_in_stages(
-    group_size: Callable[[Scenario, int], int],
-    scenario: Scenario,
-    fault: Fault,
-    workers: Sequence[int],
-) -> list[Fault]:
-    """The same of a pipeline: a gradient is struck where its tensor is, by default in the first
-    stage, a loss in the last, and a step is one micro-batch.
-    """
-    placed = _place(group_size, scenario, fault, workers)
-    if fault.kind == "leave" or not placed or placed[0].rank is None:
-        return placed
-    size = group_size(scenario, len(workers))
-    first = placed[0].rank // size * size
-    members = range(first, first + size)
-    if fault.kind == "non_finite_loss":
-        members = members[-1:]
-    elif fault.tensor is None and fault.kind != "huge_gradient":
-        members = members[:1]
-    return [replace(fault, rank=one, shard=None) for one in members]
-
-
-def _gather(hands: Sequence[Hand], deadline_s: float) -> None:
-    """Waits until every rank has answered or died; once one has failed the others have PARTING_S,
-    as a collective that lacks a rank may wait for ever.
-    """
+    dead = []
     deadline = time.monotonic() + deadline_s
     waiting = list(hands)
     while waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -290,9 +254,12 @@ def _gather(hands: Sequence[Hand], deadline_s: float) -> None:
         for hand in [one for one in waiting if one.pipe in ready]:
             hand.heard()
             waiting.remove(hand)
+            if hand.answer is None:
+                dead.append(hand)
             if hand.answer is None or json.loads(hand.answer)["status"] == "failed":
                 deadline = min(deadline, time.monotonic() + PARTING_S)
     crew().gather(0.0)
+    return dead
 
 
 # --- one rank's process -----------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""Where a scenario's faults strike in trainers that torch.distributed carries: at which ranks of a
+life, in which of their micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.training import sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How the ranks of one life share the work.
+
+    Each has `micro_batches` a step; `group_size` of them, one after the other, compute one batch:
+    together, or `in_stages`, each with parameters of its own.
+    """
+
+    micro_batches: int
+    group_size: int = 1
+    in_stages: bool = False
+
+
+def place(
+    scenario: Scenario, fault: Fault, workers: Sequence[int], arranged: Arrangement
+) -> list[Fault]:
+    """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
+    that has its first sample.
+
+    What is added to a batch's gradient is added by all who compute it: they may hold copies. In
+    stages a gradient is struck where its tensor is, by default in the first stage, a loss in the
+    last, and a step is one micro-batch.
+    """
+    if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
+        return []
+    rank = None if fault.rank is None else workers.index(fault.rank)
+    if fault.kind == "leave" or (fault.shard is None and rank is None):
+        return [replace(fault, rank=rank)]
+    size, micro = arranged.group_size, None
+    owner = (rank or 0) // size
+    if fault.shard is not None:
+        runs = sharding.runs(range(scenario.num_shards), range(len(workers) // size))
+        owner = next(one for one, run in runs.items() if fault.shard in run)
+        micro = (fault.shard - runs[owner][0]) * arranged.micro_batches // len(runs[owner])
+    members = range(owner * size, (owner + 1) * size)
+    if rank not in (None, *members):
+        return []
+    if arranged.in_stages and size > 1:
+        return [replace(fault, rank=one, shard=None) for one in _in_stages(fault, members)]
+    shared = rank is None or fault.kind == "huge_gradient"
+    return [replace(fault, rank=one, shard=micro) for one in members if shared or one == rank]
+
+
+def _in_stages(fault: Fault, members: range) -> range:
+    if fault.kind == "non_finite_loss":
+        return members[-1:]
+    if fault.tensor is None and fault.kind != "huge_gradient":
+        return members[:1]
+    return members
