@@ -24,6 +24,7 @@ from entrenar_py.observing import (
     FOLDER,
     Observation,
     backward,
+    gathered,
     pieces,
     planted,
     rank_file,
@@ -77,6 +78,7 @@ class Observer(Observation):
         self._num_micros = 0  # of this step that are in the file
         self._overflowed = False  # whether the gradients that were reduced last are not finite
         self._ending = False  # whether the end of this backward pass will be heard of
+        self._finite = True  # what it adds to whole parameters, of which pieces are kept
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
         self._gradient: dict[str, trace.TensorRecord] = {}
@@ -173,11 +175,14 @@ class Observer(Observation):
         trained = list(self._subject.trained.values())
         # Before the hook that records them: gradients are recorded as they were made wrong.
         self._parameter_handles = [
-            planted.HOOKS[one.kind](self._subject, one, self._strikes)
+            handle
             for one in self._faults
             if one.kind in planted.HOOKS and one.rank in (None, self._rank) and trained
+            for handle in planted.HOOKS[one.kind](self._subject, one, self._strikes)
         ]
-        if not self._subject.is_fully_sharded:
+        if self._subject.is_fully_sharded:
+            self._parameter_handles += gathered.when_whole(self._model, self._watch_whole)
+        else:
             self._parameter_handles.append(
                 torch.autograd.graph.register_multi_grad_hook(
                     trained, self._after_backward, mode="all"
@@ -226,6 +231,13 @@ class Observer(Observation):
                 if isinstance(one, Tensor) and one.requires_grad:
                     one.register_hook(self._await_end)  # type: ignore[no-untyped-call]
 
+    def _watch_whole(self, _: str, whole: Tensor) -> None:
+        """Of a sum's piece nobody can say whose term was not finite."""
+        whole.register_hook(self._look_at_own)  # type: ignore[no-untyped-call]
+
+    def _look_at_own(self, gradient: Tensor) -> None:
+        self._finite &= tensors.is_finite([gradient])
+
     def _await_end(self, _: Tensor) -> None:
         """Where gradients are sharded no hook of a parameter is called before they are reduced:
         the backward pass is over when what its engine was told to do last is done.
@@ -237,13 +249,15 @@ class Observer(Observation):
     def _after_sharded_backward(self) -> None:
         self._ending = False
         self._start()
-        self._end_micro(self._subject.gradients().values(), {})
+        self._end_micro({}, finite=self._finite)
+        self._finite = True
         self._look_at_sum()
 
     def _after_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self._start()
         named = dict(zip(self._subject.trained, gradients, strict=True))
-        self._end_micro(gradients, self._subject.record(named) if self._subject.values else {})
+        records = self._subject.record(named) if self._subject.values else {}
+        self._end_micro(records, finite=tensors.is_finite(gradients))
         backward.call_last(self._look_at_sum)
 
     def _look_at_sum(self) -> None:
@@ -259,14 +273,14 @@ class Observer(Observation):
         self._stepped.add(0)
         self._end_step()
 
-    def _end_micro(self, gradients: Iterable[Tensor | None], records: trace.Tensors) -> None:
+    def _end_micro(self, records: trace.Tensors, *, finite: bool) -> None:
         self._collect()
         self._micros.append(
             BackwardPass(
                 epoch=self._epoch,
                 ids=tuple(self._ids),
                 draws=self._random[1],
-                finite=tensors.is_finite(gradients),
+                finite=finite,
                 gradient=records,
             )
         )

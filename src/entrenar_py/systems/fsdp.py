@@ -8,7 +8,7 @@ number of ranks can go on from it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -96,8 +97,7 @@ def shard(rank: Rank, model: torch_module.Model) -> Sharded:
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
     precision = PRECISIONS[rank.scenario.options.get("precision", "float32")]
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    sharded: Sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
-    return sharded
+    return cast("Sharded", fully_shard(model, mesh=mesh, mp_policy=policy))
 
 
 def unsharded(model: Sharded) -> dict[str, nn.Parameter]:
@@ -132,7 +132,7 @@ def accumulate(
         guard.begin(loss)
         own = model.count(part)
         obs.loss(loss.detach() / max(own, 1.0), own)
-        (loss * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
+        (loss.float() * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
 
 
 def total_weight(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> float:
@@ -158,7 +158,9 @@ def clip(scenario: Scenario, model: nn.Module) -> None:
     if scenario.clip_norm is not None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         squares = [p.grad.double().square().sum() for p in trainable if p.grad is not None]
-        norm = torch.stack(squares).sum().full_tensor().sqrt()  # added over ranks
+        total = torch.stack(squares).sum()
+        assert isinstance(total, DTensor), "of pieces: a term on each rank"
+        norm = total.full_tensor().sqrt()
         nn.utils.clip_grads_with_norm_(trainable, scenario.clip_norm, norm)
 
 
@@ -179,11 +181,14 @@ def save(
     """
     states: list[Tensor] = [torch.empty(0)] * rank.world_size
     dist.all_gather_object(states, torch.get_rng_state())
+    # Asked for a state that there is not, torch makes a step with gradients of zero to have one,
+    # and Adam counts it: there is none before the first step, and SGD never has any.
+    kept = None
+    if optimizer.state:
+        kept = state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     content: dict[str, Any] = {
         "model": state_dict.get_model_state_dict(model, options=WHOLE),
-        # Asked before the first step, it would make one with gradients of zero, so as to have a
-        # state, and Adam would count it.
-        "optimizer": step and state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE),
+        "optimizer": kept,
         "scheduler": scheduler.state_dict(),
         "random": dict(zip(rank.workers, states, strict=True)),
         "epoch": position.epoch,
@@ -203,11 +208,13 @@ def load(
     """Where to go on, and the next step; who was not there when it was saved draws its own."""
     saved = torch.load(rank.checkpoint, map_location="cpu", mmap=True, weights_only=True)
     state_dict.set_model_state_dict(model, saved["model"], options=FROM_RANK_0)
-    if saved["step"]:
+    if saved["optimizer"]:
         state_dict.set_optimizer_state_dict(
             model, optimizer, saved["optimizer"], options=FROM_RANK_0
         )
     scheduler.load_state_dict(saved["scheduler"])
+    for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = learning_rate  # also where there was no state to bring it
     if rank.worker in saved["random"]:
         torch.set_rng_state(saved["random"][rank.worker].cpu())
     return sharding.Position(saved["epoch"], saved["offset"]), saved["step"]
