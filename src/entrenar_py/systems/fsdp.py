@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import entrenar_py
 from entrenar_py import trace
+from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import torch_module, torch_ranks
 from entrenar_py.systems.ddp import global_batch, micro_batches
@@ -30,7 +31,7 @@ from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
 
 # What is computed in; parameters, their gradients once reduced, and the optimizer are float32.
-PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 # On rank 0's CPU alone; each rank takes its pieces of what rank 0 reads.
 WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -95,8 +96,10 @@ def shard(rank: Rank, model: torch_module.Model) -> Sharded:
     model has layers that are called, each is sharded before the whole: then one at a time is held.
     """
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
-    precision = PRECISIONS[rank.scenario.options.get("precision", "float32")]
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    asked = rank.scenario.options.get("precision", "float32")
+    if asked not in PRECISIONS:
+        raise UsageError(f"option precision={asked!r}: allowed are {', '.join(PRECISIONS)}")
+    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[asked], reduce_dtype=torch.float32)
     return cast("Sharded", fully_shard(model, mesh=mesh, mp_policy=policy))
 
 
