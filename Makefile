@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test mutants soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
+.PHONY: verify test integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -17,9 +17,19 @@ test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable \
 	  --cov --cov-report=term:skip-covered --cov-fail-under=95 --durations=15
 
+# Trainers of others that own the loop (accelerate, Hugging Face's and Lightning's), which are large:
+# their examples are left alone, and the broken twins of these are found. Not part of `make test`.
+integrations: setup
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]'
+	$(BIN)/python -m pytest tests/command/test_integrations.py
+
 # Every planted bug, and what kills it.
 mutants: setup
 	$(BIN)/entrenar-check --mutants
+
+# Every planted bug in a script as users write them, and what finds it: real processes, some minutes.
+twins: setup
+	$(BIN)/python -m tests.command.twins
 
 # Ten thousand random schedules of faults under the simulator: every run ends right, and every mutant
 # is found. Beside them a thousand random scenarios on the unbroken trainers: no alarm allowed; an

@@ -15,14 +15,16 @@ class Twin:
     """`script` with each of `changes` (what stands there, what stands there instead).
 
     `check` has to find it with `world_size` workers, at `step` (-1: before the first one), `rank`
-    and `tensor` as far as these are named.
+    and `tensor` as far as these are named, with the knobs `turned` that the script has. Without a
+    check nothing is to be found at all.
     """
 
     name: str
     script: str
     changes: tuple[tuple[str, str], ...]
-    check: str
+    check: str = ""
     world_size: int = 2
+    turned: tuple[str, ...] = ()
     step: int | None = None
     rank: int | None = None
     tensor: str | None = None
@@ -178,5 +180,55 @@ TWINS = (
         step=0,
         rank=1,
         words="drew other samples for shard 0 than rank 0",
+    ),
+    Twin(
+        name="a sampler that pads ten samples for three ranks",
+        script="ddp.py",
+        changes=(
+            ("GLOBAL_BATCH = 8", "GLOBAL_BATCH = 6"),
+            ("torch.randn(32, 4)", "torch.randn(10, 4)"),
+        ),
+        check="coverage",
+        world_size=3,
+        step=1,
+        rank=1,
+        words="samples drawn again in epoch 0 by rank 1: [4]",
+    ),
+    Twin(
+        name="a mean of means over ranks with different numbers of samples",
+        script="uneven.py",
+        changes=(("(total * world_size / len(batch))", "(total / max(len(inputs), 1))"),),
+        check="parity",
+        step=0,
+        tensor="0.weight",
+    ),
+    Twin(
+        name="adapters that each rank draws for itself",
+        script="lora.py",
+        changes=(("DataParallel(model)", "DataParallel(model, init_sync=False)"),),
+        check="replica_identity",
+        step=-1,
+        rank=1,
+        tensor="0.a",
+    ),
+    Twin(
+        name="adapters are merged into the frozen weights and not taken out again",
+        script="lora.py",
+        changes=(("[layer.merged() for", "[layer.base.weight.data.copy_(layer.merged()) for"),),
+        check="liveness",
+        step=3,
+        rank=0,
+        tensor="0.base.weight",
+        words="a frozen tensor changed",
+    ),
+    Twin(
+        name="the optimizer holds copies of the adapters",
+        script="lora.py",
+        changes=(("live = [parameter for", "live = [torch.nn.Parameter(parameter.clone()) for"),),
+        check="liveness",
+        step=2,
+        rank=0,
+        tensor="0.b",
+        words="did not move in 3 steps",
     ),
 )

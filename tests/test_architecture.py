@@ -30,6 +30,7 @@ FLOORS = {
     "verdict": 4,
     "systems": 5,
     "checks": 5,
+    "integrations": 5,
     "command": 6,
     "counterexamples": 6,
     "explore": 6,
@@ -45,6 +46,8 @@ FLOORS = {
     "cli": 7,
     "console": 7,
     "options": 7,
+    "pytest_judging": 7,
+    "pytest_plugin": 7,
     "service": 7,
     "session": 7,
 }

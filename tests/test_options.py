@@ -19,7 +19,8 @@ FLAGS = [
     *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
     *("--deadline", "--steps", "-x"),
     *("--allow-inconclusive", "--list", "--validate", "--judge", "--replay", "--mutants"),
-    *("--strict", "--json", "--junit", "--trace-dir", "--quiet", "--no-color"),
+    *("--strict", "--json", "--junit", "--sarif", "--html", "--github"),
+    *("--trace-dir", "--quiet", "--no-color"),
 ]
 
 
@@ -80,6 +81,8 @@ def test_no_mode() -> None:
         ("--contract c --", "after -- comes the command that trains"),
         ("--list --validate", "not allowed with argument --list"),
         ("--json same --junit same", "--json and --junit are both same; give two files"),
+        ("--html same --sarif same", "--sarif and --html are both same; give two files"),
+        ("--contract c --list --github", "--github means nothing with --list; leave it out"),
         ("--world-size 0", "'0': use a whole number from 1 to"),
         ("--world-size 2,x", "'x': use a whole number"),
         ("--seed -1", "'-1': use a whole number"),

@@ -295,6 +295,44 @@ def test_reports(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "seed 3" in printed
 
 
+def test_reports_for_services_and_browsers(
+    contract: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--sarif, --html and --github tell the same; the page draws the runs that were judged."""
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    repeat_a_sample(monkeypatch)
+    usual = ("--contract", contract, "--examples", 0, "--only", "F-DP-002", "--github")
+    assert check(*usual, "--sarif", "r.sarif", "--html", "r.html") == 1
+    (result,) = report(Path("r.sarif"))["runs"][0]["results"]
+    (location,) = result["locations"]
+    place = location["physicalLocation"]["artifactLocation"]
+    assert place == {"uri": "small-v1.yaml", "uriBaseId": "SRCROOT"}
+    assert result["ruleId"] == "F-DP-002"
+    printed = capsys.readouterr().out
+    assert "\n::error file=small-v1.yaml,line=4,col=5,title=F-DP-002 falsified::" in printed
+    assert "| ❌ falsified | F\\-DP\\-002 |" in (tmp_path / "summary.md").read_text(
+        encoding="utf-8"
+    )
+    page = Path("r.html").read_text(encoding="utf-8")
+    assert "reference, 1 worker, counterexample" in page
+    assert "<svg" in page
+
+
+def test_github_needs_a_runner(
+    contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without one nothing runs: nobody would see the summary."""
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.setattr(systems, "run", no_run)
+    assert check("--contract", contract, "--github") == 2
+    assert "no step of a GitHub workflow" in capsys.readouterr().err
+
+
 def test_quiet(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the sums are left when everything held."""
     assert check("--contract", contract, "--examples", 0, "--quiet") == 0

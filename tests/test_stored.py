@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from entrenar_py import checks, stored, systems, trace
+from entrenar_py.command import watched
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import TraceError, UsageError
@@ -227,3 +228,34 @@ def test_environment() -> None:
         "python": "3",
         "gpu": "a",
     }
+
+
+def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
+    """It means the files that it fits; one that fits none is refused, and so is a plain name."""
+    for seed in (0, 1):
+        trace.save(run(seed=seed), tmp_path / f"run-{seed}.jsonl")
+    found = stored.load([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
+    assert [path.name for path in found] == ["run-0.jsonl", "run-1.jsonl"]
+    with pytest.raises(UsageError, match="no file is called so"):
+        stored.load([tmp_path / "absent-*.jsonl"])
+    with pytest.raises(TraceError, match="can't be read"):
+        stored.load([tmp_path / "absent.jsonl"])
+    odd = tmp_path / "run[1].jsonl"  # a name is a name, whatever is in it
+    trace.save(run(), odd)
+    assert list(stored.load([odd])) == [odd]
+
+
+@pytest.mark.parametrize("judge", [stored.judge_stored, watched.judge])
+def test_who_wants_to_hear_of_judgements(judge: Any) -> None:
+    """Hears of each trace once, with those that it was judged beside."""
+    clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
+    task = Task(invariant=clause, check=checks.CHECKS["parity"], planned=(scenario(),))
+    traces = {Path(f"{size}.jsonl"): run(world_size=size) for size in (2, 1)}
+    heard: list[list[int]] = []
+    entries = judge(
+        [task],
+        traces,
+        on_judged=lambda told: heard.append([one.scenario.world_size for one in told]),
+    )
+    assert [entry.verdict for entry in entries] == [Verdict.HELD]
+    assert heard == [[2, 1], [1]]

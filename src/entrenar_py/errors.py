@@ -8,9 +8,11 @@
     ├── CheckpointError      a checkpoint is missing, damaged or of another run
     ├── ProtocolError        a peer sent what it must not: its connection ends, nothing else
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
-    └── SystemFailure        a trainer could not be run to an end                      inconclusive
+    ├── SystemFailure        a trainer could not be run to an end                      inconclusive
+    └── WatchFinding         a training that is watched broke a clause, and stops
 
-Findings are results, never exceptions: a falsified invariant raises nothing. A message says what
+Findings are results, never exceptions: a falsified invariant raises nothing. (In production the
+watch has a training to stop: it raises.) A message says what
 was given (name = value), where, what is allowed, and what to do.
 """
 
@@ -66,6 +68,19 @@ class BackendUnavailable(EntrenarError):
 
 class SystemFailure(EntrenarError):
     """A system could not carry a scenario to its end."""
+
+
+class WatchFinding(EntrenarError):
+    """A training that is watched broke `clause` at `step`: on `ranks`, first seen in `tensor`."""
+
+    def __init__(
+        self, message: str, *, clause: str, step: int, ranks: tuple[int, ...], tensor: str
+    ) -> None:
+        super().__init__(f"{clause}: step {step}, tensor {tensor}: {message}")
+        self.clause = clause
+        self.step = step
+        self.ranks = ranks
+        self.tensor = tensor
 
 
 def did_you_mean(given: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:

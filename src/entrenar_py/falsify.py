@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py import counterexamples, explore, shrink
+from entrenar_py import counterexamples, explore, runner, shrink
 from entrenar_py.checks import Check
 from entrenar_py.plan import Plan, Task
 from entrenar_py.reports.report import Entry
@@ -27,6 +27,7 @@ def falsify(
     plan: Plan,
     *,
     on_progress: Progress = lambda *_: None,
+    on_judged: runner.Listener = runner.ignore,
     stop_early: bool = False,
 ) -> Iterator[Entry]:
     """An entry per task, in order; with `stop_early`, none after the first falsified one.
@@ -34,10 +35,10 @@ def falsify(
     When interrupted, first gives the entry of the task in work, with what is known so far, and
     says of each later one that it was not begun.
     """
-    runner = Runner(plan.trace_folder)
+    runs = Runner(plan.trace_folder, on_judged=on_judged)
     deadline = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
     for place, task in enumerate(tasks):
-        attempt = _Attempt(task, plan, runner, deadline, on_progress)
+        attempt = _Attempt(task, plan, runs, deadline, on_progress)
         try:
             attempt.run()
         except KeyboardInterrupt:
@@ -58,14 +59,20 @@ def _not_begun(task: Task) -> Entry:
     )
 
 
-def replay(task: Task, path: Path, *, trace_folder: Path | None = None) -> Entry:
+def replay(
+    task: Task,
+    path: Path,
+    *,
+    trace_folder: Path | None = None,
+    on_judged: runner.Listener = runner.ignore,
+) -> Entry:
     """The entry of the one scenario of `task`, which was saved in `path`."""
     started = time.monotonic()
     finding = task.untried()
     if task.check is not None:
-        runner = Runner(trace_folder)
+        runs = Runner(trace_folder, on_judged=on_judged)
         finding = combine(
-            [runner.try_scenario(task.invariant, task.check, one) for one in task.known]
+            [runs.try_scenario(task.invariant, task.check, one) for one in task.known]
         )
     return Entry(
         invariant=task.invariant,
@@ -84,11 +91,11 @@ class _Attempt:
         self,
         task: Task,
         plan: Plan,
-        runner: Runner,
+        runs: Runner,
         deadline: float | None,
         on_progress: Progress,
     ) -> None:
-        self.task, self.plan, self.runner = task, plan, runner
+        self.task, self.plan, self.runs = task, plan, runs
         self.deadline, self.on_progress = deadline, on_progress
         self.started = time.monotonic()
         self.judgements: list[Judgement] = []
@@ -183,7 +190,7 @@ class _Attempt:
     def _shrink(self, check: Check, scenario: Scenario) -> None:
         def attempt(one: Scenario) -> Finding:
             self.on_progress(self.task.invariant.id, 0, 0, "shrinking")
-            return self.runner.try_scenario(self.task.invariant, check, one)
+            return self.runs.try_scenario(self.task.invariant, check, one)
 
         for simpler in shrink.shrink(scenario, attempt, fixed=self.plan.fixed):
             self.broken = simpler
@@ -191,7 +198,7 @@ class _Attempt:
                 return
 
     def _breaks(self, check: Check, one: Scenario, judgements: list[Judgement]) -> bool:
-        judgement = self.runner.attempt(self.task.invariant, check, one)
+        judgement = self.runs.attempt(self.task.invariant, check, one)
         judgements.append(judgement)
         if judgement.finding.verdict is Verdict.FALSIFIED:
             self.broken = one, judgement.finding

@@ -6,7 +6,7 @@ Imports nothing heavy, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,7 +33,8 @@ examples:
 """
 
 _SELECTION = ("only", "exclude", "severity")
-_REPORT = ("json", "junit", "allow_inconclusive", "quiet")
+FILES = ("json", "junit", "sarif", "html")  # a report may be written as
+_REPORT = (*FILES, "github", "allow_inconclusive", "quiet")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
 _COMMANDED = ("steps", "deadline")  # of somebody's own command alone
@@ -101,9 +102,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in () if command else _COMMANDED:
         if getattr(options, name) != cli.get_default(name):
             raise UsageError(f"{_flag(name)} means something with a command behind -- alone")
-    if options.json is not None and options.json == options.junit:
-        raise UsageError(f"--json and --junit are both {options.json}; give two files")
+    _require_distinct({name: path for name in FILES if (path := getattr(options, name))})
     return options
+
+
+def _require_distinct(files: Mapping[str, Path]) -> None:
+    """Returns if no report would be written over another; else UsageError."""
+    by_path: dict[Path, str] = {}
+    for name, path in files.items():
+        if path in by_path:
+            both = f"{_flag(by_path[path])} and {_flag(name)}"
+            raise UsageError(f"{both} are both {path}; give two files")
+        by_path[path] = name
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
@@ -247,7 +257,8 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         metavar="TRACE",
         nargs="+",
         type=Path,
-        help="judge stored traces (files, or folders of them) by --contract, run nothing",
+        help="judge stored traces by --contract, run nothing: files, folders or patterns of them, "
+        "or the files of a run's ranks",
     )
     modes.add_argument(
         "--replay", metavar="FILE", type=Path, help="run a saved counterexample of --contract"
@@ -261,6 +272,17 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
     group.add_argument("--junit", metavar="FILE", type=Path, help="write the report as JUnit XML")
+    group.add_argument(
+        "--sarif", metavar="FILE", type=Path, help="write the report as SARIF, for code scanning"
+    )
+    group.add_argument(
+        "--html", metavar="FILE", type=Path, help="write the report as one page for browsers"
+    )
+    group.add_argument(
+        "--github",
+        action="store_true",
+        help="in a step of a GitHub workflow: annotations, and a step summary",
+    )
     group.add_argument("--trace-dir", metavar="DIR", type=Path, help="keep every run's trace here")
     group.add_argument("--quiet", action="store_true", help="show only what did not hold")
     group.add_argument("--no-color", action="store_true", help="no colours")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,14 @@ INTERRUPTED_AGAIN_S = 5.0  # a callback of the garbage collector may have swallo
 REMEMBERED = 400  # traces; a baseline is asked for again soon or never
 
 
+# Told of the traces of each judgement: first the one that was judged, then those beside it.
+Listener = Callable[[Sequence[trace.Trace]], None]
+
+
+def ignore(traces: Sequence[trace.Trace]) -> None:
+    """Who hears of judgements where nobody wants to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """A finding, and whether it is a sign of trouble: a run failed, or the check crashed."""
@@ -32,12 +40,19 @@ class Judgement:
 
 
 class Runner:
-    """Runs and remembers. `trace_folder` receives every trace as `<scenario digest>.jsonl`."""
+    """Runs and remembers. `trace_folder` receives every trace as `<scenario digest>.jsonl`, and
+    `on_judged` hears of what is judged.
+    """
 
     def __init__(
-        self, trace_folder: Path | None = None, *, run_deadline_s: float = RUN_DEADLINE_S
+        self,
+        trace_folder: Path | None = None,
+        *,
+        run_deadline_s: float = RUN_DEADLINE_S,
+        on_judged: Listener = ignore,
     ) -> None:
         self._folder = trace_folder
+        self._on_judged = on_judged
         self._run_deadline_s = run_deadline_s
         self._known: dict[Scenario, trace.Trace] = {}
 
@@ -56,7 +71,9 @@ class Runner:
 
     def attempt(self, invariant: Invariant, check: Check, scenario: Scenario) -> Judgement:
         """What the check finds on `scenario` and the runs it must be judged beside."""
-        return judge(invariant, check, [self.run(member) for member in check.family(scenario)])
+        traces = [self.run(member) for member in check.family(scenario)]
+        self._on_judged(traces)
+        return judge(invariant, check, traces)
 
     def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
         """The finding of `attempt` alone."""

@@ -6,6 +6,7 @@ Decides which of the harness's functions a command line means, and what its repo
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -32,9 +33,20 @@ from entrenar_py import (
 from entrenar_py.command import ranks, runs, watched
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.options import PROG
-from entrenar_py.reports import evidence, json_format, junit, output_file, terminal
+from entrenar_py.options import FILES, PROG
+from entrenar_py.reports import (
+    curves,
+    evidence,
+    github,
+    html,
+    json_format,
+    junit,
+    output_file,
+    sarif,
+    terminal,
+)
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, Report
+from entrenar_py.runner import Listener, ignore
 from entrenar_py.trace import Trace
 
 
@@ -45,7 +57,7 @@ class _Work:
     `environment` is asked for after the entries: only then is it known which devices were opened.
     """
 
-    entries: Callable[[falsify.Progress], Iterable[Entry]]
+    entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
     environment: Callable[[], Mapping[str, Any]]
     system: str
     seed: int
@@ -69,9 +81,11 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     )
     if options.mode == "list":
         return partial(_list, selected, output)
-    for path, option in ((options.json, "--json"), (options.junit, "--junit")):
-        if path is not None:
-            output_file.require_writable(path, option)
+    for name in FILES:
+        if getattr(options, name) is not None:
+            output_file.require_writable(getattr(options, name), f"--{name}")
+    if options.github:
+        github.summary_path(os.environ)
     if options.mode == "replay":
         work = _replaying(options, loaded)
     elif options.mode == "judge":
@@ -88,12 +102,16 @@ def _load(options: argparse.Namespace) -> Contract:
     if options.contract is None:
         names = ", ".join(path.name for path in shipped.shipped_contracts())
         raise UsageError(f"--contract FILE is missing; shipped are {names}")
-    known = contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
     path = shipped.contract_path(options.contract)
-    loaded = contract.load(path, vocabulary=known, strict=options.strict)
+    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
     return loaded
+
+
+def vocabulary() -> contract.Vocabulary:
+    """The names that a contract may use beside its own: of checks, and of planted bugs."""
+    return contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
 
 
 def _planted_bugs() -> Collection[str] | None:
@@ -152,8 +170,8 @@ def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _
     wish = _plan(options)
     tasks = plan.tasks(selected, wish)
     return _Work(
-        entries=lambda show: falsify.falsify(
-            tasks, wish, on_progress=show, stop_early=options.stop_early
+        entries=lambda show, judged: falsify.falsify(
+            tasks, wish, on_progress=show, on_judged=judged, stop_early=options.stop_early
         ),
         environment=_environment,
         system=plan.systems_of(one for task in tasks for one in task.scenarios),
@@ -167,7 +185,9 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> _Work:
     invariant = plan.select(loaded, only=(saved.invariant,))[0]
     task = plan.Task(invariant=invariant, check=checks.bind(invariant), known=(saved.scenario,))
     return _Work(
-        entries=lambda show: [falsify.replay(task, options.replay, trace_folder=options.trace_dir)],
+        entries=lambda show, judged: [
+            falsify.replay(task, options.replay, trace_folder=options.trace_dir, on_judged=judged)
+        ],
         environment=_environment,
         system=saved.scenario.system,
         seed=saved.scenario.seed,
@@ -178,7 +198,7 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wor
     traces = stored.load(options.judge)
     tasks = plan.tasks(selected, _plan(options))
     return _Work(
-        entries=lambda show: stored.judge_stored(tasks, traces),
+        entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(stored.environment, traces.values()),
         system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
@@ -203,10 +223,10 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
     )
     traces: dict[Path, Trace] = {}
 
-    def entries(show: falsify.Progress) -> Iterator[Entry]:
+    def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         if tasks:  # else no run would say anything
             traces.update(runs.record(wish, partial(show, "runs", 0, 0)))
-        yield from watched.judge(tasks, traces)
+        yield from watched.judge(tasks, traces, on_judged=judged)
 
     return _Work(
         entries=entries,
@@ -236,9 +256,10 @@ def _report(
     started = time.monotonic()
     entries: list[Entry] = []
     interrupted = False
+    seen = curves.Curves()
     with terminal.Progress(output) as progress:
         try:
-            for entry in work.entries(progress.show):
+            for entry in work.entries(progress.show, seen.see if options.html else ignore):
                 entries.append(entry)  # one by one: an interrupt keeps what is known so far
         except KeyboardInterrupt:
             interrupted = True
@@ -253,10 +274,26 @@ def _report(
         interrupted=interrupted,
         command=command,
         num_traces=work.num_traces,
+        curves=seen.found,
     )
     terminal.render(report, output, quiet=options.quiet)
+    _write(report, options, output)
+    return report.exit_code(allow_inconclusive=options.allow_inconclusive)
+
+
+def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
+    """Writes the report in each format that was asked for."""
+    allowed: bool = options.allow_inconclusive
+    root = Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
     if options.json is not None:
         json_format.write(report, options.json)
     if options.junit is not None:
-        junit.write(report, options.junit, allow_inconclusive=options.allow_inconclusive)
-    return report.exit_code(allow_inconclusive=options.allow_inconclusive)
+        junit.write(report, options.junit, allow_inconclusive=allowed)
+    if options.sarif is not None:
+        sarif.write(report, options.sarif, root=root, allow_inconclusive=allowed)
+    if options.html is not None:
+        html.write(report, options.html)
+    if options.github:
+        for line in github.annotate(report, root=root, allow_inconclusive=allowed):
+            output.print(line, markup=False, soft_wrap=True, no_wrap=True)
+        github.append(github.summary(report), github.summary_path(os.environ))

@@ -11,10 +11,12 @@ from typing import Any
 
 from entrenar_py import trace as trace_file
 from entrenar_py.checks import Check, missing
+from entrenar_py.command import unwatched
 from entrenar_py.errors import UsageError
+from entrenar_py.observing.rank_file import SUFFIX
 from entrenar_py.plan import Task, is_trainer
 from entrenar_py.reports.report import Entry
-from entrenar_py.runner import Judgement, combine, judge
+from entrenar_py.runner import Judgement, Listener, combine, ignore, judge
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding, Verdict, first_few
@@ -22,19 +24,38 @@ from entrenar_py.verdict import Finding, Verdict, first_few
 # A run that differs in one of these may differ rightly: no other is judged by it.
 _APART = frozenset({"system", "mutant", "faults", "stops"})
 
+_PATTERN = frozenset("*?[")
+
 
 def load(paths: Sequence[Path]) -> dict[Path, Trace]:
-    """The traces in `paths`, each a file or a folder of `*.jsonl` files, by file.
+    """The traces in `paths`, by file; each a file, a folder of `*.jsonl` files, or a pattern.
 
-    Raises TraceError for a file that can't be trusted, UsageError for a folder without traces.
+    The files of one run's ranks (`*.rank.jsonl`) are one trace, by their folder. Raises TraceError
+    for a file that can't be trusted, UsageError for a folder or a pattern without traces.
     """
-    traces = {}
-    for path in paths:
-        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not files:
+    files = dict.fromkeys(file for path in paths for file in _files(path))
+    ranks: dict[Path, list[Path]] = defaultdict(list)
+    for file in files:
+        if file.name.endswith(SUFFIX):
+            ranks[file.parent].append(file)
+    whole = {file: trace_file.load(file) for file in files if not file.name.endswith(SUFFIX)}
+    return whole | {folder: unwatched.trace_of(of_run) for folder, of_run in ranks.items()}
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that a path, a folder or a pattern means, which a shell may have left as it is."""
+    if path.is_dir():
+        found = sorted(path.glob("*.jsonl"))
+        if not found:
             raise UsageError(f"trace folder {path}: holds no *.jsonl file; give one that does")
-        traces.update({file: trace_file.load(file) for file in files})
-    return traces
+        return found
+    if _PATTERN.intersection(str(path)) and not path.exists():
+        matched = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        found = [file for one in matched for file in _files(one)]
+        if not found:
+            raise UsageError(f"traces {path}: no file is called so; nothing can be judged")
+        return found
+    return [path]
 
 
 def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
@@ -48,7 +69,9 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
     return found
 
 
-def judge_stored(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterator[Entry]:
+def judge_stored(
+    tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
+) -> Iterator[Entry]:
     """An entry per task from stored traces, by file; nothing is run.
 
     Each trace is judged beside those of its family that are there, as it was when it was run.
@@ -57,6 +80,8 @@ def judge_stored(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterato
     for task in tasks:
         started = time.monotonic()
         judged = _judge_each(task, traces)
+        for one in judged:
+            on_judged([traces[file] for file in one.files])
         told = _telling(judged)
         findings = _located(told) if len(traces) > 1 else [one.finding for one in told]
         yield Entry(

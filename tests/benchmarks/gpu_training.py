@@ -88,7 +88,7 @@ class Training:
         self._reducer = None
         if canonical:
             self._reducer = entrenar_py.canonical_all_reduce(
-                self.model, micro_batches=micro_batches, symmetric_memory=given.symmetric
+                self.model, micro_batches=micro_batches, symmetric_memory=not given.nccl
             )
 
     def step(self) -> None:
@@ -170,7 +170,7 @@ def main() -> None:
     cli = argparse.ArgumentParser()
     cli.add_argument("what", choices=["speed", "weights"])
     cli.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    cli.add_argument("--symmetric", action="store_true", help="through each other's memory")
+    cli.add_argument("--nccl", action="store_true", help="not through each other's memory")
     cli.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch")
     cli.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     cli.add_argument("--share", type=int, default=1, help="speed: micro-batches of a rank's step")
@@ -187,7 +187,7 @@ def main() -> None:
     found = speed(given) if given.what == "speed" else weights(given)
     facts = {
         "what": given.what,
-        "symmetric": given.symmetric,
+        "symmetric": not given.nccl,
         "dtype": given.dtype,
         "micro_batch": [given.batch, given.length],
         "world_size": dist.get_world_size(),

@@ -68,7 +68,7 @@ class Variant:
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
     plant: Callable[[], None] = nothing
-    symmetric_memory: bool = False
+    symmetric_memory: bool | None = False
 
 
 # --- planted bugs -------------------------------------------------------------------------------

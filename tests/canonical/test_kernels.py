@@ -46,22 +46,18 @@ def test_bits_of_the_plain_path(dtype: torch.dtype, num_rows: int, num_columns: 
 
 @pytest.mark.parametrize("dtype", list(WORDS))
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_peers_get_the_bits_of_the_plain_path(dtype: torch.dtype, num_ranks: int) -> None:
-    """Ranks' memory all on one device: each adds its chunk for all, the last one's is short."""
+def test_what_was_put_is_added_with_ones_own(dtype: torch.dtype, num_ranks: int) -> None:
+    """The row of the rank itself is its own memory; what stands in its place is not read."""
     rows = rows_of(num_ranks, 5000, dtype)
     expected = torch.empty_like(rows[0])
     exchange.add_tree(rows, scale=1 / 32, out=expected)
-    memory = [row.clone() for row in rows]
-    peers = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
-    chunk = -(-5000 // num_ranks // 16) * 16
-    for rank, local in enumerate(memory):
-        kernels.add_tree_of_peers(
-            peers,
-            local=local,
-            start=rank * chunk,
-            stop=min((rank + 1) * chunk, 5000),
-            scale=1 / 32,
-            num_programs=2,
+    for rank in range(num_ranks):
+        put = torch.full((num_ranks, 6000), float("nan"), dtype=dtype, device=DEVICE)
+        put[:, :5000] = rows
+        put[rank] = float("nan")
+        mine, sums = rows[rank].clone(), torch.empty_like(rows[rank])
+        kernels.add_tree_of_put(
+            put.view(torch.uint8), mine=mine, rank=rank, scale=1 / 32, sums=sums
         )
-    for one in memory:
-        assert torch.equal(one.view(WORDS[dtype]), expected.view(WORDS[dtype]))
+        for one in (mine, sums):
+            assert torch.equal(one.view(WORDS[dtype]), expected.view(WORDS[dtype]))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import broken, scenario, values
@@ -117,6 +118,27 @@ def test_a_gradient_that_was_not_recorded() -> None:
     finding = traces.judge("liveness", [moving([1, 1, 1, 1])])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "record Start.weights and Update.gradient with values" in finding.reason
+
+
+def test_a_gradient_that_never_came_to_the_optimizer() -> None:
+    """A shard had one, and no update was given one: what cleared it is a bug."""
+    trace = moving([1, 1, 1, 1])
+    shards = [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(0,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            gradient={"w": values(0.5)},
+        )
+        for step in range(3)
+    ]
+    found = broken(traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))]))
+    assert (found.step, found.tensor) == (2, "w")
 
 
 def test_weights_that_were_not_recorded() -> None:

@@ -197,12 +197,14 @@ def test_decay_that_was_not_declared() -> None:
         {"momentum": 0.8, "dampening": 0.3},
         {"momentum": 0.8, "nesterov": True},
         {"betas": (0.8, 0.95), "eps": 1e-6},
+        {"betas": (0.9, 0.999), "weight_decay": 0.3},
     ],
 )
 def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
     """A trainer of one's own with other constants holds once it declares them, and only then."""
     trace = _trained(constants)
-    declared = replace(trace, scenario=trace.scenario.with_(options=constants))
+    options = {"decay": "coupled"} if "weight_decay" in constants else constants
+    declared = replace(trace, scenario=trace.scenario.with_(options=options))
     assert traces.judge("step_rule", [declared]).verdict is Verdict.HELD
     assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
 
@@ -221,19 +223,21 @@ def _trained(constants: dict[str, Any]) -> Trace:
     """Five steps of torch.optim with `constants` on random gradients, as a trace."""
     adam = "betas" in constants
     weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
-    kind = torch.optim.AdamW if adam else torch.optim.SGD
-    extra = {"weight_decay": 0.0} if adam else {}
-    optimizer = kind([weight], lr=0.1, **constants, **extra)  # type: ignore[arg-type]
+    decay = constants.get("weight_decay", 0.0)
+    adams = torch.optim.Adam if decay else torch.optim.AdamW
+    kind = adams if adam else torch.optim.SGD
+    extra = {"weight_decay": decay} if adam else {}
+    optimizer = kind([weight], lr=0.1, **{**constants, **extra})
     subject = scenario(
         workload="own",
         optimizer="adamw" if adam else "momentum",
         world_size=1,
         num_steps=5,
         learning_rate=0.1,
+        weight_decay=decay,
     )
-    events: list[Event] = [
-        Start(step=0, rank=0, weights={"w": record_tensor(weight.detach().numpy(), values=True)})
-    ]
+    held = {"w": record_tensor(weight.detach().numpy(), values=True)}
+    events: list[Event] = [Start(step=0, rank=0, weights=held, decayed=("w",))]
     rng = np.random.default_rng(0)
     for step in range(5):
         gradient = rng.normal(size=7).astype(np.float32)

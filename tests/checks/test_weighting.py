@@ -112,6 +112,15 @@ def test_one_comparison_excuses_no_gap() -> None:
         assert missing in finding.reason
 
 
+def test_a_gradient_of_samples_without_names_counts() -> None:
+    """A shard whose ids are unknown is part of the sum all the same: nothing is blamed."""
+    own, *others = traces.family("weighting", SUBJECT)
+    unnamed = altered(own, Shard, {"step": 1, "shard": 0}, ids=())
+    finding = traces.judge("weighting", [unnamed, *others])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the samples of step 1 are unknown" in finding.reason
+
+
 def _digests(event: Event) -> Event:
     if not isinstance(event, Update):
         return event

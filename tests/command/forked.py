@@ -28,7 +28,13 @@ def main() -> int:
     world_size, script, *arguments = sys.argv[1:]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "forked",  # by which Lightning knows that it was launched
+    }
     ranks = set()
     for rank in range(int(world_size)):
         pid = os.fork()

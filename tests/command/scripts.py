@@ -14,11 +14,20 @@ from entrenar_py.verdict import Finding
 EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
 LAUNCHER = Path(__file__).with_name("forked.py")
 DEADLINE_S = 60.0
+KNOBS = {
+    "accumulation": ("--accumulation", "{accumulation}"),
+    "clip": ("--clip", "{clip}"),
+    "loss_scale": ("--loss-scale", "{loss_scale}"),
+    "permute": ("--permute", "{permute}"),
+    "strategy": ("--ddp", "{strategy}"),
+}
 
 
-def command(script: Path) -> tuple[str, ...]:
-    """What runs a script; that of `resume.py` says how long and where."""
-    told = ("--steps", "{steps}", "--dir", "{workdir}") if script.name == "resume.py" else ()
+def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
+    """What runs a script; that of `resume.py` says how long and where, `knobs.py` has knobs."""
+    told: tuple[str, ...] = tuple(word for knob in turned for word in KNOBS[knob])
+    if script.name == "resume.py":
+        told += ("--steps", "{steps}", "--dir", "{workdir}")
     return (sys.executable, str(LAUNCHER), "{world_size}", str(script), *told)
 
 

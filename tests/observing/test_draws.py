@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import (
@@ -12,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from entrenar_py.observing.draws import Draws
+from entrenar_py.observing.draws import Draws, InOrder
 
 DATA = TensorDataset(torch.arange(7.0))
 
@@ -83,6 +86,64 @@ def test_what_can_t_be_watched_tells_nothing() -> None:
     loader = DataLoader(DATA, batch_sampler=[[0, 1], [2]])
     draws = Draws(loader)
     assert [draws.take()[1] for _ in loader] == [(), ()]
+
+
+class Prepared:
+    """A loader around a loader, as accelerate makes them: it is one batch ahead, and it says that
+    it is of the other's class.
+    """
+
+    def __init__(self, inner: DataLoader[tuple[torch.Tensor, ...]]) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        fetched = None
+        for batch in self.inner:
+            if fetched is not None:
+                yield fetched
+            fetched = batch
+        yield fetched
+
+
+def test_a_loader_around_a_loader() -> None:
+    """Each batch is told when it is handed out by the outer one."""
+    loader = Prepared(DataLoader(DATA, batch_size=2, shuffle=True))
+    draws = Draws(loader)
+    told = handed_out(loader, draws)  # type: ignore[arg-type]
+    assert sorted(i for ids in told for i in ids) == list(range(7))
+
+
+def test_batches_that_are_used_in_order() -> None:
+    """However many are fetched before the first of them is used."""
+    loader = DataLoader(DATA, batch_size=3)
+    draws = Draws(InOrder(loader))
+    for epoch in range(2):
+        assert len(list(loader)) == 3
+        assert [draws.take() for _ in range(3)] == [
+            (epoch, ids) for ids in ((0, 1, 2), (3, 4, 5), (6,))
+        ]
+    assert draws.take() == (1, ())
+
+
+class DataLoaderDispatcher(DataLoader[tuple[torch.Tensor, ...]]):
+    """accelerate's, by its name: the first rank draws for all, and sends each its part."""
+
+
+def test_what_one_rank_draws_for_all_is_nobodys() -> None:
+    """Nothing is told rather than something wrong; how many there are is known."""
+    loader = DataLoaderDispatcher(DATA, batch_size=4)
+    draws = Draws(loader)
+    assert [draws.take()[1] for _ in loader] == [(), ()]
+    assert draws.num_samples == 7
 
 
 def test_keys_that_are_no_numbers_are_unknown() -> None:

@@ -6,16 +6,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
 from entrenar_py.errors import TraceError
 from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file
+from entrenar_py.observing.draws import InOrder
 from entrenar_py.observing.rank_file import RankTrace
 from entrenar_py.trace import Shard, Start, Update
 
@@ -111,6 +113,86 @@ def test_a_wrapper_is_looked_through(folder: Path) -> None:
     (start,) = of(Start, observed(folder, Compiled(nn.Linear(1, 1))))
     assert isinstance(start, Start)
     assert start.trainable == ("weight", "bias")
+
+
+class Passing(torch.optim.Optimizer):
+    """What accelerate makes of an optimizer: it passes calls on, and has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The other's."""
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The other's."""
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The other's."""
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_an_optimizer_around_an_optimizer(folder: Path) -> None:
+    """Is looked through to the one that steps."""
+    model = nn.Linear(1, 1)
+    optimizer = Passing(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
+    train(model, optimizer, entrenar_py.observe(model, optimizer))
+    (path,) = folder.glob("*.rank.jsonl")
+    record = rank_file.load(path)
+    assert len(of(Update, record)) == 2
+    assert record.header["optimizer"] == "SGD"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure(kind: type[torch.optim.Optimizer], folder: Path) -> None:
+    """The gradient is made in the step itself, once or more often: the first one is recorded, with
+    the micro-batches before it.
+    """
+    model = nn.Linear(1, 1)
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    obs = entrenar_py.observe(model, optimizer)
+
+    def backward(sample: int) -> float:
+        obs.samples([sample])
+        loss = model(torch.ones(1, 1)).square().sum()
+        obs.loss(loss, 1)
+        loss.backward()
+        return float(loss.detach())
+
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(2 * step)
+        optimizer.step(lambda step=step: backward(2 * step + 1))  # type: ignore[misc]
+    obs.close()
+    (path,) = folder.glob("*.rank.jsonl")
+    record = rank_file.load(path)
+    shards = [event for event in record.events if isinstance(event, Shard)]
+    assert [(one.step, one.ids) for one in shards] == [
+        *((0, (0,)), (0, (1,))),
+        *((1, (2,)), (1, (3,))),
+    ]
+    update = next(event for event in record.events if isinstance(event, Update))
+    total = sum(one.gradient["weight"].values()[0] for one in shards[:2])  # type: ignore[index]
+    assert update.gradient["weight"].values() == pytest.approx([total])
+
+
+def test_micro_batches_that_are_fetched_together(folder: Path) -> None:
+    """Each has its own samples, also if its forward pass is made twice."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.arange(6.0)[:, None]), batch_size=2)
+    obs = entrenar_py.observe(model, optimizer, sampler=InOrder(loader))
+    for (inputs,) in list(loader):
+        model(inputs)
+        model(inputs).sum().backward()
+    optimizer.step()
+    obs.close()
+    (path,) = folder.glob("*.rank.jsonl")
+    shards = [event for event in rank_file.load(path).events if isinstance(event, Shard)]
+    assert [one.ids for one in shards] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_random_numbers(folder: Path) -> None:

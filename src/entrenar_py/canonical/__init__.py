@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def canonical_all_reduce(
-    model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool = False
+    model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None = None
 ) -> Reducer:
     """Switches `model` to gradients with the same bits on 1, 2, 4, 8 ... ranks; once, on all ranks.
 
@@ -28,8 +28,8 @@ def canonical_all_reduce(
     Micro-batch gradients are added along one binary tree over the global batch. While a rank goes
     through m of them it holds up to log2(m) + 1 gradients, where adding them up in order holds one.
 
-    `symmetric_memory` lets GPUs of one host, all linked with each other, add from each other's
-    memory in place of exchanging through NCCL; the bits are the same.
+    GPUs of one host that can reach each other's memory exchange gradients through it, all others
+    through NCCL; `symmetric_memory` says which, whatever they can. The bits are the same.
 
     UsageError if the numbers are no powers of two, the model holds what can't be the same on
     another world size, or kernels may differ from run to run (see `require_deterministic`).

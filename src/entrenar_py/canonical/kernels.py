@@ -54,60 +54,60 @@ def _node(rows, columns, inside, stride, FIRST: tl.constexpr, SPAN: tl.constexpr
     return node
 
 
-def add_tree_of_peers(
-    peers: Tensor, *, local: Tensor, start: int, stop: int, scale: float, num_programs: int
-) -> None:
-    """Puts the scaled tree's sum of elements `start` to `stop` of all peers' memory into all of it.
+def add_tree_of_put(put: Tensor, *, mine: Tensor, rank: int, scale: float, sums: Tensor) -> None:
+    """Puts the scaled tree's sum into `mine` and into `sums`, [n] each.
 
-    `peers` are the addresses, int64 [num_ranks], of what is `local` on each rank, in the order of
-    ranks, itself included; all mapped on this device, all aligned to 16 bytes.
+    The row of `rank` is `mine`; those of the other ranks are the heads of the rows of `put`, uint8
+    [num_ranks, row_bytes]. All are aligned to 16 bytes.
     """
-    with torch.cuda.device_of(local):
-        _add_tree_of_peers[(num_programs,)](
-            peers, local, start, stop, scale, len(peers), 2 * _ELEMENTS, num_warps=8
+    rows = put.view(mine.dtype)
+    grid = (triton.cdiv(len(mine), _ELEMENTS),)
+    with torch.cuda.device_of(mine):
+        _add_tree_of_put[grid](
+            rows, mine, sums, rows.stride(0), len(mine), scale, rank, len(rows), _ELEMENTS
         )
 
 
 @triton.jit
-def _add_tree_of_peers(
-    peers,  # addresses [NUM_RANKS]
-    local,  # of the dtype of all
-    start,
-    stop,
+def _add_tree_of_put(
+    rows,  # [NUM_ROWS, stride], of which the row RANK is not read
+    mine,  # [num_columns], in its place
+    sums,  # [num_columns]
+    stride,
+    num_columns,
     scale,
-    NUM_RANKS: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    NUM_ROWS: tl.constexpr,  # noqa: N803
     ELEMENTS: tl.constexpr,  # noqa: N803
 ):
-    first = start + tl.program_id(0).to(tl.int64) * ELEMENTS
-    for block in range(first, stop, tl.num_programs(0).to(tl.int64) * ELEMENTS):
-        columns = block + tl.arange(0, ELEMENTS)
-        inside = columns < stop
-        root = _node_of_peers(peers, local, columns, inside, 0, NUM_RANKS)
-        scaled = (root.to(tl.float32) * scale).to(local.dtype.element_ty)
-        for rank in tl.static_range(NUM_RANKS):
-            tl.store(_memory(peers, local, rank) + columns, scaled, mask=inside)
+    columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = columns < num_columns
+    root = _node_of_put(rows, mine, columns, inside, stride, RANK, 0, NUM_ROWS)
+    scaled = (root.to(tl.float32) * scale).to(mine.dtype.element_ty)
+    tl.store(mine + columns, scaled, mask=inside)
+    tl.store(sums + columns, scaled, mask=inside)
 
 
 @triton.jit
-def _node_of_peers(
-    peers,
-    local,
+def _node_of_put(
+    rows,
+    mine,
     columns,
     inside,
+    stride,
+    RANK: tl.constexpr,  # noqa: N803
     FIRST: tl.constexpr,  # noqa: N803
     SPAN: tl.constexpr,  # noqa: N803
 ):
-    """The node over ranks FIRST to FIRST + SPAN - 1."""
+    """The node over rows FIRST to FIRST + SPAN - 1."""
     if SPAN == 1:
-        node = tl.load(_memory(peers, local, FIRST) + columns, mask=inside, other=0.0)
+        if FIRST == RANK:
+            node = tl.load(mine + columns, mask=inside, other=0.0)
+        else:
+            node = tl.load(rows + FIRST * stride + columns, mask=inside, other=0.0)
     else:
-        left = _node_of_peers(peers, local, columns, inside, FIRST, SPAN // 2)
-        right = _node_of_peers(peers, local, columns, inside, FIRST + SPAN // 2, SPAN // 2)
+        left = _node_of_put(rows, mine, columns, inside, stride, RANK, FIRST, SPAN // 2)
+        middle: tl.constexpr = FIRST + SPAN // 2
+        right = _node_of_put(rows, mine, columns, inside, stride, RANK, middle, SPAN // 2)
         node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
     return node
-
-
-@triton.jit
-def _memory(peers, local, rank):
-    """Where a rank's memory begins; said to be aligned, or it would be read word by word."""
-    return tl.multiple_of(tl.load(peers + rank).to(local.dtype), 16)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 Exchange = Callable[[Tensor], Future[Tensor]]
 
-# Large enough that starting a collective is nothing beside it, small enough that pieces overlap.
-PIECE_BYTES = 32 << 20
+# Large enough that starting it is nothing beside it, small enough that pieces overlap: measured on
+# four H200s (docs/benchmarks.md), where 32 MiB take a quarter longer.
+PIECE_BYTES = 128 << 20
 
 
 class Reducer:
@@ -32,7 +33,7 @@ class Reducer:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool
+        self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None
     ) -> None:
         group = model.process_group
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -49,6 +50,8 @@ class Reducer:
         self._model, self._counter = model, gradients.Counter()
         self._reduced: set[Tensor] = set()  # parameters, in this batch
         scale = 1 / micro_batches
+        if symmetric_memory is None:
+            symmetric_memory = settings.share_memory(device, group)
         self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
         # A lambda, for torch reads a function's annotations and knows no postponed ones.
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import torch
@@ -98,6 +99,24 @@ def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
                     f"{name} = {theirs.get(name)!r} on rank {rank} and {value!r} on rank 0: "
                     "ranks that run other kernels get other bits; make them the same on all"
                 )
+
+
+def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` have GPUs of one host, each reached by every other: the same
+    answer on all.
+    """
+    if device.type != "cuda" or dist.get_world_size(group) == 1:
+        return False
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    reached = [i for i in others if torch.cuda.can_device_access_peer(device, i)]
+    own = (socket.gethostname(), device.index, {device.index, *reached})
+    everyone: list[tuple[str, int, set[int]]] = [own for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, own, group=group)
+    indices = {index for _, index, _ in everyone}
+    # Who sees its own GPU alone, as the first, can't tell which the others have.
+    told_apart = len(indices) == len(everyone)
+    one_host = len({host for host, _, _ in everyone}) == 1
+    return one_host and told_apart and all(indices <= found for _, _, found in everyone)
 
 
 def require_unchanged(facts: dict[str, object]) -> None:

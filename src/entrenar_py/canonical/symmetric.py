@@ -1,13 +1,12 @@
-"""`exchange.all_reduce`, on GPUs of one host that see each other's memory: one kernel does it all.
+"""`exchange.all_reduce`, on GPUs of one host that see each other's memory: copy engines carry it.
 
-Each rank reads its chunk of a piece from all ranks' memory, adds along the tree, and writes the sum
-to all of them: reads and writes cross the links at the same time, and nothing is received in
-between. Pieces are copied in and out of that memory while others are under way.
+Each rank puts the other ranks' chunks of a piece into their memory, adds along the tree what was
+put into its own, and takes the sums from theirs. The processors that compute only add: what travels
+is copied by engines that do nothing else, beside the backward pass.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +18,31 @@ from torch.futures import Future
 from entrenar_py.canonical import kernels
 from entrenar_py.canonical.exchange import ALIGNMENT
 
-# One is copied in, one reduced, one copied out.
-_NUM_SLOTS = 3
-# Few enough that a backward pass keeps most of the device, many enough to fill the links.
-NUM_PROGRAMS = 64
+# One is put into while the other is added, then taken from.
+_NUM_SLOTS = 2
+_PLANS_MAX = 4096  # more buffers than that are no buckets that come again
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A piece's place in every rank's memory; `free` comes true once it was copied out of here."""
+    """A piece's place on every rank: rows put there by the ranks, and the sum of its chunk.
 
-    memory: Tensor  # uint8, this rank's
-    peers: Tensor  # int64 [num_ranks]: addresses of all ranks' memory
-    free: torch.cuda.Event
+    `put` is uint8 [num_ranks, chunk_bytes] and `sums` uint8 [chunk_bytes], of each rank.
+    """
+
+    put: list[Tensor]
+    sums: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is done for a piece of a buffer: pairs (to, from) that are copied, and what is added."""
+
+    puts: list[tuple[Tensor, Tensor]]
+    takes: list[tuple[Tensor, Tensor]]
+    rows: Tensor  # uint8 [num_ranks, chunk_bytes], this rank's
+    mine: Tensor  # this rank's chunk, in its place; may be empty
+    sums: Tensor  # where the others take it from
 
 
 class Symmetric:
@@ -42,79 +53,112 @@ class Symmetric:
     ) -> None:
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scale, self._device, self._piece_bytes = scale, device, piece_bytes
-        self._memory = symmetric_memory.empty(
-            _NUM_SLOTS * piece_bytes, dtype=torch.uint8, device=device
-        )
+        self._chunk_bytes = piece_bytes // self._world_size
+        size = _NUM_SLOTS * (piece_bytes + self._chunk_bytes)
+        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(self._memory, group)
-        self._filling, self._reducing, self._emptying = (
+        everyone = [
+            self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world_size)
+        ]
+        self._slots = [self._slot(everyone, index) for index in range(_NUM_SLOTS)]
+        self._next = 0  # slot
+        # The next rank first: no two ranks put to the same one, or take from it, at a time.
+        self._others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
+        # One stream copies: what is put and what is taken would share the links anyway, and ranks
+        # whose copies come in another order meet at the same one's door.
+        self._copying, self._adding = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            for _ in range(3)
+            for _ in range(2)
         )
-        self._slots = deque(self._slot(index) for index in range(_NUM_SLOTS))
+        # Buckets come again in every step; to cut them anew takes longer than to start the copies.
+        self._plans: dict[tuple[int, int, torch.dtype, int], list[_Piece]] = {}
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
         """What `buffer` becomes; it may be touched again once the future was waited for."""
-        self._filling.wait_stream(torch.cuda.current_stream(self._device))
-        waiting: tuple[_Slot, Tensor] | None = None
-        for piece in torch.split(buffer, self._piece_bytes // buffer.element_size()):
-            self._slots.rotate(-1)
-            slot = self._slots[0]
-            local = slot.memory.view(buffer.dtype)[: len(piece)]
-            self._fill(slot, local, piece)
-            self._meet()
+        self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        waiting: _Piece | None = None
+        with torch.cuda.stream(self._copying):
+            for piece in self._plan(buffer):
+                _copy(piece.puts)
+                self._meet()
+                # Beside the copies that follow: of the sums before, and of what is put next.
+                self._add(piece)
+                if waiting is not None:
+                    _copy(waiting.takes)
+                waiting = piece
             if waiting is not None:
-                self._empty(*waiting)
-            self._add(slot, local)
-            waiting = slot, piece
-        if waiting is not None:
-            self._meet()
-            self._empty(*waiting)
-        future: Future[Tensor] = Future(devices=[self._device])
-        with torch.cuda.stream(self._emptying):
+                self._meet()
+                _copy(waiting.takes)
+            future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(buffer)
         return future
 
-    def _slot(self, index: int) -> _Slot:
-        start = index * self._piece_bytes
-        sizes = (_NUM_SLOTS * self._piece_bytes,)
-        everyone = [
-            self._handle.get_buffer(rank, sizes, torch.uint8).data_ptr() + start
-            for rank in range(self._world_size)
-        ]
+    def _meet(self) -> None:
+        """On the GPUs: every rank has put, taken and added all that it was told to by now."""
+        self._adding.wait_stream(self._copying)
+        with torch.cuda.stream(self._adding):
+            self._handle.barrier(channel=0)
+        self._copying.wait_stream(self._adding)
+
+    def _add(self, piece: _Piece) -> None:
+        if len(piece.mine):
+            with torch.cuda.stream(self._adding):
+                kernels.add_tree_of_put(
+                    piece.rows,
+                    mine=piece.mine,
+                    rank=self._rank,
+                    scale=self._scale,
+                    sums=piece.sums,
+                )
+
+    def _slot(self, everyone: list[Tensor], index: int) -> _Slot:
+        start = index * (self._piece_bytes + self._chunk_bytes)
+        middle, stop = start + self._piece_bytes, start + self._piece_bytes + self._chunk_bytes
         return _Slot(
-            memory=self._memory[start : start + self._piece_bytes],
-            peers=torch.tensor(everyone, device=self._device),
-            free=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            put=[one[start:middle].view(self._world_size, -1) for one in everyone],
+            sums=[one[middle:stop] for one in everyone],
         )
 
-    def _fill(self, slot: _Slot, local: Tensor, piece: Tensor) -> None:
-        with torch.cuda.stream(self._filling):
-            self._filling.wait_event(slot.free)
-            local.copy_(piece)
+    def _plan(self, buffer: Tensor) -> list[_Piece]:
+        """The pieces of `buffer`, in slots that follow on those of the call before."""
+        key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS_MAX:
+                self._plans.clear()
+            parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
+            self._plans[key] = [
+                self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
+                for index, part in enumerate(parts)
+            ]
+        plan = self._plans[key]
+        self._next = (self._next + len(plan)) % _NUM_SLOTS
+        return plan
 
-    def _meet(self) -> None:
-        """On the GPUs: every rank has filled what it was told to, and added what it was told to."""
-        self._reducing.wait_stream(self._filling)
-        with torch.cuda.stream(self._reducing):
-            self._handle.barrier(channel=0)
-        self._emptying.wait_stream(self._reducing)
+    def _piece(self, piece: Tensor, slot: _Slot) -> _Piece:
+        """`piece` cut in a chunk for each rank; the last ones may be short, or empty."""
+        size = -(-len(piece) // (self._world_size * ALIGNMENT)) * ALIGNMENT
+        chunks = [piece[rank * size : (rank + 1) * size] for rank in range(self._world_size)]
+        mine, others = chunks[self._rank], [rank for rank in self._others if len(chunks[rank])]
+        return _Piece(
+            puts=[
+                (_as_chunk(slot.put[rank][self._rank], chunks[rank]), chunks[rank])
+                for rank in others
+            ],
+            takes=[
+                (chunks[rank], _as_chunk(slot.sums[rank], chunks[rank]))
+                for rank in reversed(others)
+            ],
+            rows=slot.put[self._rank],
+            mine=mine,
+            sums=_as_chunk(slot.sums[self._rank], mine),
+        )
 
-    def _add(self, slot: _Slot, local: Tensor) -> None:
-        """This rank's chunk of the piece, for everyone."""
-        chunk = -(-len(local) // (self._world_size * ALIGNMENT)) * ALIGNMENT
-        start = min(self._rank * chunk, len(local))
-        stop = min(start + chunk, len(local))
-        with torch.cuda.stream(self._reducing):
-            kernels.add_tree_of_peers(
-                slot.peers,
-                local=local,
-                start=start,
-                stop=stop,
-                scale=self._scale,
-                num_programs=NUM_PROGRAMS,
-            )
 
-    def _empty(self, slot: _Slot, piece: Tensor) -> None:
-        with torch.cuda.stream(self._emptying):
-            piece.copy_(slot.memory.view(piece.dtype)[: len(piece)])
-            slot.free.record()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for to, source in pairs:
+        to.copy_(source)
+
+
+def _as_chunk(memory: Tensor, chunk: Tensor) -> Tensor:
+    """The head of `memory` as long as `chunk`, of its dtype."""
+    return memory[: chunk.numel() * chunk.element_size()].view(chunk.dtype)

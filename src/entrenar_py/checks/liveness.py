@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
 from entrenar_py.checks import evidence, missing
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # A trainable tensor may rest while its gradient is exactly zero (LoRA's A while B is still zero, an
@@ -82,7 +83,8 @@ def _moving(
         rest = _rest(start, name, live)
         moved = len(rest) < sum(name in update.weights for update in live)
         late = len(rest) >= STEPS_TO_MOVE
-        if late and not _may_rest(tally, start, name, rest, moved=moved):
+        local = _local(trace, start.rank, name) if late else {}
+        if late and not _may_rest(tally, start, name, rest, local, moved=moved):
             _dead(tally, trace, start, name, rest)
         elif moved:
             tally.compared += 1
@@ -109,18 +111,37 @@ def _dead(tally: Tally, trace: Trace, start: Start, name: str, rest: Sequence[Up
     )
 
 
+def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]]:
+    """Step -> the gradient of `name` in a shard of this rank, at most the mean over the step."""
+    found = {}
+    for shard in trace.of(Shard):
+        if shard.rank == rank and name in shard.gradient:
+            values = shard.gradient[name].values()
+            if values is not None:
+                found[shard.step] = values / max(shard.weight, 1.0)
+    return found
+
+
 def _may_rest(
-    tally: Tally, start: Start, name: str, rest: Sequence[Update], *, moved: bool
+    tally: Tally,
+    start: Start,
+    name: str,
+    rest: Sequence[Update],
+    local: Mapping[int, np.ndarray[Any, Any]],
+    *,
+    moved: bool,
 ) -> bool:
     """Whether arithmetic explains that `name` rested: gradients too small to show in its weights.
 
     Gradients of exactly zero explain it too if it `moved` later. If it never did it was cut off, or
-    never used: the question stays open, as where values were not recorded, and is missing.
+    never used: the question stays open, as where values were not recorded, and is missing. Where
+    the optimizer was given none, though there was one, that of a shard counts.
     """
     weight = start.weights[name].values()
     some_gradient = False
     for update in rest:
-        gradient = update.gradient[name].values() if name in update.gradient else None
+        given = update.gradient.get(name)
+        gradient = local.get(update.step) if given is None else given.values()
         if weight is None or gradient is None or gradient.size != weight.size:
             tally.miss(
                 f"{name} rested, its weight or gradient is unknown: record Start.weights and "

@@ -11,6 +11,8 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Finding, Tally
 
+POWERS_OF_TWO = ("ddp_canonical",)  # whose tree needs such a number of workers
+
 
 def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Bitwise, among trainers that promise bits; of others nothing can be said."""
@@ -33,7 +35,8 @@ def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding
 def worker_counts(scenario: Scenario) -> list[Scenario]:
     """The run with 1, 2, 3, 4, 5 and 8 workers (as many as there are shards and samples for)."""
     most = min(scenario.num_shards, scenario.num_samples)
-    fit = [count for count in (1, 2, 3, 4, 5, 8) if count <= most]
+    counts = (1, 2, 4, 8) if scenario.system in POWERS_OF_TWO else (1, 2, 3, 4, 5, 8)
+    fit = [count for count in counts if count <= most]
     return evidence.distinct(
         [scenario, *(evidence.plain(scenario, world_size=n, mutant=scenario.mutant) for n in fit)]
     )

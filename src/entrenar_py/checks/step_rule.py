@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, update_rule
+from entrenar_py.checks import evidence, missing, pairs, precision, update_rule
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
@@ -32,7 +32,9 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Every update of every rank."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
-    for trace in evidence.usable(traces, tally):
+    kept = evidence.usable(traces, tally)
+    pairs.compare(tally, kept, knobs=("clip",))
+    for trace in kept:
         scenario = trace.scenario
         for update in trace.of(Update):
             place = {"step": update.step, "rank": update.rank, "scenario": scenario}
@@ -173,6 +175,9 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
     """
     optimizer, before = trace.scenario.optimizer, rule.weights
     compared: set[str] = set()
+    unit = precision.FLOAT32
+    if trace.scenario.workload == "own":
+        unit = precision.unit_of(update.weights)
     roundings = UPDATE_ULPS + (0 if optimizer == "sgd" else update.step)
     for name, expected in rule.step(update):
         record = update.weights.get(name)
@@ -184,7 +189,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
             continue
         # inf - inf and the like: a NaN, which is no gap that is allowed.
         with np.errstate(invalid="ignore", over="ignore"):
-            allowed = roundings * 2.0**-24 * (np.abs(expected.weight) + expected.moved)
+            allowed = roundings * unit * (np.abs(expected.weight) + expected.moved)
             gap = np.abs(after - expected.weight) - allowed
         element = int(gap.argmax())
         tally.check(

@@ -2,7 +2,8 @@
 
 Written from the formulas of torch.optim's SGD and AdamW, independently of every trainer here. The
 constants are torch's defaults (0.9 for momentum); a trainer of one's own declares others in its
-scenario's `options`: momentum, dampening, nesterov, betas, eps. Since the recorded gradient goes
+scenario's `options`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam
+whose decay is a part of the gradient. Since the recorded gradient goes
 in, what is rounding noise in the gradient is no difference in the step: this sees under Adam what
 parity can't.
 """
@@ -112,9 +113,14 @@ class Rule:
         self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
+        coupled_adam = self.scenario.options.get("decay") == "coupled"
+        if self.scenario.optimizer == "adamw" and coupled_adam:
+            coupled = gradient + decay * weight
+            moved, size = self._adam(moments, coupled, np.abs(gradient) + decay * np.abs(weight))
+            return Expected(weight - rate * moved, rate * size)
         if self.scenario.optimizer == "adamw":
             kept = weight * (1 - rate * decay)
-            moved, size = self._adam(moments, gradient)
+            moved, size = self._adam(moments, gradient, np.abs(gradient))
             return Expected(kept - rate * moved, rate * (size + decay * np.abs(weight)))
         coupled = gradient + decay * weight
         terms = np.abs(gradient) + decay * np.abs(weight)
@@ -137,11 +143,11 @@ class Rule:
             return gradient + keep * moved, terms + keep * size
         return moved, size
 
-    def _adam(self, moments: Moments, gradient: Vector) -> tuple[Vector, Vector]:
+    def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
         """Adam's direction, and the size of its terms."""
         beta1, beta2 = self._constant("betas")
         moments.first = beta1 * moments.first + (1 - beta1) * gradient
-        moments.size = beta1 * moments.size + (1 - beta1) * np.abs(gradient)
+        moments.size = beta1 * moments.size + (1 - beta1) * terms
         moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
         root = np.sqrt(moments.second / (1 - beta2**self.step_made)) + self._constant("eps")
         correction = 1 - beta1**self.step_made

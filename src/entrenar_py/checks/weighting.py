@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, oracles, parity
+from entrenar_py.checks import evidence, likeness, missing, oracles, parity
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -90,12 +90,13 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     """
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
+    bound = likeness.Bounds.of({}, trace).gradient
     model: tuple[float, float] | None = None
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in unknown:
             continue
         update = evidence.any_rank(by_rank)
-        total = _sum([shard.gradient for shard in shards[step] if shard.ids])
+        total = _sum([shard.gradient for shard in shards[step] if shard.ids or shard.gradient])
         mean = evidence.vectors(update.gradient)
         if not total or mean is None or _shapes(total) != _shapes(mean):
             if valued:
@@ -103,15 +104,16 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
                 missing.ask(tally, f"the gradients of step {step} could not be added", what)
             continue
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
-        divisor = sum(float(np.dot(total[n], mean[n].astype(np.float64))) for n in mean)
-        if not (size and math.isfinite(size) and math.isfinite(divisor)):
+        if not (size and math.isfinite(size)):
             continue
-        divisor /= size
+        divisor = _divisor(total, mean)
+        if divisor is None:
+            continue
         place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
         for name, value in mean.items():
             gap = float(np.sqrt(np.square(total[name] - divisor * value).sum()))
             tally.check(
-                gap <= parity.GRADIENT_BOUND * abs(divisor) * math.sqrt(size),
+                gap <= bound * abs(divisor) * math.sqrt(size),
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
                 "by the number that the other tensors were divided by",
                 tensor=name,
@@ -123,7 +125,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         model = model or divided
         tally.check(
             any(
-                abs(now - before) <= parity.GRADIENT_BOUND * abs(before)
+                abs(now - before) <= bound * abs(before)
                 for now, before in zip(divided, model, strict=True)
             ),
             "the gradient was divided by another number, and another multiple of the step's "
@@ -132,6 +134,31 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+
+def _divisor(
+    total: Mapping[str, np.ndarray[Any, Any]], mean: Mapping[str, np.ndarray[Any, Any]]
+) -> float | None:
+    """What the sums of most tensors were divided by, as far as these point where their means do.
+
+    The median over tensors, by the size of their sums and without those that are small: what one
+    tensor was divided by instead shows in that tensor alone.
+    """
+    found = []
+    sizes = {name: float(np.square(value).sum()) for name, value in total.items()}
+    small = sum(sizes.values()) / evidence.NOISE_SHARE**2
+    for name, value in mean.items():
+        wide = value.astype(np.float64)
+        norm = float(np.dot(wide, wide))
+        divisor = float(np.dot(total[name], wide)) / norm if norm else math.nan
+        if sizes[name] >= small and math.isfinite(divisor):
+            found.append((divisor, sizes[name]))
+    left = sum(size for _, size in found) / 2
+    for divisor, size in sorted(found):
+        left -= size
+        if left <= 0:
+            return divisor
+    return None
 
 
 def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:

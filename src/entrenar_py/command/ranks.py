@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py import systems, trace
+from entrenar_py.checks import pairs
 from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
+from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import Ended
 from entrenar_py.faults import Fault
 from entrenar_py.observing import assembly, rank_file
@@ -25,6 +27,22 @@ LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 _RULES = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A knob of the script that does not stand as usual; and others that are to change nothing,
+    but for what this one may do wrong beside them.
+    """
+
+    knob: str
+    value: str
+    beside: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What stands for each of these knobs in the command."""
+        return {self.knob: self.value, **dict(self.beside)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a run was launched as."""
@@ -34,18 +52,27 @@ class Asked:
     repeat: int = 0
     faults: tuple[Fault, ...] = ()
     stops: tuple[int, ...] = ()
+    turn: Turn | None = None
 
 
-def trace_of(folder: Path, asked: Asked, ended: Ended, like: Scenario | None) -> trace.Trace:
+def trace_of(
+    folder: Path, asked: Asked, ended: Ended, like: Scenario | None, *, unclipped: bool = False
+) -> trace.Trace:
     """The trace of the run whose ranks' files are in `folder`; `failed` where it came to no end.
 
     What a run did not live to show (how many steps it makes, what is in its data) it has from
-    `like`, the scenario of an undisturbed one.
+    `like`, the scenario of an undisturbed one. `unclipped`: the command was told to clip nothing.
     """
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
     scenario = _scenario(ranks, events, asked, like)
-    events = _in_their_epochs(events, scenario)
+    if unclipped and not (asked.turn and asked.turn.knob == "clip"):
+        options = {name: told for name, told in scenario.options.items() if name != "clipping"}
+        scenario = scenario.with_(options=options)
+    if asked.turn is not None and like is not None and not asked.stops:
+        told, usual = asked.turn, KNOBS[asked.turn.knob].usual
+        scenario = pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
+    events = in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
     if problems and status == "completed":
         status, reason = "failed", problems[0]
@@ -82,7 +109,7 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 # --- what happened ----------------------------------------------------------------------------
 
 
-def _in_their_epochs(events: Sequence[Event], scenario: Scenario) -> list[Event]:
+def in_their_epochs(events: Sequence[Event], scenario: Scenario) -> list[Event]:
     """Shards with the epochs of the whole run: who goes on in step k counts its own from 0."""
     batches = scenario.num_samples / scenario.batch_size
     per_epoch = int(batches) if scenario.options.get("drop_last") else math.ceil(batches)
@@ -167,6 +194,14 @@ def _scenario(
             faults=asked.faults,
             stops=asked.stops,
         )
+    found = scenario_of(ranks, events, asked.world_size)
+    if like is not None:  # it is to be the same training, and a check says that it has other rates
+        found = found.with_(learning_rate=like.learning_rate)
+    return found.with_(seed=asked.seed, repeat=asked.repeat)
+
+
+def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int) -> Scenario:
+    """The scenario that these files and events show; its seed is not known to them."""
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards_of = [event for event in events if isinstance(event, Shard)]
     steps = {event.step for event in events if isinstance(event, Update)}
@@ -176,7 +211,7 @@ def _scenario(
     ids = [sample for shard in shards_of for sample in shard.ids]
     num_samples = header.get("num_samples") or max(ids, default=0) + 1
     accumulation = max((shard.shard for shard in shards_of), default=0) + 1
-    num_samples = max(num_samples, asked.world_size)
+    num_samples = max(num_samples, world_size)
     num_parts = len({*assembly.places(ranks).values()})
     told = _optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)])
     if any(one.layout is not None for one in ranks):
@@ -184,10 +219,9 @@ def _scenario(
     return Scenario(
         system=SYSTEM,
         workload="own",
-        world_size=asked.world_size,
-        seed=asked.seed,
-        repeat=asked.repeat,
-        num_shards=max(accumulation * num_parts, asked.world_size),
+        world_size=world_size,
+        seed=0,
+        num_shards=max(accumulation * num_parts, world_size),
         num_samples=num_samples,
         batch_size=min(max(per_step.values(), default=1) or 1, num_samples),
         num_steps=max(steps, default=0) + 1,
@@ -213,7 +247,6 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
     strange = (
         name not in _RULES
         or len(decays) > 1
-        or (name == "Adam" and bool(decays))
         or any(group.get("maximize") or group.get("amsgrad") for group in groups)
         or any(group.get(key) != first.get(key) for group in groups for key in (*DEFAULTS, "lr"))
     )
@@ -223,6 +256,7 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
         if key in first and rule != "sgd" and _plain(first[key]) != _plain(usual):
             options[key] = _plain(first[key])
     options |= {"rule": "other"} if strange else {}
+    options |= {"decay": "coupled"} if name == "Adam" and decays else {}
     rate = float(first.get("initial_lr", first.get("lr", 0.0)))
     options |= {"schedule": "other"} if any(one != rate for one in rates) else {}
     return {

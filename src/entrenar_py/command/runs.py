@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py import interrupts, trace
-from entrenar_py.command import ranks
+from entrenar_py.command import knobs, ranks
+from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import OUTPUT, Ended, launch
-from entrenar_py.command.ranks import Asked
+from entrenar_py.command.ranks import Asked, Turn
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.observing import FAULTS
@@ -31,12 +32,16 @@ PLACEHOLDERS = {
     "steps": "how many optimizer steps to make in all, also after a resume",
     "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
     "trace_dir": "the folder that the ranks record to",
+    **{name: knob.says for name, knob in KNOBS.items()},
 }
 
+# What compares a run with a knob turned with the usual one.
+_PAIRED = {"parity", "weighting"}
 # What compares a run with that of one worker.
 _BESIDE_ONE = {"coverage", "parity", "weighting", "randomness", "worker_count"}
 
 Show = Callable[[str], None]  # told what is run now
+Launcher = Callable[..., Ended]  # what `launch.launch` does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ class Plan:
     num_steps: int = NUM_STEPS
     deadline_s: float = DEADLINE_S
     folder: Path | None = None
+    launch: Launcher = launch
 
     def __post_init__(self) -> None:
         require_placeholders(self.command)
@@ -90,8 +96,30 @@ class Plan:
         if "recovery" in self.wanted and self.most > 1:
             found[f"{name}-killed"] = replace(asked, faults=(leave,))
         if {"resume", "optimizer_state"} & set(self.wanted) and stops:
-            found[f"{name}-resumed"] = replace(asked, stops=stops)
+            # In micro-batches, which the place in the data is counted in or is not; if it can be.
+            turned = next(iter(self._turns("accumulation")), None)
+            if turned is not None:
+                found[_name(self.most, turned)] = replace(asked, turn=turned)
+            found[f"{_name(self.most, turned)}-resumed"] = replace(asked, stops=stops, turn=turned)
         return found
+
+    def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
+        """What a knob is turned to, if the command has it."""
+        if not self.can_say(knob):
+            return []
+        beside = knobs.beside(knob, [name for name in KNOBS if self.can_say(name)])
+        return [Turn(knob, value, beside) for value in knobs.turns(knob, usual)]
+
+    def pairs(self, usual: Trace) -> dict[str, Asked]:
+        """Name -> a run with one knob turned, of those that the command has."""
+        wanted = set(self.wanted)
+        told = KNOBS if wanted & _PAIRED else ("clip",) if "step_rule" in wanted else ()
+        asked = Asked(world_size=self.most, seed=self.seed)
+        return {
+            _name(self.most, turn): replace(asked, turn=turn)
+            for name in told
+            for turn in self._turns(name, usual)
+        }
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
@@ -101,21 +129,23 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
     output and its ranks' files. Where the first run fails no other is made: they would, too.
     """
     base = plan.folder or Path(tempfile.mkdtemp(prefix="entrenar-"))
-    like: Scenario | None = None
+    likes: dict[Turn | None, Scenario] = {}  # of the undisturbed runs, by what was turned in them
     planned = plan.plain()
     while planned:
         name = next(iter(planned))
         asked = planned.pop(name)
         interrupts.check()
         show(f"{shlex.join(plan.command)} ({name})")
+        like = likes.get(asked.turn if asked.stops else None)
         found = _run(plan, asked, (base / name).absolute(), like)
         trace.save(found, base / f"{name}.jsonl")
         yield base / f"{name}.jsonl", found
-        if like is None:
+        if not likes:
             if found.end.status == "failed":
                 return
-            like = found.scenario
-            planned |= plan.others(like)
+            planned |= plan.others(found.scenario) | plan.pairs(found)
+        if not (asked.stops or asked.faults or asked.repeat):
+            likes.setdefault(asked.turn, found.scenario)
 
 
 def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace:
@@ -130,9 +160,11 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
             "steps": str(num_steps),
             "trace_dir": str(folder),
             "workdir": str(folder / "work"),
+            **{knob: one.usual for knob, one in KNOBS.items()},
+            **(asked.turn.values if asked.turn else {}),
         }
         closed = partial(ranks.have_closed, folder, asked.world_size, life)
-        ended = launch(
+        ended = plan.launch(
             [_filled(word, values) for word in plan.command],
             folder=folder,
             variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
@@ -142,7 +174,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
         if ended.code is None and not closed():  # else it hung when all was done, and goes on
             break
     assert ended is not None, "it was launched"
-    return ranks.trace_of(folder, asked, ended, like)
+    return ranks.trace_of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
 
 
 def _stops(like: Scenario) -> tuple[int, ...]:
@@ -155,8 +187,9 @@ def _stops(like: Scenario) -> tuple[int, ...]:
     return tuple(sorted(places))
 
 
-def _name(world_size: int) -> str:
-    return f"{world_size}-worker{'' if world_size == 1 else 's'}"
+def _name(world_size: int, turn: Turn | None = None) -> str:
+    told = "" if turn is None else f"-{turn.knob}-{turn.value}"
+    return f"{world_size}-worker{'' if world_size == 1 else 's'}{told}"
 
 
 def _clear(folder: Path) -> None:

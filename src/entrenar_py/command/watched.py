@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py import plan, stored
+from entrenar_py.checks import pairs
+from entrenar_py.command.knobs import KNOBS
 from entrenar_py.contract import Invariant
 from entrenar_py.plan import Task
 from entrenar_py.reports.report import Entry
+from entrenar_py.runner import Listener, ignore
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import inconclusive
@@ -17,6 +20,16 @@ from entrenar_py.verdict import inconclusive
 # Which runs that are disturbed a check is there for.
 _DISTURBED = {"finiteness": "non_finite_gradient", "recovery": "leave"}
 _STOPPED = ("resume", "optimizer_state")
+# What is judged on runs with a knob turned, and which knobs decide something there.
+_TURNED = {
+    "parity": tuple(KNOBS),
+    "weighting": tuple(KNOBS),
+    "step_rule": ("clip",),
+    "replica_identity": (),
+    "liveness": (),
+    "resume": (),
+    "optimizer_state": (),
+}
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
@@ -25,17 +38,20 @@ def tasks(selected: Sequence[Invariant]) -> list[Task]:
     return [one for one in found if one.check is not None and one.check.explores]
 
 
-def judge(tasks: Sequence[Task], traces: Mapping[Path, Trace]) -> Iterator[Entry]:
+def judge(
+    tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
+) -> Iterator[Entry]:
     """An entry per task that any of the runs, by file, is for."""
     for task in tasks:
         assert task.check is not None, "what has scenarios has a check"
         own = judged_by(task.check.name, traces)
         if own:
-            (entry,) = stored.judge_stored([task], own)
+            (entry,) = stored.judge_stored([task], own, on_judged=on_judged)
             why = lacking(task.check.name, own)
             if why:
                 entry = replace(entry, finding=inconclusive(task.invariant.id, why))
-            yield entry
+            notes = (*entry.finding.notes, *_untried(task.check.name, own))
+            yield replace(entry, finding=replace(entry.finding, notes=notes))
 
 
 def judged_by(check: str, traces: Mapping[Path, Trace]) -> dict[Path, Trace]:
@@ -47,9 +63,19 @@ def judged_by(check: str, traces: Mapping[Path, Trace]) -> dict[Path, Trace]:
 
     def fits(one: Scenario) -> bool:
         disturbed = all(fault.kind == _DISTURBED.get(check) for fault in one.faults)
-        return disturbed and (not one.stops or check in _STOPPED)
+        turned = check in _TURNED or pairs.pair_of(one) is None
+        return disturbed and turned and (not one.stops or check in _STOPPED)
 
     return {file: one for file, one in traces.items() if fits(one.scenario)}
+
+
+def _untried(check: str, traces: Mapping[Path, Trace]) -> list[str]:
+    """Says which knobs the command does not have, that `check` would judge by."""
+    found = [pairs.pair_of(one.scenario) for one in traces.values()]
+    tried = {pair.knob for pair in found if pair is not None}
+    lacking = [f"{{{name}}}" for name in _TURNED.get(check, ()) if name not in tried]
+    told = ", ".join(lacking)
+    return [f"no runs were compared that differ in {told}: put it into the command"] * bool(told)
 
 
 def lacking(check: str, traces: Mapping[Path, Trace]) -> str:

@@ -1,25 +1,38 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-Inert unless the harness listens: then nothing but this file is imported, and no hook is set.
+Inert unless the harness listens, or it is told to watch: then nothing but this file is imported,
+and no hook is set.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from entrenar_py.errors import UsageError, WatchFinding
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from entrenar_py.observing.judge import Watched
+    from entrenar_py.observing.watch import Watch
+
 # Where the harness wants to find what is recorded; nobody listens where it is not set.
 FOLDER = "ENTRENAR_TRACE_DIR"
 FAULTS = "ENTRENAR_FAULTS"  # what is to go wrong, as a JSON list
+PATIENCE = 100  # steps in which a tensor that should move has to, where nobody says another number
 
 
 class Observation:
-    """What a script may tell of itself that no hook can see. This one listens to nothing."""
+    """What a script may tell of itself that no hook can see. This one listens to nothing.
+
+    `watch` is what watches the training, if anything does.
+    """
+
+    watch: Watch | None = None
 
     def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
         """The ids of the samples of the next backward pass, where no sampler tells them.
@@ -52,8 +65,19 @@ class Observation:
         gradient of `tensor` or, without one, in the loss; its samples are `ids`.
         """
 
+    def watched(self) -> tuple[Watched, ...]:
+        """Of each clause that is watched (`every=`) how often it was looked at, and what of it is
+        not: `clause`, `check`, `steps`, `comparisons`, `note`. Empty where nothing is watched.
+        """
+        return () if self.watch is None else self.watch.watched()
+
     def close(self) -> None:
-        """Training is over: what comes after it is not part of it. At the process's end at last."""
+        """Training is over: what comes after it is not part of it. At the process's end at last.
+
+        Raises WatchFinding if the last step that was watched broke a clause.
+        """
+        if self.watch is not None:
+            self.watch.close()
 
 
 def observe(
@@ -65,6 +89,10 @@ def observe(
     step: int = 0,
     layout: Mapping[str, int] | DeviceMesh | None = None,
     tied: Iterable[Iterable[str]] = (),
+    every: int | None = None,
+    contract: str | Path | None = None,
+    on_finding: Callable[[WatchFinding], None] | None = None,
+    patience: int = PATIENCE,
 ) -> Observation:
     """Records what `optimizer` makes of `model` from here on, by torch's own hooks.
 
@@ -79,17 +107,41 @@ def observe(
     own, along tp, sp, pp, cp and ep all draw the same. It is needed where parameters are no
     DTensors, or their meshes have other names. `tied` names tensors that are copies of one another
     on several ranks: `(("embedding.weight", "head.weight"),)`. UsageError for what can't be.
-    """
-    if FOLDER not in os.environ:
-        return Observation()
-    from entrenar_py.observing.observer import Observer
 
-    return Observer(
-        model,
-        optimizer,
-        sampler=sampler,
-        scheduler=scheduler,
-        step=step,
-        layout=layout,
-        tied=tied,
-    )
+    With `every` the training is watched, harness or not: after each `every`-th step all ranks hold
+    the same weights (F-DP-001), these are finite (F-DP-003), and what has a gradient and a learning
+    rate moves within `patience` steps (F-TI-004). `contract` (a file, or the name of a shipped one)
+    leaves those of the three that stand in it. What breaks one raises WatchFinding, on all ranks,
+    out of `optimizer.step()`; or it is given to `on_finding`, and training goes on. On GPUs that is
+    in the next step that is watched. All ranks must make the same steps, and give the same.
+    """
+    if every is None and (contract, on_finding, patience) != (None, None, PATIENCE):
+        raise UsageError("contract=, on_finding=, patience= are of the watch: give every=, too")
+    observation = Observation()
+    if FOLDER in os.environ:
+        from entrenar_py.observing.observer import Observer
+
+        observation = Observer(
+            model,
+            optimizer,
+            sampler=sampler,
+            scheduler=scheduler,
+            step=step,
+            layout=layout,
+            tied=tied,
+        )
+    if every is not None:
+        if isinstance(optimizer, Iterable):
+            raise UsageError("every=: the watch follows one optimizer; give it, and not several")
+        from entrenar_py.observing.watch import Watch
+
+        observation.watch = Watch(
+            model,
+            optimizer,
+            every=every,
+            contract=contract,
+            on_finding=on_finding,
+            patience=patience,
+            step=step,
+        )
+    return observation

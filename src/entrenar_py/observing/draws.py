@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -12,19 +13,33 @@ from torch.utils.data import DataLoader
 Ids = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class InOrder:
+    """A loader of whose batches several are fetched at a time, and then used one by one."""
+
+    source: Any
+
+
 class Draws:
     """What `source` draws, as it is handed out. An epoch begins whenever it is gone through anew.
 
     `num_samples` is the size of its data set, None if it does not tell; `drop_last` whether it
-    leaves out what does not fill a batch.
+    leaves out what does not fill a batch. Of a source that is gone through by one rank for all no
+    rank knows which samples are its own: nothing is told. With `in_order` what is taken is used up,
+    a batch each time.
     """
 
     def __init__(self, source: Any) -> None:
+        self.in_order = isinstance(source, InOrder)
+        source = source.source if isinstance(source, InOrder) else source
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
         self._ids: Ids = ()  # of the batch that was handed out last
+        self._handed: deque[tuple[int, Ids]] = deque()  # all that were, of batches InOrder
         self.num_samples = _size_of(source)
         self.drop_last = _drops_last(source)
+        if any(kind.__name__ == _DISPATCHER for kind in type(source).__mro__):
+            return
         if isinstance(source, DataLoader):
             inner = source.batch_sampler if source.batch_sampler is not None else source.sampler
             _watch(inner, self._draw)
@@ -35,8 +50,10 @@ class Draws:
 
     def take(self) -> tuple[int, Ids]:
         """The epoch, and the samples of the batch that was handed out last, if any was since the
-        last time and its samples have numbers.
+        last time and its samples have numbers; of batches InOrder the one that is next.
         """
+        if self.in_order:
+            return self._handed.popleft() if self._handed else (max(self._epoch, 0), ())
         ids, self._ids = self._ids, ()
         return max(self._epoch, 0), ids
 
@@ -53,6 +70,8 @@ class Draws:
 
     def _hand_out(self, batch: Any = None) -> None:
         self._ids = self._ahead.popleft() if self._ahead else ()
+        if self.in_order:
+            self._handed.append((self._epoch, self._ids))
 
     def _draw_one(self, drawn: Any) -> None:
         """A sampler gives single samples: those since the last forward pass are its batch."""
@@ -62,6 +81,10 @@ class Draws:
     def _draw_batch(self, drawn: Any) -> None:
         self._draw(drawn)
         self._hand_out()
+
+
+_DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
+_SET_CLASS = object.__dict__["__class__"].__set__
 
 
 class _Watched:
@@ -97,7 +120,8 @@ def _watch(
         return _Watched(iter(kind.__iter__(self)), tell)
 
     with suppress(TypeError):
-        source.__class__ = type(kind.__name__, (kind,), {"__iter__": go_through})
+        # Past what the class makes of the name: accelerate's loaders say that they are torch's.
+        _SET_CLASS(source, type(kind.__name__, (kind,), {"__iter__": go_through}))
 
 
 def _size_of(source: Any) -> int | None:

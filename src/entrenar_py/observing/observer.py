@@ -31,6 +31,7 @@ from entrenar_py.observing import (
     tensors,
 )
 from entrenar_py.observing.backward import BackwardPass
+from entrenar_py.observing.closures import Arguments, looked_at
 from entrenar_py.observing.draws import Draws
 from entrenar_py.observing.rank_file import RankFile
 from entrenar_py.observing.subject import Subject
@@ -55,9 +56,8 @@ class Observer(Observation):
         tied: Iterable[Iterable[str]] = (),
     ) -> None:
         self._rank, world_size = rank_file.environment_rank()
-        self._optimizers: Sequence[torch.optim.Optimizer] = (
-            (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
-        )
+        given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self._optimizers = tuple(map(tensors.unwrapped_optimizer, given))
         self._subject = Subject(
             model,
             self._optimizers,
@@ -140,6 +140,7 @@ class Observer(Observation):
         self._write([halt])
 
     def close(self) -> None:
+        super().close()
         self._end_step()
         self._file.close()
         for handle in (*self._handles, *self._parameter_handles):
@@ -161,7 +162,7 @@ class Observer(Observation):
                 hooked
                 for index, optimizer in enumerate(self._optimizers)
                 for hooked in (
-                    optimizer.register_step_pre_hook(partial(self._before_step, index)),
+                    optimizer.register_step_pre_hook(partial(self._step_begins, index)),
                     optimizer.register_step_post_hook(partial(self._after_step, index)),
                 )
             ),
@@ -287,7 +288,10 @@ class Observer(Observation):
         self._random, self._ids = ("", None), []
         self._perhaps_die()
 
-    def _before_step(self, index: int, *_: Any) -> None:
+    def _step_begins(self, index: int, _: Any, *given: Any) -> Arguments | None:
+        return looked_at(partial(self._before_step, index), (self._micros, self._losses), *given)
+
+    def _before_step(self, index: int) -> None:
         self._start()
         if index in self._stepped:
             self._end_step()
@@ -399,7 +403,7 @@ class Observer(Observation):
         if self._told is not None:
             self._ids += self._told
             self._told = None
-        elif self._draws is not None:
+        elif self._draws is not None and not (self._draws.in_order and self._ids):
             epoch, ids = self._draws.take()
             self._ids += ids
             self._epoch = epoch if ids else self._epoch

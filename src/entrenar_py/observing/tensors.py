@@ -38,6 +38,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
+def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that steps, out of what only passes calls on to it (accelerate's) and has no hooks of
+    its own; an optimizer that steps beside another is left as it is.
+    """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            return optimizer
+        optimizer = inner
+    return optimizer
+
+
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, Tensor]]:

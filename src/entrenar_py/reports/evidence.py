@@ -52,6 +52,16 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     return [(label, one_line(text)) for label, text in rows if text]
 
 
+def detail_lines(report: Report, entry: Entry) -> list[str]:
+    """`label: text` for all of `describe`, what the clause demands, and the command to replay."""
+    rows = describe(report, entry)
+    rows.append(("statement", one_line(entry.invariant.statement)))
+    command = report.replay_command(entry)
+    if command is not None:
+        rows.append(("replay", printable(command)))
+    return [f"{label}: {text}" for label, text in rows]
+
+
 def describe_scenario(record: Mapping[str, Any]) -> str:
     """A scenario's record (`Scenario.to_dict`) as `name=value, ...`.
 

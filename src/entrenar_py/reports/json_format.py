@@ -43,7 +43,7 @@ def dump(report: Report) -> dict[str, Any]:
         "elapsed_s": report.elapsed_s,
         "command": report.command,
     }
-    return {name: _plain(value) for name, value in record.items()}
+    return {name: plain(value) for name, value in record.items()}
 
 
 def write(report: Report, path: Path) -> None:
@@ -101,15 +101,16 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as strict JSON can hold it: as text what it has no type for, and NaN and Inf."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {_text(name): _plain(item) for name, item in value.items()}
+        return {_text(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return _text(value)
 
 

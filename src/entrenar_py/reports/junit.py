@@ -19,9 +19,6 @@ from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.verdict import Verdict
 
-_INTERRUPTED = "the run was interrupted: the other results are what is known so far"
-_NOTHING_SELECTED = "nothing selected: no clause of the contract is left to check"
-
 
 def render(report: Report, *, allow_inconclusive: bool) -> str:
     """The XML document, with its declaration and a line end; any text is made fit for XML 1.0."""
@@ -30,10 +27,9 @@ def render(report: Report, *, allow_inconclusive: bool) -> str:
     inconclusive = "skipped" if allow_inconclusive else "error"
     for entry in report.entries:
         _add_case(suite, report, entry, inconclusive)
-    if report.interrupted:
-        _add_alarm(suite, report, "interrupted", _INTERRUPTED)
-    elif not report.entries:
-        _add_alarm(suite, report, "nothing selected", _NOTHING_SELECTED)
+    if report.incomplete:
+        name = "interrupted" if report.interrupted else "nothing selected"
+        _add_alarm(suite, report, name, report.incomplete)
     root = Element("testsuites", name="entrenar-check")
     root.append(suite)
     for element in (root, suite):
@@ -78,7 +74,7 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
         tag = "failure" if entry.verdict is Verdict.FALSIFIED else inconclusive
         message = evidence.one_line(finding.reason)
         result = SubElement(case, tag, type=str(entry.verdict), message=message)
-        result.text = _evidence_text(report, entry)
+        result.text = "\n".join(evidence.detail_lines(report, entry))
     SubElement(case, "system-out").text = "\n".join(
         [
             f"{finding.compared} comparisons in {entry.num_scenarios} scenarios of the contract "
@@ -86,15 +82,6 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
             *(f"note: {evidence.one_line(note)}" for note in finding.notes),
         ]
     )
-
-
-def _evidence_text(report: Report, entry: Entry) -> str:
-    rows = evidence.describe(report, entry)
-    rows.append(("statement", evidence.one_line(entry.invariant.statement)))
-    command = report.replay_command(entry)
-    if command is not None:
-        rows.append(("replay", evidence.printable(command)))
-    return "\n".join(f"{label}: {text}" for label, text in rows)
 
 
 def _add_alarm(suite: Element, report: Report, name: str, message: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.contract import SEVERITIES, Contract, Invariant
+from entrenar_py.reports.curves import Curve
 from entrenar_py.verdict import Finding, Verdict, worst
 
 EXIT_HELD = 0
@@ -48,7 +49,8 @@ class Report:
     `entries` stand in the contract's order, one per invariant that was selected. `contract_given`
     is what finds the contract again (`--contract`), `command` what repeats the whole run; both as
     typed in a shell. `environment` holds versions and devices. `num_traces` is how many stored
-    traces were judged, None if scenarios were run. `interrupted` means that a person stopped the
+    traces were judged, None if scenarios were run. `curves` are the runs that were judged, where a
+    report was asked for that draws them. `interrupted` means that a person stopped the
     run, so that `entries` are only what is known so far.
     """
 
@@ -62,6 +64,7 @@ class Report:
     interrupted: bool
     command: str
     num_traces: int | None = None
+    curves: tuple[Curve, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -129,6 +132,15 @@ class Report:
         if self.verdict is Verdict.INCONCLUSIVE and not allow_inconclusive:
             return EXIT_INCONCLUSIVE
         return EXIT_HELD
+
+    @property
+    def incomplete(self) -> str:
+        """Why the entries are not all that was to be known; empty if they are."""
+        if self.interrupted:
+            return "the run was interrupted: the other results are what is known so far"
+        if not self.entries:
+            return "nothing selected: no clause of the contract is left to check"
+        return ""
 
     def replay_command(self, entry: Entry) -> str | None:
         """The shell command that replays the counterexample of `entry`; None if none was saved."""

@@ -45,7 +45,8 @@ class System:
 
 
 _REAL_OPTIONS = ("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes")
-_TRAINING_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient", "leave", "join")
+_VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
+_TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
 # A coordinator that dies at a message has to see it: over TCP that of a star alone sees all.
 _FAULTS_AND_RESTART = (*_FAULTS, "restart")
@@ -106,6 +107,13 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s",),
         only=("cpu", "cuda"),  # gloo, NCCL
+    ),
+    "ddp_canonical": System(
+        what="the same with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
+        trains=True,
+        faults=_VALUE_FAULTS,
+        options=("deadline_s",),
+        only=("cpu", "cuda"),
     ),
     "fsdp": System(
         what="torch's fully_shard (FSDP2): each rank a process of its own, with a piece of all",

@@ -101,15 +101,20 @@ def crew() -> Crew:
     return made
 
 
-def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says with the system it names."""
+def run(
+    scenario: Scenario, *, micro_batches: int | None = None, promises: tuple[str, ...] = ()
+) -> trace.Trace:
+    """Trains as `scenario` says with the system it names.
+
+    A rank has `micro_batches` a step, or as many as the scenario accumulates.
+    """
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        lives = _Lives(scenario, Path(folder))
+        lives = _Lives(scenario, Path(folder), micro_batches or scenario.accumulation)
         status, reason = lives.live()
         return trace.Trace(
             scenario=scenario,
             environment=environment.describe(),
-            promises=(),
+            promises=promises,
             events=(*lives.events, trace.End(status=status, reason=reason)),
         )
 
@@ -117,8 +122,8 @@ def run(scenario: Scenario) -> trace.Trace:
 class _Lives:
     """A run, life by life."""
 
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
-        self._scenario, self._folder = scenario, folder
+    def __init__(self, scenario: Scenario, folder: Path, micro_batches: int) -> None:
+        self._scenario, self._folder, self._micro_batches = scenario, folder, micro_batches
         self._workers = membership.initial_ranks(scenario)
         self._faults = list(scenario.faults)  # those that have not struck
         self._joins = [one for one in self._faults if one.kind == "join"]
@@ -170,7 +175,7 @@ class _Lives:
         placed = {
             json.dumps(adapted.to_dict()): fault
             for fault in self._faults
-            for adapted in _placed(scenario, fault, workers)
+            for adapted in _placed(scenario, fault, workers, self._micro_batches)
         }
         saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
         job = {
@@ -195,7 +200,7 @@ class _Lives:
         if problems:
             raise SystemFailure(problems[0])
         events = assembly.numbered(
-            assembly.ordered(ranks), self._scenario.accumulation, assembly.places(ranks)
+            assembly.ordered(ranks), self._micro_batches, assembly.places(ranks)
         )
         for event in events:
             if isinstance(event, trace.Injected):
@@ -210,7 +215,9 @@ class _Lives:
             self.events.insert(0, trace.Planted(name=self._scenario.mutant))
 
 
-def _placed(scenario: Scenario, fault: Fault, workers: Sequence[int]) -> list[Fault]:
+def _placed(
+    scenario: Scenario, fault: Fault, workers: Sequence[int], micro_batches: int
+) -> list[Fault]:
     """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
     that has its first sample.
     """
@@ -223,7 +230,7 @@ def _placed(scenario: Scenario, fault: Fault, workers: Sequence[int]) -> list[Fa
     owner = next(one for one, run in runs.items() if fault.shard in run)
     if rank not in (None, owner):
         return []
-    micro = (fault.shard - runs[owner][0]) * scenario.accumulation // len(runs[owner])
+    micro = (fault.shard - runs[owner][0]) * micro_batches // len(runs[owner])
     return [replace(fault, rank=owner, shard=micro)]
 
 

@@ -1,0 +1,150 @@
+"""Scripts that differ from the right ones, and are right: no check may find anything.
+
+`make twins` has them left alone.
+"""
+
+from __future__ import annotations
+
+from falsification.user_trainers import Twin
+
+# What makes the script that resumes one with micro-batches.
+RESUMED_IN_MICRO_BATCHES = (
+    ("given = cli", 'cli.add_argument("--accumulation", type=int, default=1)\ngiven = cli'),
+    ("GLOBAL_BATCH // dist", "GLOBAL_BATCH // given.accumulation // dist"),
+    ("divmod(step, len(loader))", "divmod(step * given.accumulation, len(loader))"),
+    ("        optimizer.zero_grad()\n        loss.b", "        (loss / given.accumulation).b"),
+    (
+        "        torch.nn.utils",
+        "        if (index + 1) % given.accumulation:\n            continue\n"
+        "        torch.nn.utils",
+    ),
+    ("        schedule.step()\n", "        optimizer.zero_grad()\n        schedule.step()\n"),
+)
+
+VARIANTS = (
+    Twin(
+        name="under autocast, in bfloat16",
+        script="ddp.py",
+        changes=(
+            (
+                "loss = torch.nn.functional.mse_loss(ddp(inputs.to(device)), targets.to(device))",
+                'with torch.autocast("cpu", torch.bfloat16):\n            '
+                "loss = torch.nn.functional.mse_loss(ddp(inputs), targets)",
+            ),
+        ),
+    ),
+    Twin(
+        name="weights in bfloat16",
+        script="ddp.py",
+        changes=(
+            ("model.to(device)", "model.to(device, torch.bfloat16)"),
+            (
+                "ddp(inputs.to(device)), targets.to(device))",
+                "ddp(inputs.bfloat16()), targets.bfloat16())",
+            ),
+        ),
+    ),
+    Twin(
+        name="AdamW on weights in bfloat16",
+        script="ddp.py",
+        changes=(
+            ("model.to(device)", "model.to(device, torch.bfloat16)"),
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                "torch.optim.AdamW(model.parameters(), lr=0.01)",
+            ),
+            (
+                "ddp(inputs.to(device)), targets.to(device))",
+                "ddp(inputs.bfloat16()), targets.bfloat16())",
+            ),
+        ),
+    ),
+    Twin(
+        name="all knobs under autocast, in bfloat16",
+        script="knobs.py",
+        turned=("accumulation", "clip", "loss_scale", "permute", "strategy"),
+        changes=(
+            (
+                "                errors = (ddp or model)(inputs) - targets\n",
+                '                with torch.autocast("cpu", torch.bfloat16):\n'
+                "                    errors = (ddp or model)(inputs).float() - targets\n",
+            ),
+        ),
+    ),
+    Twin(
+        name="all knobs with AdamW",
+        script="knobs.py",
+        turned=("accumulation", "clip", "loss_scale", "permute", "strategy"),
+        changes=(
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                "torch.optim.AdamW(model.parameters(), lr=0.01)",
+            ),
+        ),
+    ),
+    Twin(
+        name="all knobs",
+        script="knobs.py",
+        turned=("accumulation", "clip", "loss_scale", "permute", "strategy"),
+        changes=(),
+    ),
+    Twin(
+        name="every micro-batch is synchronised",
+        script="knobs.py",
+        turned=("accumulation",),
+        changes=(("last = number == len(micro_batches)", "last = True"),),
+    ),
+    Twin(
+        name="Adam with a decay that is part of the gradient, in views of buckets",
+        script="ddp.py",
+        changes=(
+            (
+                "DistributedDataParallel(model)",
+                "DistributedDataParallel(model, gradient_as_bucket_view=True, "
+                "find_unused_parameters=True)",
+            ),
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                "torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)",
+            ),
+        ),
+    ),
+    Twin(
+        name="Nesterov's momentum, dampening, and decay of some tensors",
+        script="ddp.py",
+        changes=(
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                'torch.optim.SGD([{"params": [model[0].weight], "weight_decay": 0.1}, '
+                '{"params": [model[0].bias, *model[2].parameters()]}], '
+                "lr=0.05, momentum=0.8, nesterov=True)",
+            ),
+        ),
+    ),
+    Twin(
+        name="activations are computed again in the backward pass",
+        script="ddp.py",
+        changes=(
+            (
+                "model = torch.nn.Sequential(",
+                "import torch.utils.checkpoint as again\n"
+                "class Again(torch.nn.Linear):\n"
+                "    def forward(self, x):\n"
+                "        return again.checkpoint(super().forward, x, use_reentrant=False)\n"
+                "model = torch.nn.Sequential(",
+            ),
+            ("torch.nn.Linear(4, 8)", "Again(4, 8)"),
+        ),
+    ),
+    Twin(
+        name="samples in their own order, in every epoch",
+        script="ddp.py",
+        changes=(("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"),),
+    ),
+    Twin(
+        name="stopped and resumed in micro-batches",
+        script="resume.py",
+        turned=("accumulation",),
+        changes=RESUMED_IN_MICRO_BATCHES,
+    ),
+)

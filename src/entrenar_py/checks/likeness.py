@@ -1,0 +1,280 @@
+"""Whether a run makes the losses, gradients and weights that its model makes, within rounding.
+
+The model is a run of the same training that must be equal to it: on a single device, or with
+another turn of one of the script's knobs. Judges no clause by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.checks import evidence, missing, precision
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+
+PUBLISHED_FROM_STEP = 100
+
+# Relative L2 distance of two float32 gradients of one batch that were added in different orders.
+# Each is within n u |terms| of the exact sum, u = 2^-24, with n < 300 terms here, so 2e-5 times the
+# cancellation among them; errors of random sign stay far below: 3,000 random scenarios reached
+# 2.1e-6 (docs/numerics.md). Tight enough to see a gradient that was rounded on its way: to bf16 it
+# is off by 1e-3, to fp16 or TF32 by 1.4e-4.
+GRADIENT_BOUND = 1e-4
+# The same for a loss, a sum of terms of one sign: no cancellation, n u. Seen: 2.3e-7.
+LOSS_BOUND = 2e-5
+RATE_BOUND = 1e-6  # of a learning rate: the product of a few float64 numbers
+# Of the largest loss (or gradient) of the first steps: below this a later one is what is left of
+# rounding once the data are learned. Weights are off by some u |w|, so that a gradient, which is
+# about proportional to their distance from the minimum, is off by some u times the largest: 16 u.
+LEARNED_AWAY = 2.0**-20
+# Initial weights are drawn, not summed: two libraries or devices may round the last bits apart.
+START_BOUND = 2.0**-20
+# Past the first steps rounding differences grow with the trajectory itself, at a rate no static
+# bound covers; these steps are left to the published bound.
+ROUNDING_STEPS = 4
+# Adam's first step is +-rate even where a gradient is rounding noise, so that weights differ by up
+# to twice the rate there and gradients follow: seen over 700 random scenarios, 9.5e-4 by step 3.
+# Wide enough for that, this still sees a gradient that is stale, doubled or another step's.
+ADAM_GRADIENT_BOUND = 1e-2
+ADAM_LOSS_BOUND = 1e-3
+# Of runs in 16 bits, in roundings of that precision: a gradient goes through every layer twice, and
+# which way each number is rounded changes with the order of a sum. Seen over 4 seeds of 4 scripts
+# in bfloat16, with autocast and without: 5 of a gradient, 1.1 of a loss.
+COARSE_GRADIENT_UNITS = 16
+COARSE_LOSS_UNITS = 4
+
+# What an update is compared by where its values were recorded, and what is said if it is off.
+_PARTS = {
+    "gradient": "averaged gradient is not",
+    "weights": "weights after the step are not",
+    "buffers": "buffers after the step are not",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """How findings speak of the model: `gradient is not <its>`, `<who> halted`."""
+
+    who: str = "the single-device run"
+    its: str = "the single device's"
+    before: str = ""  # of each message
+    elsewhere: str = ": see F-DP-002"  # where other samples are judged
+
+
+SINGLE = Words()
+
+
+def compare(
+    tally: Tally, model: Trace, trace: Trace, tolerance: float | None, words: Words = SINGLE
+) -> int:
+    """Compares the first steps within rounding, and from the published step on losses within
+    `tolerance`, where one is given; how many averaged gradients were compared.
+    """
+    if not missing.require_updates(tally, model, trace):
+        return 0
+    model, trace = evidence.with_losses(model), evidence.with_losses(trace)
+    gaps = missing.Gaps()
+    expected = evidence.updates(model)
+    comparison = _Comparison(tally, words, trace.scenario, Bounds.of(expected, model, trace))
+    comparison.starts(gaps, model, trace)
+    samples, model_samples = _samples(trace), _samples(model)
+    valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
+    unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
+    num_gradients = 0
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step not in expected:
+            tally.miss(f"{words.who} has no step {step}")
+            continue
+        if step in unknown or not samples.get(step) or not model_samples.get(step):
+            missing.ask(tally, f"the samples of step {step} are unknown", "Shard.ids in both runs")
+            continue
+        if samples.get(step) != model_samples.get(step):
+            tally.miss(
+                f"{words.before}step {step} draws other samples than {words.its}{words.elsewhere}"
+            )
+            break
+        one = evidence.any_rank(expected[step])
+        for rank, update in by_rank.items():
+            if trace.scenario.workload == "own":
+                comparison.rates(one, update)
+            if step < ROUNDING_STEPS:
+                comparison.losses(one, update)
+                compared = comparison.tensors(one, update)
+                for part in sorted(valued - compared):
+                    what = f"Update.{part} in both runs {missing.WITH_VALUES}"
+                    gaps.add(f"was not compared by {part}", what, rank=rank, step=step)
+                num_gradients += "gradient" in compared
+            elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
+                comparison.losses(one, update, tolerance)
+    gaps.tell(tally)
+    comparison.steps(model, trace)
+    return num_gradients
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far losses, gradients and weights may be apart, relative to their size and absolutely."""
+
+    loss: float  # of a first step
+    loss_moved: float  # of a step after the first
+    gradient: float
+    gradient_moved: float
+    weights: float
+    start: float
+    loss_floor: float  # what is only rounding
+    gradient_floor: float
+    adam: bool  # weights can't be compared
+
+    @classmethod
+    def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
+        first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
+        losses = (abs(update.loss or 0.0) for update in first)
+        norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
+        adam = any(one.scenario.optimizer == "adamw" for one in runs)
+        own = [one for one in runs if one.scenario.workload == "own"]
+        unit = precision.unit(*own)
+        coarse = unit > precision.FLOAT32
+        loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
+        if coarse:
+            loss, gradient, floor = COARSE_LOSS_UNITS * unit, COARSE_GRADIENT_UNITS * unit, unit
+        return cls(
+            loss=loss,
+            loss_moved=max(loss, ADAM_LOSS_BOUND) if adam else loss,
+            gradient=gradient,
+            gradient_moved=max(gradient, ADAM_GRADIENT_BOUND) if adam else gradient,
+            weights=gradient,
+            start=max(START_BOUND, unit) if coarse else START_BOUND,
+            loss_floor=floor * _largest(losses),
+            gradient_floor=floor * _largest(norms),
+            adam=adam,
+        )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One run with its model, update by update."""
+
+    tally: Tally
+    words: Words
+    scenario: Scenario
+    bounds: Bounds
+
+    def losses(self, one: Update, update: Update, tolerance: float | None = None) -> None:
+        """Within `tolerance`, or within rounding."""
+        if one.loss is None or update.loss is None:
+            if one.loss != update.loss:
+                what = "Shard.loss_sum, or Update.loss, in both runs"
+                why = f"the loss of step {one.step} is known in one run only"
+                missing.ask(self.tally, why, what)
+            return
+        if not math.isfinite(one.loss):
+            self.tally.miss(f"{self.words.its} loss of step {one.step} is not finite")
+            return
+        allowed = self.bounds.loss_moved if one.step else self.bounds.loss
+        allowed = allowed if tolerance is None else tolerance
+        self.tally.check(
+            abs(update.loss - one.loss) <= allowed * abs(one.loss) + self.bounds.loss_floor,
+            f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}",
+            expected=repr(one.loss),
+            got=repr(update.loss),
+            **self._place(update),
+        )
+
+    def rates(self, one: Update, update: Update) -> None:
+        """A schedule is one of steps: whose closed form is not known here is the model's."""
+        rates = one.learning_rate, update.learning_rate
+        self.tally.check(
+            math.isclose(*rates, rel_tol=RATE_BOUND),
+            f"{self.words.before}the learning rate is not {self.words.its}",
+            expected=repr(rates[0]),
+            got=repr(rates[1]),
+            **self._place(update),
+        )
+
+    def tensors(self, one: Update, update: Update) -> set[str]:
+        """Gradient, weights and buffers of one rank; which of them are done with."""
+        done = {"weights"} if self.bounds.adam else set()
+        for part, message in _PARTS.items():
+            if part in done:
+                continue
+            bound, floor = self.bounds.weights, 0.0
+            if part == "gradient":
+                bound = self.bounds.gradient_moved if one.step else self.bounds.gradient
+                floor = self.bounds.gradient_floor
+            mine, theirs = _tensors(one, part), _tensors(update, part)
+            told = f"{self.words.before}{message} {self.words.its}"
+            place = self._place(update)
+            if evidence.compare_close(self.tally, mine, theirs, bound, told, floor, **place):
+                done.add(part)
+        return done
+
+    def steps(self, model: Trace, trace: Trace) -> None:
+        """The run makes every step that the model made."""
+        lacking = sorted(set(evidence.updates(model)) - set(evidence.updates(trace)))
+        if lacking and model.end.status == "halted":
+            self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
+            return
+        self.tally.check(
+            not lacking,
+            f"{self.words.before}steps {lacking[:5]} were never made",
+            step=lacking[0] if lacking else None,
+            scenario=self.scenario,
+        )
+
+    def starts(self, gaps: missing.Gaps, model: Trace, trace: Trace) -> None:
+        """Every rank's weights before the first step: a trainer that was only built has not
+        trained.
+        """
+        one = next((start for start in model.of(Start) if start.step == 0), None)
+        starts = [start for start in trace.of(Start) if start.step == 0 and not start.resumed]
+        valued = any(evidence.has_values(start.weights) for start in starts)
+        if one is None or not evidence.has_values(one.weights):
+            return
+        for start in starts:
+            compared = evidence.compare_close(
+                self.tally,
+                one.weights,
+                start.weights,
+                self.bounds.start,
+                f"{self.words.before}weights before the first step are not {self.words.its}",
+                step=-1,
+                rank=start.rank,
+                scenario=self.scenario,
+            )
+            if valued and not compared:
+                what = f"Start.weights in both runs {missing.WITH_VALUES}"
+                gaps.add("was not compared by weights", what, rank=start.rank, step=-1)
+
+    def _place(self, update: Update) -> dict[str, Any]:
+        return {"step": update.step, "rank": update.rank, "scenario": self.scenario}
+
+
+def _samples(trace: Trace) -> dict[int, Counter[int]]:
+    """Step -> how often each sample was used in it."""
+    return {
+        step: Counter(i for shard in shards for i in shard.ids)
+        for step, shards in evidence.shards(trace).items()
+    }
+
+
+def _tensors(update: Update, part: str) -> Tensors:
+    """A part of what a rank holds; of buffers running means, since counters may count
+    micro-batches.
+    """
+    tensors: Tensors = getattr(update, part)
+    if part != "buffers":
+        return tensors
+    return {name: record for name, record in tensors.items() if record.dtype.startswith("float")}
+
+
+def _has_values(trace: Trace, part: str) -> bool:
+    return any(evidence.has_values(_tensors(update, part)) for update in trace.of(Update))
+
+
+def _largest(sizes: Iterable[float]) -> float:
+    return max((size for size in sizes if math.isfinite(size)), default=0.0)

@@ -1,0 +1,61 @@
+"""In which precision a run computes, as far as its tensors show; judges nothing.
+
+Under autocast parameters and their gradients are float32, and each gradient is one that was
+computed in 16 bits and cast: its last bits are all zero. Only what was recorded before anything was
+added up shows it, so shards tell, and of an update what has 16 bits itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.trace import Shard, Tensors, Trace, Update
+
+FLOAT32 = 2.0**-24  # the largest relative error of one rounding
+# numpy has no bfloat16: traces keep it as float32.
+_SIXTEEN = {"bfloat16": (2.0**-8, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
+# So many numbers don't end in zeros by chance (2^-16 each), though a few may be round by nature.
+_NUMBERS_MIN = 8
+
+
+def unit(*traces: Trace) -> float:
+    """The largest relative error of one rounding, of the coarsest arithmetic in these runs."""
+    return max(map(_unit, traces), default=FLOAT32)
+
+
+def _unit(trace: Trace) -> float:
+    shards = trace.of(Shard)
+    found = [unit_of(shard.gradient) for shard in shards[:1]]
+    found += [unit_of(update.weights) for update in trace.of(Update)[:1]]
+    return max(found, default=FLOAT32)
+
+
+def unit_of(tensors: Tensors) -> float:
+    """The same of one set of tensors: that of the coarsest one."""
+    known = (record.values() for record in tensors.values())
+    return max(map(unit_of_values, (one for one in known if one is not None)), default=FLOAT32)
+
+
+def unit_of_values(*tensors: NDArray[Any]) -> float:
+    """The same of values that all have it, `[size]` each."""
+    values = [one[np.isfinite(one)] for one in tensors]
+    if all(one.dtype == np.float16 for one in values):
+        return _SIXTEEN["float16"][0]
+    if any(one.dtype != np.float32 for one in values):
+        return FLOAT32
+    return max(_units(values), default=FLOAT32)
+
+
+def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
+    bits = np.concatenate([one[one != 0].view(np.uint32) for one in values])
+    # Powers of two (ones, the zeros and halves of an initialisation) have few bits in any format.
+    telling = bits[(bits & 0x7FFFFF) != 0]
+    if np.unique(telling).size < _NUMBERS_MIN:
+        return
+    for error, cut_off in _SIXTEEN.values():
+        if not (telling & cut_off).any():
+            yield error

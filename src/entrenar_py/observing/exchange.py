@@ -1,0 +1,89 @@
+"""Every rank's row of numbers to every rank, without waiting for a GPU.
+
+Under NCCL what was sent at one step is looked at in the next that is watched: it travels on a
+stream of its own, and by then it has long arrived. All else is sent and looked at, at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+Rows = NDArray[np.int64]  # [ranks, rows, words]
+
+
+def is_shared() -> bool:
+    """Whether there are others to compare with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def tell(own: Any) -> list[Any]:
+    """What each rank gave, by rank."""
+    if not is_shared():
+        return [own]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return told
+
+
+class Exchange:
+    """Of `num_rows` rows on each rank; a rank may have fewer. In the process group of all ranks."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._world = dist.get_world_size() if is_shared() else 1
+        self._device = _transport(device) if is_shared() else device
+        self._own: Tensor | None = None
+        if device.type == "cuda" and self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.waits = device.type == "cuda" and self._device.type == "cuda"
+
+    def send(self, rows: Tensor) -> None:
+        """Starts; `rows`, int64 [rows, words], may not be written to before `receive`."""
+        if self._own is None:
+            shape = (self._num_rows, rows.shape[1])
+            self._own = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._all = self._own.new_zeros((self._world, *shape))
+            self._here = torch.empty(self._all.shape, dtype=torch.int64, pin_memory=self.waits)
+        if not self.waits:
+            self._pass(rows)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._pass(rows)
+            self._arrived.record(self._stream)
+
+    def _pass(self, rows: Tensor) -> None:
+        assert self._own is not None
+        self._own[: len(rows)].copy_(rows)
+        if self._world > 1:
+            dist.all_gather(list(self._all), self._own)
+        else:
+            self._all[0].copy_(self._own)
+        self._here.copy_(self._all, non_blocking=self.waits)
+
+    def has_arrived(self) -> bool:
+        """Whether `receive` would return at once."""
+        return not self.waits or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def receive(self) -> Rows:
+        """What was sent last, of every rank. The host waits for it if it must."""
+        if self.waits:
+            self._arrived.synchronize()
+        return self._here.numpy().copy()
+
+
+def _transport(device: torch.device) -> torch.device:
+    """`device` if the process group's fast way leads there; else the CPU, or where it leads."""
+    ways = dict(one.split(":") for one in dist.get_backend_config().split(","))
+    if device.type == "cuda" and ways.get("cuda") == "nccl":
+        return device
+    if "cpu" in ways:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,128 @@
+"""A clause judged for a pytest test: the same search as `entrenar-check --only`, and its words."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import pytest
+
+from entrenar_py import contract, falsify, interrupts, plan, session, shipped
+from entrenar_py.contract import Contract
+from entrenar_py.errors import EntrenarError
+from entrenar_py.reports import evidence
+from entrenar_py.reports.report import Entry, Report
+from entrenar_py.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is to be judged, and how: as the options of `entrenar-check` have it."""
+
+    clause: str
+    contract: str
+    system: str | None = None
+    world_size: tuple[int, ...] = ()
+    seed: int = 0
+    examples: int = 20
+
+    def of(self, clause: str) -> Wish:
+        """The same for another clause."""
+        return replace(self, clause=clause)
+
+    def plan(self) -> plan.Plan:
+        """The plan of its runs; UsageError for what can't be run."""
+        return plan.Plan(
+            system=self.system,
+            world_sizes=self.world_size,
+            seed=self.seed,
+            num_examples=self.examples,
+        )
+
+    def command(self) -> str:
+        """What does the same in a shell."""
+        words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
+        words += ["--system", self.system] if self.system else []
+        words += ["--world-size", ",".join(map(str, self.world_size))] if self.world_size else []
+        words += ["--seed", str(self.seed)] if self.seed else []
+        words += ["--examples", str(self.examples)] if self.examples != 20 else []
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What was found of one clause, and the report that says so."""
+
+    entry: Entry
+    report: Report
+
+    def settle(self, *, allow_inconclusive: bool) -> None:
+        """Returns if it held; else fails, or skips what is inconclusive where that is allowed."""
+        if self.entry.verdict is Verdict.INCONCLUSIVE and allow_inconclusive:
+            pytest.skip(evidence.one_line(f"inconclusive: {self.entry.finding.reason}"))
+        if self.entry.verdict is not Verdict.HELD:
+            pytest.fail(self.text(), pytrace=False)
+
+    def text(self) -> str:
+        """The verdict and all that stands behind it."""
+        clause, finding = self.entry.invariant, self.entry.finding
+        heading = f"{clause.id} {str(self.entry.verdict).upper()}: {finding.reason}"
+        details = evidence.detail_lines(self.report, self.entry)
+        return "\n".join(
+            [evidence.one_line(heading), *details, f"repeat with: {self.report.command}"]
+        )
+
+
+def wish_of(mark: pytest.Mark, usual: str | None) -> Wish:
+    """What a mark asks for; `usual` is the contract where it names none. A wrong mark fails."""
+    names = ("contract", "system", "world_size", "seed", "examples")
+    strange = [name for name in mark.kwargs if name not in names]
+    if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
+        _refuse(f"{mark}: give one clause's id, and of {', '.join(names)} what you need")
+    given: dict[str, Any] = {"contract": usual, **mark.kwargs}
+    if given["contract"] is None:
+        _refuse(f"{mark}: of which contract? say contract=FILE, or pytest --contract FILE")
+    sizes = given.pop("world_size", ())
+    world_size = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    given["contract"] = str(given["contract"])
+    return Wish(**given, clause=mark.args[0], world_size=world_size)
+
+
+def judge(wish: Wish) -> Judged:
+    """What is found of the clause; where it can't be tried, the test fails with the reason."""
+    started = time.monotonic()
+    try:
+        loaded = load(wish.contract)
+        tasks = plan.tasks(plan.select(loaded, only=(wish.clause,)), wish.plan())
+        with interrupts.deferred():
+            (entry,) = falsify.falsify(tasks, wish.plan())
+    except EntrenarError as error:
+        _refuse(str(error))
+    report = Report(
+        contract=loaded,
+        contract_given=wish.contract,
+        system=plan.systems_of(one for task in tasks for one in task.scenarios),
+        seed=wish.seed,
+        entries=(entry,),
+        environment={},
+        elapsed_s=time.monotonic() - started,
+        interrupted=False,
+        command=wish.command(),
+    )
+    return Judged(entry=entry, report=report)
+
+
+def require_possible(wish: Wish) -> None:
+    """Returns if every clause of the contract can be tried so; UsageError, naming the place."""
+    plan.tasks(load(wish.contract).invariants, wish.plan())
+
+
+def load(given: str) -> Contract:
+    """The contract at a path, or the shipped one of that name; ContractError, UsageError."""
+    return contract.load(shipped.contract_path(given), vocabulary=session.vocabulary())
+
+
+def _refuse(message: str) -> NoReturn:
+    pytest.fail(message, pytrace=False)

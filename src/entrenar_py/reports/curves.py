@@ -1,0 +1,144 @@
+"""What a report keeps of the runs that were judged: losses step by step, and how far each run went
+from the one with a single worker beside it. Whole traces are not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from entrenar_py.checks import evidence
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Tensors, Trace
+
+# What runs of one training may differ in: who does it, how many, what befalls them.
+_FREE = (
+    *("system", "world_size", "num_shards", "backends", "faults", "stops", "repeat", "mutant"),
+    *("detail", "accumulation"),
+)
+
+Points = tuple[tuple[int, float], ...]  # step and value, ascending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One run: its losses, and its distance from the run with one worker that it was judged beside.
+
+    `training` is what curves have in common that may be drawn together. `distances` are the largest
+    absolute difference of any weight on any rank (`of_weights`), or of the loss where a trace kept
+    no values; empty where there was no such run. `strange` is the first step whose loss is no
+    finite number, which is no point then.
+    """
+
+    scenario: Scenario
+    training: str
+    losses: Points
+    distances: Points = ()
+    of_weights: bool = False
+    strange: int | None = None
+
+
+class Curves:
+    """Hears of every judgement, and keeps a curve of each training run. Mutable."""
+
+    def __init__(self) -> None:
+        self._found: dict[Scenario, Curve] = {}
+
+    @property
+    def found(self) -> tuple[Curve, ...]:
+        """A curve a run, in the order in which they were judged."""
+        return tuple(self._found.values())
+
+    def see(self, traces: Sequence[Trace]) -> None:
+        """Keeps the first of `traces`, judged beside the others, and those others, too."""
+        for trace in traces:
+            own = trace.scenario
+            curve = self._found.get(own) or _curve(trace)
+            if curve is None:
+                continue
+            self._found[own] = curve
+            if trace is traces[0] and not curve.distances:
+                alone = _alone(curve, traces[1:])
+                if alone is not None:
+                    distances, of_weights = _distances(alone, trace)
+                    self._found[own] = replace(curve, distances=distances, of_weights=of_weights)
+
+
+def training(scenario: Scenario) -> str:
+    """What is trained, as text; the same for all runs that should end at the same weights."""
+    fields = scenario.to_dict()
+    return json.dumps({name: fields[name] for name in fields if name not in _FREE}, sort_keys=True)
+
+
+def _curve(trace: Trace) -> Curve | None:
+    losses = _losses(trace)
+    if not losses:
+        return None
+    strange = next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
+    return Curve(
+        scenario=trace.scenario,
+        training=training(trace.scenario),
+        losses=_finite(losses),
+        strange=strange,
+    )
+
+
+def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
+    """The undisturbed run of the same training with one worker; None for that run itself."""
+    if curve.scenario.world_size == 1:
+        return None
+    for one in others:
+        calm = not (one.scenario.faults or one.scenario.stops)
+        if one.scenario.world_size == 1 and calm and training(one.scenario) == curve.training:
+            return one
+    return None
+
+
+def _losses(trace: Trace) -> dict[int, float]:
+    """Step -> the loss that the lowest rank reports."""
+    steps = evidence.updates(evidence.with_losses(trace.standing))
+    reported = {step: evidence.any_rank(by_rank).loss for step, by_rank in sorted(steps.items())}
+    return {step: loss for step, loss in reported.items() if loss is not None}
+
+
+def _distances(alone: Trace, trace: Trace) -> tuple[Points, bool]:
+    expected = evidence.updates(alone)
+    found: dict[int, float] = {}
+    for step, by_rank in sorted(evidence.updates(trace).items()):
+        if step in expected:
+            one = evidence.any_rank(expected[step])
+            apart = [_largest(one.weights, update.weights) for update in by_rank.values()]
+            if None in apart:
+                return _loss_distances(alone, trace), False
+            found[step] = max(value for value in apart if value is not None)
+    return _finite(found), True
+
+
+def _loss_distances(alone: Trace, trace: Trace) -> Points:
+    expected, got = _losses(alone), _losses(trace)
+    return _finite({step: abs(got[step] - expected[step]) for step in got if step in expected})
+
+
+def _largest(expected: Tensors, got: Tensors) -> float | None:
+    """The largest difference of any element; None where values that differ were not kept."""
+    largest = 0.0
+    for name in expected.keys() | got.keys():
+        left, right = expected.get(name), got.get(name)
+        if left is None or right is None:
+            return None
+        if left.digest == right.digest:
+            continue
+        a, b = left.values(), right.values()
+        if a is None or b is None or a.size != b.size:
+            return None
+        with np.errstate(invalid="ignore", over="ignore"):
+            largest = max(largest, float(np.abs(a.astype(np.float64) - b).max()))
+    return largest
+
+
+def _finite(values: dict[int, float]) -> Points:
+    return tuple((step, value) for step, value in values.items() if math.isfinite(value))

@@ -1,0 +1,120 @@
+"""Which of the runs behind a report are drawn, what is drawn together, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from entrenar_py.reports import evidence
+from entrenar_py.reports.charts import Line, chart
+from entrenar_py.reports.curves import Curve, Points
+from entrenar_py.reports.report import Report
+from entrenar_py.scenario import Scenario
+
+TRAININGS_MAX = 6
+LINES_MAX = 6
+
+
+def section(report: Report) -> Iterator[str]:
+    """The section on losses and distances, as HTML; nothing if no run was recorded."""
+    groups = _groups(report)
+    if not groups:
+        return
+    broken = _broken(report)
+    drawn = sorted(groups.values(), key=lambda curves: _rank(curves, broken))[:TRAININGS_MAX]
+    yield "<section><h2>Runs</h2>"
+    yield (
+        f"<p>{_counted(len(report.curves), 'run')} of {_counted(len(groups), 'training')} "
+        f"reported losses. Drawn: {_counted(len(drawn), 'training')}, those of falsified runs "
+        "first, then those run with the most numbers of workers.</p>"
+    )
+    for curves in drawn:
+        yield from _group(_chosen(curves, broken), broken)
+    yield "</section>"
+
+
+def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str]:
+    heading = evidence.describe_scenario(json.loads(curves[0].training))
+    yield f"<h3>{escape(evidence.one_line(heading))}</h3>"
+    yield '<div class="charts">'
+    if any(one.losses for one in curves):
+        yield chart("Loss", "loss", [_line(curves, one, one.losses, broken) for one in curves])
+    compared = [one for one in curves if one.distances]
+    apart = [one for one in compared if any(value for _, value in one.distances)]
+    if apart:
+        lines = [_line(curves, one, one.distances, broken) for one in apart]
+        yield chart("Distance from the run with one worker", _unit(apart), lines, log=True)
+    yield "</div>"
+    same = [one for one in compared if one not in apart]
+    if same:
+        names = ", ".join(escape(_label(one, broken)) for one in same)
+        yield f"<p>At no distance from the run with one worker, at any step: {names}.</p>"
+    if not compared:
+        yield "<p>None was judged beside a run of the same with one worker.</p>"
+
+
+def _line(curves: Sequence[Curve], one: Curve, points: Points, broken: frozenset[Scenario]) -> Line:
+    """A line that has the same colour in every chart of these `curves`."""
+    return Line(label=_label(one, broken), points=points, colour=curves.index(one))
+
+
+def _unit(curves: Sequence[Curve]) -> str:
+    if all(one.of_weights for one in curves):
+        return "max |w − w₁|"
+    if not any(one.of_weights for one in curves):
+        return "|loss − loss₁|"
+    return "of weights, or else of losses"
+
+
+def _groups(report: Report) -> dict[str, list[Curve]]:
+    found: dict[str, list[Curve]] = defaultdict(list)
+    for curve in report.curves:
+        found[curve.training].append(curve)
+    return found
+
+
+def _broken(report: Report) -> frozenset[Scenario]:
+    """The scenarios of the counterexamples."""
+    found = [entry.finding.counterexample for entry in report.entries]
+    return frozenset(
+        Scenario.from_dict(one.scenario)
+        for one in found
+        if one is not None and one.scenario is not None
+    )
+
+
+def _rank(curves: Sequence[Curve], broken: frozenset[Scenario]) -> tuple[int, int, int]:
+    sizes = {one.scenario.world_size for one in curves}
+    steps = max(len(one.losses) for one in curves)
+    return -sum(one.scenario in broken for one in curves), -len(sizes), -steps
+
+
+def _chosen(curves: Sequence[Curve], broken: frozenset[Scenario]) -> list[Curve]:
+    """At most LINES_MAX: the counterexample, then an undisturbed run of each system and size."""
+    first: dict[tuple[str, int], Curve] = {}
+    for one in sorted(curves, key=lambda one: (_disturbed(one), not one.distances)):
+        first.setdefault((one.scenario.system, one.scenario.world_size), one)
+    kept = list(dict.fromkeys([*(o for o in curves if o.scenario in broken), *first.values()]))
+    return sorted(kept[:LINES_MAX], key=lambda one: (one.scenario.world_size, one.scenario.system))
+
+
+def _disturbed(curve: Curve) -> bool:
+    own = curve.scenario
+    return bool(own.faults or own.stops or own.mutant)
+
+
+def _label(curve: Curve, broken: frozenset[Scenario]) -> str:
+    own = curve.scenario
+    parts = [f"{own.system}, {_counted(own.world_size, 'worker')}"]
+    parts += ["counterexample"] if own in broken else []
+    parts += [fault.kind for fault in own.faults]
+    parts += ["stopped and resumed"] if own.stops else []
+    parts += [f"mutant {own.mutant}"] if own.mutant else []
+    parts += [f"not finite at step {curve.strange}"] if curve.strange is not None else []
+    return evidence.one_line(", ".join(parts))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

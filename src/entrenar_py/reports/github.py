@@ -1,0 +1,113 @@
+"""The report for GitHub's runners: annotations at the contract's lines, and a step summary.
+
+Annotations are workflow commands on standard output, the summary is Markdown that is appended to
+the file the runner names. Whatever a contract says, nothing in it is taken for either's syntax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+from entrenar_py.reports import evidence, output_file, places
+from entrenar_py.reports.report import Entry, Report
+from entrenar_py.verdict import Verdict
+
+# What the runner tells a step: where its summary goes, and where the checkout is.
+SUMMARY = "GITHUB_STEP_SUMMARY"
+CHECKOUT = "GITHUB_WORKSPACE"
+
+_COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
+_MARKS = {
+    Verdict.FALSIFIED: "❌ falsified",
+    Verdict.INCONCLUSIVE: "⚠️ inconclusive",
+    Verdict.HELD: "✅ held",
+}
+_PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # every one of these may follow a backslash
+
+
+def summary_path(environment: Mapping[str, str]) -> Path:
+    """Where the runner wants the summary; UsageError where this is no step of a workflow."""
+    if not environment.get(SUMMARY):
+        raise UsageError(f"--github: {SUMMARY} is not set: this is no step of a GitHub workflow")
+    path = Path(environment[SUMMARY])
+    output_file.require_writable(path, f"--github: {SUMMARY}")
+    return path
+
+
+def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
+    """A line for each entry that did not hold, worst first: a runner shows the first ten a kind.
+
+    `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
+    """
+    for entry in report.ranked:
+        level = places.level(entry, allow_inconclusive=allow_inconclusive)
+        if level is None:
+            continue
+        at = entry.invariant.position
+        path = places.below(at.file, root)
+        facts = {} if path is None else {"file": path, "line": at.line, "col": at.column}
+        facts["title"] = evidence.one_line(f"{entry.invariant.id} {entry.verdict}")
+        told = ",".join(f"{name}={_property(str(value))}" for name, value in facts.items())
+        lines = [evidence.one_line(entry.finding.reason), *evidence.detail_lines(report, entry)]
+        yield f"::{_COMMANDS[level]} {told}::{_data(chr(10).join(lines))}"
+    if report.incomplete:
+        yield f"::error title=entrenar-check::{_data(report.incomplete)}"
+
+
+def summary(report: Report) -> str:
+    """The Markdown page, with a line end."""
+    contract = report.contract
+    heading = f"{contract.name} {contract.version}, system {report.system}, seed {report.seed}"
+    lines = [f"### {_text(heading)}", ""]
+    if report.entries:
+        lines += ["| verdict | id | name | severity | compared |", "|---|---|---|---|---:|"]
+        lines += map(_row, report.ranked)
+    if report.incomplete:
+        lines += ["", f"**{_text(report.incomplete)}**"]
+    for entry in report.ranked:
+        if entry.verdict is not Verdict.HELD:
+            reason = _text(f"{entry.invariant.id} {entry.verdict}: {entry.finding.reason}")
+            lines += ["", f"**{reason}**", "", _fenced(evidence.detail_lines(report, entry))]
+    gate = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
+    if contract.gate is not None:
+        lines += ["", f"Gate {_text(f'{contract.gate.id} ({contract.gate.name}): {gate}')}"]
+    lines += ["", "Repeat with", "", _fenced([evidence.printable(report.command)])]
+    return "\n".join(lines) + "\n"
+
+
+def append(text: str, path: Path) -> None:
+    """Adds `text` to the file at `path`; UsageError if that can't be done."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"step summary {path}: can't be written ({error.strerror})") from error
+
+
+def _row(entry: Entry) -> str:
+    clause = entry.invariant
+    cells = (clause.id, clause.name, clause.severity, f"{entry.finding.compared:,}")
+    return f"| {_MARKS[entry.verdict]} | {' | '.join(map(_text, cells))} |"
+
+
+def _text(text: str) -> str:
+    """`text` on one line, none of it Markdown or HTML."""
+    return _PUNCTUATION.sub(r"\\\1", evidence.one_line(text))
+
+
+def _fenced(lines: list[str]) -> str:
+    """`lines` as they are, behind a fence longer than any in them."""
+    text = "\n".join(lines)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

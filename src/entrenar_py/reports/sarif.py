@@ -1,0 +1,126 @@
+"""The report as SARIF 2.1.0, for code scanning: a rule per invariant, a result per open one.
+
+Falsified is an `error`; inconclusive a `warning`, or a `note` where the person running it said that
+it is good enough. What held has a rule and no result. A run that was interrupted, or that selected
+nothing, was not successful, and says so: so a file without errors and warnings, of a successful
+run, is that of exit code 0.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from blake3 import blake3
+
+import entrenar_py
+from entrenar_py.reports import evidence, json_format, output_file, places
+from entrenar_py.reports.report import Entry, Report
+
+SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
+ROOT = "SRCROOT"  # what paths below the checkout are relative to
+FINGERPRINT = "entrenarCheckClause/v1"
+# A clause's severity in SARIF's words: how bad it is if it does not hold.
+_LEVELS = {"P0": "error", "P1": "warning", "P2": "note"}
+
+
+def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, Any]:
+    """The SARIF log; `root` is the folder that the paths in it are relative to, if below it."""
+    results = [
+        _result(report, entry, number, level, root)
+        for number, entry in enumerate(report.entries)
+        if (level := places.level(entry, allow_inconclusive=allow_inconclusive)) is not None
+    ]
+    run = {
+        "tool": {"driver": _driver(report)},
+        "invocations": [_invocation(report, allow_inconclusive=allow_inconclusive)],
+        "originalUriBaseIds": {ROOT: {"uri": f"{root.resolve().as_uri()}/"}},
+        "columnKind": "unicodeCodePoints",
+        "results": results,
+        "properties": {
+            "contract": report.contract.name,
+            "contractVersion": report.contract.version,
+            "contractDigest": report.contract.digest,
+            "system": report.system,
+            "seed": report.seed,
+            "environment": report.environment,
+        },
+    }
+    log: dict[str, Any] = json_format.plain({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
+    return log
+
+
+def write(report: Report, path: Path, *, root: Path, allow_inconclusive: bool) -> None:
+    """Writes the log to `path`; UsageError if that can't be done."""
+    log = dump(report, root=root, allow_inconclusive=allow_inconclusive)
+    text = json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)
+    output_file.write(text + "\n", path)
+
+
+def _driver(report: Report) -> dict[str, Any]:
+    return {
+        "name": "entrenar-check",
+        "version": entrenar_py.__version__,
+        "rules": [_rule(entry) for entry in report.entries],
+    }
+
+
+def _rule(entry: Entry) -> dict[str, Any]:
+    clause = entry.invariant
+    rule = {
+        "id": evidence.printable(clause.id),
+        "name": evidence.one_line(clause.name),
+        "shortDescription": {"text": evidence.one_line(clause.name)},
+        "fullDescription": {"text": evidence.one_line(clause.statement)},
+        "help": {"text": evidence.one_line(clause.description or clause.statement)},
+        "defaultConfiguration": {"level": _LEVELS[clause.severity]},
+        "properties": {"severity": clause.severity, "group": clause.group},
+    }
+    # An empty text is no description: SARIF wants none then.
+    return {name: part for name, part in rule.items() if part not in ("", {"text": ""})}
+
+
+def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
+    code = report.exit_code(allow_inconclusive=allow_inconclusive)
+    found: dict[str, Any] = {
+        "executionSuccessful": bool(report.entries) and not report.interrupted,
+        "exitCode": code,
+        "commandLine": evidence.printable(report.command),
+    }
+    if report.incomplete:
+        message = {"level": "error", "message": {"text": report.incomplete}}
+        found["toolExecutionNotifications"] = [message]
+    return found
+
+
+def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -> dict[str, Any]:
+    clause, finding = entry.invariant, entry.finding
+    heading = f"{clause.id} {str(entry.verdict).upper()}: {finding.reason}"
+    details = evidence.detail_lines(report, entry)
+    marks = (report.contract.name, clause.id, str(entry.verdict))
+    fingerprint = blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16)
+    return {
+        "ruleId": evidence.printable(clause.id),
+        "ruleIndex": number,
+        "level": level,
+        "message": {"text": "\n".join([evidence.one_line(heading), *details])},
+        "locations": [{"physicalLocation": _location(entry, root)}],
+        "partialFingerprints": {FINGERPRINT: fingerprint},
+        "properties": {"verdict": str(entry.verdict), "compared": finding.compared},
+    }
+
+
+def _location(entry: Entry, root: Path) -> dict[str, Any]:
+    at = entry.invariant.position
+    path = places.below(at.file, root)
+    artifact = {"uri": Path(at.file).resolve().as_uri()}
+    if path is not None:
+        artifact = {"uri": quote(path, errors="replace"), "uriBaseId": ROOT}
+    return {
+        "artifactLocation": artifact,
+        "region": {"startLine": at.line, "startColumn": at.column},
+    }

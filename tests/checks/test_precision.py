@@ -1,0 +1,57 @@
+"""The precision of a run, read from its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py.checks import precision
+from entrenar_py.trace import record_tensor
+
+NUMBERS = np.random.default_rng(0).normal(size=40).astype(np.float32)
+
+
+def rounded(dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """The numbers as float32, after rounding to `dtype`."""
+    return torch.from_numpy(NUMBERS).to(dtype).float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        (NUMBERS, 2.0**-24),
+        (NUMBERS.astype(np.float64), 2.0**-24),
+        (rounded(torch.bfloat16), 2.0**-8),
+        (rounded(torch.float16), 2.0**-11),
+        (NUMBERS.astype(np.float16), 2.0**-11),
+        (np.append(rounded(torch.bfloat16), np.nan).astype(np.float32), 2.0**-8),
+        (np.append(rounded(torch.bfloat16), NUMBERS[0]), 2.0**-24),
+    ],
+)
+def test_what_numbers_show(values: np.ndarray[Any, Any], unit: float) -> None:
+    """Numbers that were rounded to 16 bits end in zeros, all of them."""
+    assert precision.unit_of_values(values) == unit
+
+
+@given(st.lists(st.integers(-8, 8).map(lambda n: float(2**n)), max_size=20))
+def test_powers_of_two_show_nothing(numbers: list[float]) -> None:
+    """They are the same in any precision; neither do a few numbers, or none."""
+    assert precision.unit_of_values(np.array([*numbers, 0.0], np.float32)) == 2.0**-24
+    few = rounded(torch.bfloat16)[: precision._NUMBERS_MIN - 1]
+    assert precision.unit_of_values(few) == 2.0**-24
+
+
+def test_the_coarsest_tensor_counts() -> None:
+    """Under autocast norms stay in float32, and have the noise of the layers around them."""
+    tensors = {
+        "norm": record_tensor(NUMBERS, values=True),
+        "layer": record_tensor(rounded(torch.bfloat16), values=True),
+        "unknown": record_tensor(NUMBERS),
+    }
+    assert precision.unit_of(tensors) == 2.0**-8
+    assert precision.unit_of({}) == 2.0**-24

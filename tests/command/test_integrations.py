@@ -1,0 +1,74 @@
+"""Trainers of others that own the loop: their examples are left alone, broken twins are found.
+
+Each test takes ten seconds and more, most of them to load what is tried: `make integrations`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.verdict import Verdict
+from falsification.user_integrations import TWINS
+from falsification.user_trainers import Twin
+from tests.command import scripts, twins, zygote
+
+pytestmark = pytest.mark.integrations
+
+# What no run of the example says anything about, or not enough; a schedule's form is not known.
+OPEN = {
+    "accelerate_loop.py": {"recovery", "resume", "step_rule"},
+    "trainer.py": {"recovery", "resume", "step_rule"},
+    "lightning_module.py": {"recovery", "resume"},
+}
+# What a script needs that not every installation has.
+NEEDS = {
+    "accelerate_loop.py": "accelerate",
+    "trainer.py": "transformers",
+    "lightning_module.py": "lightning",
+}
+DEADLINE_S = 300.0  # they are long in loading
+
+
+def require(script: str) -> None:
+    """Skips the test where what `script` needs is missing, by its name."""
+    if importlib.util.find_spec(NEEDS[script]) is None:
+        pytest.skip(f"{NEEDS[script]} is not installed: make integrations")
+
+
+@pytest.mark.parametrize("script", sorted(OPEN))
+def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
+    """On no clause; and all that the script reveals is held."""
+    require(script)
+    told = scripts.command(scripts.EXAMPLES / script)
+    wanted = ("coverage", "finiteness", "determinism", "resume", "parity")
+    recorded = scripts.record(told, wanted, tmp_path, launch=zygote.launch, deadline_s=DEADLINE_S)
+    found = scripts.findings(recorded)
+    assert {name: one for name, one in found.items() if one.verdict is Verdict.FALSIFIED} == {}
+    undecided = {name for name, one in found.items() if one.verdict is Verdict.INCONCLUSIVE}
+    assert undecided == OPEN[script], {name: found[name].reason for name in undecided}
+    assert all(one.compared for name, one in found.items() if name not in undecided)
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=[one.name.replace(" ", "-") for one in TWINS])
+def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
+    """By its check, and where it is broken."""
+    require(twin.script)
+    assert twins.problem(twin, twins.findings(twin, tmp_path, deadline_s=DEADLINE_S)) == ""
+
+
+def test_samples_that_one_rank_draws_for_all(tmp_path: Path) -> None:
+    """Are nobody's: accelerate's dispatcher says nothing wrong, and nothing is judged by it."""
+    require("accelerate_loop.py")
+    dispatched = Twin(
+        name="",
+        script="accelerate_loop.py",
+        changes=(("split_batches=True, use", "dispatch_batches=True, split_batches=True, use"),),
+    )
+    found = twins.findings(dispatched, tmp_path, deadline_s=DEADLINE_S)
+    assert twins.problem(dispatched, found) == ""
+    assert found["replica_identity"].verdict is Verdict.HELD
+    assert found["coverage"].verdict is Verdict.INCONCLUSIVE
+    assert "record Shard.ids" in found["coverage"].reason

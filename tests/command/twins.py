@@ -1,0 +1,90 @@
+"""`make twins`: every bug of `falsification.user_*` in a script, and what finds it; and what is
+right, and left alone. Real processes, for some minutes.
+
+`python -m tests.command.twins [WORD ...]`: those whose names have all words. 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from entrenar_py.verdict import Finding, Verdict
+from falsification import user_benign, user_bugs, user_knobs
+from falsification.user_trainers import TWINS, Twin
+from tests.command import scripts, zygote
+
+WANTED = (
+    *("coverage", "determinism", "finiteness", "liveness", "optimizer_state", "parity"),
+    *("randomness", "replica_identity", "resume", "step_rule", "weighting"),
+)
+
+
+def findings(
+    twin: Twin, folder: Path, *, deadline_s: float = scripts.DEADLINE_S
+) -> dict[str, Finding]:
+    """What is found on the runs of the changed script: by its check, or by all."""
+    text = (scripts.EXAMPLES / twin.script).read_text()
+    for before, after in twin.changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    script = folder / twin.script
+    script.write_text(text)
+    wanted = {twin.check} if twin.check else WANTED
+    # Pairs are run for parity: other checks see them beside it.
+    traces = scripts.record(
+        scripts.command(script, twin.turned),
+        {*wanted, "parity"} if twin.turned else wanted,
+        folder / "runs",
+        world_sizes=(twin.world_size,),
+        launch=zygote.launch,
+        deadline_s=deadline_s,
+    )
+    return scripts.findings(traces, wanted)
+
+
+def problem(twin: Twin, found: dict[str, Finding]) -> str:
+    """What is not as it should be; empty where all is."""
+    if not twin.check:
+        broken = [f"{name}: {one.reason}" for name, one in found.items() if is_broken(one)]
+        return "; ".join(broken)
+    finding = found[twin.check]
+    place = finding.counterexample
+    if not is_broken(finding) or place is None:
+        return f"{finding.verdict.value}: {finding.reason}"
+    for name in ("step", "rank", "tensor"):
+        due, got = getattr(twin, name), getattr(place, name)
+        if due not in (None, got):
+            return f"found at {name} {got}, not {due}: {finding.reason}"
+    return "" if twin.words in finding.reason else f"for another reason: {finding.reason}"
+
+
+def is_broken(finding: Finding) -> bool:
+    """Whether it is an alarm."""
+    return finding.verdict is Verdict.FALSIFIED
+
+
+def main() -> int:
+    """Prints one line for each, and how many are not as they should be."""
+    every = (*TWINS, *user_bugs.BUGS, *user_knobs.BUGS, *user_benign.VARIANTS)
+    chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
+    missed = 0
+    for twin in chosen:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found = findings(twin, Path(folder))
+        wrong = problem(twin, found)
+        missed += bool(wrong)
+        told = found.get(twin.check) if twin.check else None
+        place = told.counterexample.place() if told and told.counterexample else "left alone"
+        seconds = time.monotonic() - started
+        print(f"{'MISSED' if wrong else 'ok':6} {seconds:5.1f} s  {twin.name}", flush=True)
+        print(f"               {wrong or ' '.join((twin.check, place)).strip()}", flush=True)
+    print(f"{len(chosen)} scripts, {missed} not as they should be")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

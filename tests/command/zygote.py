@@ -1,0 +1,132 @@
+"""Launches the ranks of a script from one process that has torch loaded: it takes seconds to load.
+
+`launch` is `entrenar_py.command.launch.launch` for commands that start `forked.py`. Run as a script
+it is that process: a request a line, answered with the process's id, and with how it ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from entrenar_py.command.launch import OUTPUT, TAIL_LINES, Ended
+from entrenar_py.observing import FOLDER
+
+LEAVING_S = 15.0  # processes that hang when they take themselves down do not end at all
+LOOK_EVERY_S = 0.2
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    deadline_s: float,
+    is_over: Callable[[], bool],
+) -> Ended:
+    """Runs the ranks of a script to their end or their deadline."""
+    folder.mkdir(parents=True, exist_ok=True)
+    output, started = folder / OUTPUT, time.monotonic()
+    zygote = _zygote()
+    assert zygote.stdout is not None, "it was asked for"
+    told = {**variables, FOLDER: str(folder)}
+    request = {"arguments": command[1:], "output": str(output), "variables": told}
+    _write(zygote.stdin, request)
+    pid = _read(zygote.stdout)["pid"]
+    deadline, leaving, in_time = started + deadline_s, False, True
+    while not select.select([zygote.stdout], [], [], LOOK_EVERY_S)[0]:
+        if not leaving and is_over():
+            leaving, deadline = True, min(deadline, time.monotonic() + LEAVING_S)
+        if in_time and time.monotonic() > deadline:
+            in_time = False
+            os.killpg(pid, signal.SIGKILL)
+    code = _read(zygote.stdout)["code"]
+    return Ended(
+        code=code if in_time else None,
+        seconds=time.monotonic() - started,
+        tail=tuple(output.read_text(errors="replace").splitlines()[-TAIL_LINES:]),
+        output=output,
+        num_left=0,
+    )
+
+
+@functools.cache
+def _zygote() -> subprocess.Popen[bytes]:
+    started = subprocess.Popen(
+        [sys.executable, "-m", "tests.command.zygote"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    atexit.register(_end, started)
+    return started
+
+
+def _end(zygote: subprocess.Popen[bytes]) -> None:
+    """Nothing more is asked for: it leaves."""
+    zygote.communicate()
+
+
+def _write(pipe: Any, message: Mapping[str, Any]) -> None:
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.flush()
+
+
+def _read(pipe: Any) -> dict[str, Any]:
+    line = pipe.readline()
+    assert line, "the process with torch has died"
+    message: dict[str, Any] = json.loads(line)
+    return message
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Until nobody asks any more."""
+    from tests.command import forked  # brings torch
+
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(forked.main, request)
+        with suppress(OSError):  # it did so itself, or has ended: whoever is first
+            os.setpgid(pid, pid)
+        _write(sys.stdout.buffer, {"pid": pid})
+        _, status = os.waitpid(pid, 0)
+        _write(sys.stdout.buffer, {"code": os.waitstatus_to_exitcode(status)})
+
+
+def _become(main: Callable[[], int], request: Mapping[str, Any]) -> NoReturn:
+    """Is the command from here on; nothing of what this process was is undone."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        printed = os.open(request["output"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, printed), (2, printed)):
+            os.dup2(source, stream)
+        os.environ.update(request["variables"])
+        sys.argv = list(request["arguments"])
+        code = main()
+    except Exception:  # noqa: BLE001  (told as Python tells it)
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

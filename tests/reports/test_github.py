@@ -1,0 +1,104 @@
+"""Annotations and the step summary, as a runner takes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, SearchStrategy
+from markdown_it import MarkdownIt
+
+from entrenar_py.errors import UsageError
+from entrenar_py.reports import github
+from entrenar_py.reports.report import Report
+
+COMMAND = re.compile(r"::(error|warning|notice) ((?:\w+=[^:,]*)(?:,\w+=[^:,]*)*)::(.*)")
+
+
+def lines_of(report: Report, *, allow_inconclusive: bool = False) -> list[str]:
+    """The lines, with paths seen from this folder."""
+    root = Path.cwd()
+    return [*github.annotate(report, root=root, allow_inconclusive=allow_inconclusive)]
+
+
+def test_lines_of(full: Report) -> None:
+    """Worst first, each at the clause's line; a line end in a message is no line end."""
+    falsified, inconclusive = lines_of(full)
+    place = "file=contracts/distributed-training-v1.yaml,line=70,col=5"
+    assert falsified.startswith(f"::error {place},title=F-DP-005 falsified::rank 1 holds other")
+    assert "%0Aat: step 3, rank 1, shard 2, tensor weight[0]" in falsified
+    assert inconclusive.startswith("::warning file=")
+    assert lines_of(full, allow_inconclusive=True)[1].startswith("::notice file=")
+
+
+@given(data=st.data(), allow_inconclusive=st.booleans())
+def test_any_text_is_one_command(
+    data: DataObject, any_report: SearchStrategy[Report], allow_inconclusive: bool
+) -> None:
+    """Whatever a contract says, a line is one workflow command, and nothing in it another."""
+    report = data.draw(any_report)
+    lines = lines_of(report, allow_inconclusive=allow_inconclusive)
+    for line in lines:
+        assert not re.search(r"[\r\n]", line)
+        assert COMMAND.fullmatch(line), line
+    loud = any(not line.startswith("::notice") for line in lines)
+    assert loud == (report.exit_code(allow_inconclusive=allow_inconclusive) != 0)
+
+
+def test_what_looks_escaped_is_not(full: Report) -> None:
+    """A reason with `%0A` in it is shown as it is, and is no line end."""
+    entry = full.entries[3]
+    finding = replace(entry.finding, reason="off by 50%0A")
+    (line,) = lines_of(replace(full, entries=(replace(entry, finding=finding),)))
+    assert "::off by 50%250A%0Aat: step 3" in line
+
+
+def test_annotation_outside_the_checkout(full: Report, tmp_path: Path) -> None:
+    """It has no line to stand at, and is told all the same."""
+    lines = [*github.annotate(full, root=tmp_path, allow_inconclusive=False)]
+    assert [line.partition(",")[0] for line in lines] == [
+        "::error title=F-DP-005 falsified::rank 1 holds other weights than rank 0%0Aat: step 3",
+        "::warning title=F-DP-002 inconclusive::the trace has no shard events%0Acontract: "
+        "contracts/distributed-training-v1.yaml:40%0Astatement: Sharding covers every sample "
+        "exactly once holds",
+    ]
+
+
+@given(data=st.data())
+def test_summary_is_plain_text(data: DataObject, any_report: SearchStrategy[Report]) -> None:
+    """Nothing that a contract says is taken for Markdown or HTML, and every row has its cells."""
+    report = data.draw(any_report)
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(github.summary(report))
+    kinds = [token.type for token in tokens]
+    inner = [child.type for token in tokens for child in token.children or ()]
+    assert not {"html_block", "html_inline", "link_open", "image", "code_inline", "em_open"} & {
+        *kinds,
+        *inner,
+    }
+    assert kinds.count("td_open") == 5 * len(report.entries)
+
+
+def test_summary(full: Report) -> None:
+    """The verdicts as a table, the evidence of what broke, the gate, the command."""
+    text = github.summary(full)
+    assert "| ❌ falsified | F\\-DP\\-005 | Loss parity with one worker | P1 | 1\\,204 |" in text
+    assert "\nat: step 3, rank 1, shard 2, tensor weight[0]" in text
+    assert "Gate QA\\-DT\\-001 \\(Distributed training\\)\\: NOT PASSED" in text
+    assert f"\n{full.command}\n" in text
+
+
+def test_summary_is_appended(full: Report, tmp_path: Path) -> None:
+    """What other steps wrote stays; without a runner there is nowhere to write it."""
+    path = tmp_path / "summary.md"
+    path.write_text("before\n", encoding="utf-8")
+    assert github.summary_path({"GITHUB_STEP_SUMMARY": str(path)}) == path
+    github.append(github.summary(full), path)
+    assert path.read_text(encoding="utf-8") == "before\n" + github.summary(full)
+    with pytest.raises(UsageError, match="no step of a GitHub workflow"):
+        github.summary_path({})
+    with pytest.raises(UsageError, match="can't be written"):
+        github.append("", tmp_path)

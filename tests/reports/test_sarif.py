@@ -1,0 +1,119 @@
+"""The SARIF log, as code scanning reads it.
+
+Its schema is too big to be kept here, and no package brings it: what the specification demands of
+the properties that are written is asserted one by one. (A log of every kind of result was found
+valid against the schema, and by Microsoft's `sarif-multitool validate`, when this was written.)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, SearchStrategy
+
+from entrenar_py.errors import UsageError
+from entrenar_py.reports import sarif
+from entrenar_py.reports.report import Report
+
+
+def run_of(report: Report, *, allow_inconclusive: bool = False) -> dict[str, Any]:
+    """The one run of the log of `report`, whose paths are seen from this folder."""
+    log = sarif.dump(report, root=Path.cwd(), allow_inconclusive=allow_inconclusive)
+    assert (log["version"], len(log["runs"])) == ("2.1.0", 1)
+    run: dict[str, Any] = log["runs"][0]
+    return run
+
+
+def test_full_report(full: Report) -> None:
+    """A rule for each clause; a result at its line for each that is falsified or inconclusive."""
+    run = run_of(full)
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert list(rules) == ["F-DP-001", "F-DP-002", "F-DP-004", "F-DP-005"]
+    assert rules["F-DP-005"]["defaultConfiguration"] == {"level": "warning"}  # P1
+    assert rules["F-DP-001"]["defaultConfiguration"] == {"level": "error"}  # P0
+    inconclusive, falsified = run["results"]
+    assert (falsified["ruleId"], falsified["level"]) == ("F-DP-005", "error")
+    assert (inconclusive["ruleId"], inconclusive["level"]) == ("F-DP-002", "warning")
+    place = falsified["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"] == {
+        "uri": "contracts/distributed-training-v1.yaml",
+        "uriBaseId": "SRCROOT",
+    }
+    assert place["region"] == {"startLine": 70, "startColumn": 5}
+    text = falsified["message"]["text"]
+    assert text.startswith("F-DP-005 FALSIFIED: rank 1 holds other weights than rank 0\nat: step 3")
+    assert "replay: entrenar-check --contract" in text
+
+
+@given(data=st.data(), allow_inconclusive=st.booleans())
+def test_any_report(
+    data: DataObject, any_report: SearchStrategy[Report], allow_inconclusive: bool
+) -> None:
+    """Any text makes strict JSON in UTF-8 with all that the specification demands, and the log is
+    free of errors and warnings exactly when the exit code is 0.
+    """
+    report = data.draw(any_report)
+    run = run_of(report, allow_inconclusive=allow_inconclusive)
+    json.dumps(run, allow_nan=False, ensure_ascii=False).encode()
+    rules = run["tool"]["driver"]["rules"]
+    for rule in rules:
+        assert rule["id"]
+        texts = [rule[name]["text"] for name in ("shortDescription", "help") if name in rule]
+        assert all(texts)
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["level"] in ("error", "warning", "note")
+        assert result["message"]["text"]
+        (location,) = result["locations"]
+        region = location["physicalLocation"]["region"]
+        assert region["startLine"] >= 1
+        assert region["startColumn"] >= 1
+        assert run["originalUriBaseIds"]["SRCROOT"]["uri"].endswith("/")
+    invocation = run["invocations"][0]
+    loud = any(result["level"] != "note" for result in run["results"])
+    code = report.exit_code(allow_inconclusive=allow_inconclusive)
+    assert invocation["exitCode"] == code
+    assert (code == 0) == (invocation["executionSuccessful"] and not loud)
+    assert ("toolExecutionNotifications" in invocation) == (not invocation["executionSuccessful"])
+
+
+def test_fingerprints(full: Report) -> None:
+    """The same clause with the same verdict is the same alert, whatever broke it this time."""
+    broken = full.entries[3]
+    again = replace(broken.finding, reason="rank 2 holds other weights", compared=7)
+    other = replace(full, seed=8, entries=(*full.entries[:3], replace(broken, finding=again)))
+    marks = [
+        [result["partialFingerprints"][sarif.FINGERPRINT] for result in run_of(one)["results"]]
+        for one in (full, other)
+    ]
+    assert marks[0] == marks[1]
+    assert len(set(marks[0])) == 2
+
+
+def test_a_contract_outside_the_checkout(full: Report, tmp_path: Path) -> None:
+    """It is named by an absolute URI, any character of it encoded."""
+    clause = full.entries[3].invariant
+    away = tmp_path / "a b#1.yaml"
+    moved = replace(clause, position=replace(clause.position, file=str(away)))
+    report = replace(full, entries=(replace(full.entries[3], invariant=moved),))
+    (result,) = run_of(report)["results"]
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert uri.startswith("file:///")
+    assert unquote(urlparse(uri).path) == str(away)
+
+
+def test_write(full: Report, tmp_path: Path) -> None:
+    """The file holds what `dump` gives; an unwritable path is a usage error."""
+    path = tmp_path / "r.sarif"
+    sarif.write(full, path, root=tmp_path, allow_inconclusive=False)
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written == sarif.dump(full, root=tmp_path, allow_inconclusive=False)
+    with pytest.raises(UsageError, match="can't be written"):
+        sarif.write(full, tmp_path, root=tmp_path, allow_inconclusive=False)

@@ -1,0 +1,117 @@
+"""The GitHub Action: its inputs, and its script as a runner runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.command_line import contract_file, report
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "action.yml").read_text(encoding="utf-8")
+ACTION: dict[str, Any] = yaml.safe_load(TEXT)
+STEPS = ACTION["runs"]["steps"]
+CHECK = next(step for step in STEPS if step.get("id") == "check")
+# One clause, on one short scenario; what the report says is kept.
+SHORT = "--only F-DP-002 --examples 0 --json 'my report.json'"
+
+
+class Runner:
+    """A GitHub runner, as far as a step can tell: its files, its variables."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "output.txt"
+        self.summary = folder / "summary.md"
+
+    def run(self, **inputs: str) -> subprocess.CompletedProcess[str]:
+        """The step `check`, with these inputs and the defaults of the others."""
+        values = {name: one.get("default", "") for name, one in ACTION["inputs"].items()}
+        values |= inputs
+        variables = {
+            name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: values[found[1]], text)
+            for name, text in CHECK["env"].items()
+        }
+        self.output.unlink(missing_ok=True)
+        assert CHECK["shell"] == "python"
+        return subprocess.run(
+            [sys.executable, "-c", CHECK["run"]],
+            cwd=self.folder,
+            env={
+                **os.environ,
+                **variables,
+                "PYTHONPATH": str(ROOT / "src"),
+                "GITHUB_OUTPUT": str(self.output),
+                "GITHUB_STEP_SUMMARY": str(self.summary),
+                "GITHUB_WORKSPACE": str(self.folder),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path)
+
+
+def test_every_input_is_used() -> None:
+    """None is accepted and ignored; each says what it is, and all but one may be left out."""
+    for name, one in ACTION["inputs"].items():
+        assert re.search(rf"inputs\.{name}\b", TEXT), name
+        assert one["description"]
+        assert one.get("required") or "default" in one
+    assert set(re.findall(r"inputs\.([\w-]+)", TEXT)) == set(ACTION["inputs"])
+    for step in STEPS:
+        assert "shell" in step or "uses" in step  # a composite action has no default shell
+        assert "${{" not in step.get("run", "")  # an input in a script would be run
+
+
+def test_held(runner: Runner, tmp_path: Path) -> None:
+    """Options with spaces arrive whole; the exit code, the summary and the log are there."""
+    contract = contract_file(tmp_path)
+    done = runner.run(contract=contract, system="textbook", args=SHORT, sarif="a b.sarif")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = report(tmp_path / "my report.json")
+    assert (written["system"], written["verdict"]) == ("textbook", "held")
+    assert runner.output.read_text(encoding="utf-8") == "exit-code=0\nsarif=a b.sarif\n"
+    assert "✅ held" in runner.summary.read_text(encoding="utf-8")
+    assert report(tmp_path / "a b.sarif")["version"] == "2.1.0"
+
+
+def test_a_command(runner: Runner, tmp_path: Path) -> None:
+    """It comes behind --, word by word; that it records nothing fails the step, at the clause."""
+    words = "--only F-DP-002 --trace-dir t"
+    done = runner.run(
+        contract=contract_file(tmp_path), command="""echo '{world_size} $HOME `x`'""", args=words
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    printed = (tmp_path / "t" / "2-workers" / "output.txt").read_text(encoding="utf-8")
+    assert printed == "2 $HOME `x`\n"
+    assert "::warning file=small-v1.yaml,line=4,col=5,title=F-DP-002 inconclusive::" in done.stdout
+    assert runner.output.read_text(encoding="utf-8") == "exit-code=4\n"
+
+
+def test_an_invalid_contract(runner: Runner, tmp_path: Path) -> None:
+    """Nothing ran: the log of an earlier step is not taken for this one's."""
+    stale = tmp_path / "r.sarif"
+    stale.write_text("{}", encoding="utf-8")
+    done = runner.run(contract="no-such.yaml", sarif="r.sarif")
+    assert done.returncode == 2
+    assert not stale.exists()
+    assert runner.output.read_text(encoding="utf-8") == "exit-code=2\n"
+
+
+def test_a_quote_that_is_not_closed(runner: Runner) -> None:
+    """Nothing is run with half of the options."""
+    done = runner.run(contract="distributed-training-v1.yaml", args="--only 'F-DP-002")
+    assert done.returncode == 2
+    assert done.stdout == "::error title=entrenar-check::args or command: No closing quotation\n"
