@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,12 +28,6 @@ def otherwise(model: nn.Module, **_: Any) -> DistributedDataParallel:
     return DistributedDataParallel(
         model, bucket_cap_mb=400 / 2**20, gradient_as_bucket_view=False, static_graph=True
     )
-
-
-@contextmanager
-def synchronised(self: DistributedDataParallel) -> Iterator[None]:
-    """Reduces all the same: more to send."""
-    yield
 
 
 def at_once(self: FSDPModule, requires: bool, **more: Any) -> None:
@@ -82,13 +75,6 @@ VARIANTS = (
             f"{TORCH_MODULE}.optimizer_of": fused,
         },
         scenario=ddp(),
-        tried=("F-DP-001", "F-DP-005", "F-TI-001"),
-    ),
-    Variant(
-        name="torch-ddp-synchronised",
-        summary="every micro-batch is reduced",
-        plants={"torch.nn.parallel.DistributedDataParallel.no_sync": synchronised},
-        scenario=ddp(accumulation=2),
         tried=("F-DP-001", "F-DP-005", "F-TI-001"),
     ),
     Variant(

@@ -11,8 +11,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from entrenar_py.observing import tensors
+from entrenar_py.observing import backward, tensors
 
 Found = Callable[[str, Tensor], None]
 
@@ -37,3 +38,39 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
         for prefix, module in model.named_modules()
         if isinstance(cast(object, module), FSDPModule)
     ]
+
+
+class BackwardPasses:
+    """Those of a model in pieces: `ended` is told of each, when it is over, whether what it added
+    to whole parameters is finite. Of a piece of the sum nobody can say whose term was not.
+    """
+
+    def __init__(self, ended: Callable[[bool], None]) -> None:
+        self._ended = ended
+        self._ending = False  # whether the end of this one will be heard of
+        self._finite = True
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Looks at what is added; the hooks that see to it."""
+        return when_whole(model, lambda _, whole: whole.register_hook(self._look))  # type: ignore[no-untyped-call]
+
+    def expect(self, output: Any) -> None:
+        """A forward pass gave `output`: the backward pass begins there.
+
+        Hooks of the pieces are no sign of its end: they are called when a sum is reduced.
+        """
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def _look(self, gradient: Tensor) -> None:
+        self._finite &= tensors.is_finite([gradient])
+
+    def _begin(self, _: Tensor) -> None:
+        if not self._ending:
+            self._ending = True
+            backward.call_last(self._end)
+
+    def _end(self) -> None:
+        finite, self._ending, self._finite = self._finite, False, True
+        self._ended(finite)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
@@ -77,8 +76,7 @@ class Observer(Observation):
         self._micros: list[BackwardPass] = []
         self._num_micros = 0  # of this step that are in the file
         self._overflowed = False  # whether the gradients that were reduced last are not finite
-        self._ending = False  # whether the end of this backward pass will be heard of
-        self._finite = True  # what it adds to whole parameters, of which pieces are kept
+        self._sharded = gathered.BackwardPasses(self._after_sharded_backward)
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
         self._gradient: dict[str, trace.TensorRecord] = {}
@@ -182,7 +180,7 @@ class Observer(Observation):
             for handle in planted.HOOKS[one.kind](self._subject, one, self._strikes)
         ]
         if self._subject.is_fully_sharded:
-            self._parameter_handles += gathered.when_whole(self._model, self._watch_whole)
+            self._parameter_handles += self._sharded.watch(self._model)
         else:
             self._parameter_handles.append(
                 torch.autograd.graph.register_multi_grad_hook(
@@ -228,30 +226,11 @@ class Observer(Observation):
         if before and drawn is None and tensors.random_state(self._model) != before:
             self._random = (before, before)
         if self._model.training and pieces.is_fully_sharded(self._model):
-            for one in tree_leaves(output):
-                if isinstance(one, Tensor) and one.requires_grad:
-                    one.register_hook(self._await_end)  # type: ignore[no-untyped-call]
+            self._sharded.expect(output)
 
-    def _watch_whole(self, _: str, whole: Tensor) -> None:
-        """Of a sum's piece nobody can say whose term was not finite."""
-        whole.register_hook(self._look_at_own)  # type: ignore[no-untyped-call]
-
-    def _look_at_own(self, gradient: Tensor) -> None:
-        self._finite &= tensors.is_finite([gradient])
-
-    def _await_end(self, _: Tensor) -> None:
-        """Where gradients are sharded no hook of a parameter is called before they are reduced:
-        the backward pass is over when what its engine was told to do last is done.
-        """
-        if not self._ending:
-            self._ending = True
-            backward.call_last(self._after_sharded_backward)
-
-    def _after_sharded_backward(self) -> None:
-        self._ending = False
+    def _after_sharded_backward(self, finite: bool) -> None:
         self._start()
-        self._end_micro({}, finite=self._finite)
-        self._finite = True
+        self._end_micro({}, finite=finite)
         self._look_at_sum()
 
     def _after_backward(self, gradients: Sequence[Tensor | None]) -> None:
