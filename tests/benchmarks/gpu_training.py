@@ -80,7 +80,9 @@ class Training:
         with torch.device("cuda"):
             model = Decoder().to(DTYPES[given.dtype])
         self.num_parameters = sum(one.numel() for one in model.parameters())
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=given.bucket_mb
+        )
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self._share = micro_batches // dist.get_world_size()
         self._shape = (micro_batches, given.batch, given.length)
@@ -170,6 +172,7 @@ def main() -> None:
     cli = argparse.ArgumentParser()
     cli.add_argument("what", choices=["speed", "weights"])
     cli.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    cli.add_argument("--bucket-mb", type=int, default=100, help="of DistributedDataParallel")
     cli.add_argument("--nccl", action="store_true", help="not through each other's memory")
     cli.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch")
     cli.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
@@ -188,6 +191,7 @@ def main() -> None:
     facts = {
         "what": given.what,
         "symmetric": not given.nccl,
+        "bucket_mb": given.bucket_mb,
         "dtype": given.dtype,
         "micro_batch": [given.batch, given.length],
         "world_size": dist.get_world_size(),

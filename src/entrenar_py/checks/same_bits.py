@@ -35,7 +35,9 @@ def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding
 def worker_counts(scenario: Scenario) -> list[Scenario]:
     """The run with 1, 2, 3, 4, 5 and 8 workers (as many as there are shards and samples for)."""
     most = min(scenario.num_shards, scenario.num_samples)
-    counts = (1, 2, 4, 8) if scenario.system in POWERS_OF_TWO else (1, 2, 3, 4, 5, 8)
+    counts: tuple[int, ...] = (1, 2, 3, 4, 5, 8)
+    if scenario.system in POWERS_OF_TWO:  # and a GPU for each is not to be had for every number
+        most, counts = min(most, scenario.world_size), (1, 2, 4, 8)
     fit = [count for count in counts if count <= most]
     return evidence.distinct(
         [scenario, *(evidence.plain(scenario, world_size=n, mutant=scenario.mutant) for n in fit)]

@@ -137,25 +137,24 @@ class _Lives:
         for until in sorted(ends):
             self._join(step)
             while step < until:
-                answers = self._one_life(life, until)
+                answers, died = self._one_life(life, until)
                 life += 1
                 if all(answer and answer["status"] == "done" for answer in answers):
                     step = until
                     continue
                 if any(answer and answer["status"] == "halted" for answer in answers):
                     return "halted", next(a["reason"] for a in answers if a)
-                lost = self._lost(answers)
+                lost = self._lost(died)
                 if not lost:
                     return "failed", next((a["reason"] for a in answers if a), "every rank died")
                 self._workers = [one for one in self._workers if one not in lost]
         return "completed", ""
 
-    def _lost(self, answers: Sequence[Mapping[str, Any] | None]) -> set[int]:
-        """The workers that died as was planned."""
-        silent = {w for w, answer in zip(self._workers, answers, strict=True) if answer is None}
+    def _lost(self, died: set[int]) -> set[int]:
+        """Those of the workers that `died`, if that was planned of all of them."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
         planned = {one["rank"] for one in struck if one["kind"] == "leave"}
-        return silent & planned if silent <= planned else set()
+        return died if died <= planned else set()
 
     def _join(self, step: int) -> None:
         for fault in [one for one in self._joins if one.step == step]:
@@ -167,8 +166,10 @@ class _Lives:
             self._workers = sorted([*self._workers, fault.rank])
             self._joins.remove(fault)
 
-    def _one_life(self, life: int, until: int) -> list[dict[str, Any] | None]:
-        """What each rank answered; None of one that died."""
+    def _one_life(self, life: int, until: int) -> tuple[list[dict[str, Any] | None], set[int]]:
+        """What each rank answered, None of one that died or was stuck; and the workers that died
+        by themselves.
+        """
         folder = self._folder / f"life-{life:03}"
         folder.mkdir()
         scenario, workers = self._scenario, tuple(self._workers)
@@ -189,10 +190,10 @@ class _Lives:
             "faults": [json.loads(one) for one in placed],
         }
         hands = [crew().give(json.dumps({**job, "index": i}).encode()) for i in range(len(workers))]
-        _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
+        dead = _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
         answers = [None if one.answer is None else json.loads(one.answer) for one in hands]
         self._take(folder, placed, struck=any(one and one["struck"] for one in answers))
-        return answers
+        return answers, {w for w, hand in zip(workers, hands, strict=True) if hand in dead}
 
     def _take(self, folder: Path, placed: Mapping[str, Fault], *, struck: bool) -> None:
         """Adds what the ranks of a life recorded: under the workers' numbers, not the ranks'."""
@@ -234,10 +235,11 @@ def _placed(
     return [replace(fault, rank=owner, shard=micro)]
 
 
-def _gather(hands: Sequence[Hand], deadline_s: float) -> None:
-    """Waits until every rank has answered or died; once one has failed the others have PARTING_S,
-    as a collective that lacks a rank may wait for ever.
+def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
+    """Waits until every rank has answered or died, and gives those that died; once one has failed
+    the others have PARTING_S, as a collective that lacks a rank may wait for ever.
     """
+    dead = []
     deadline = time.monotonic() + deadline_s
     waiting = list(hands)
     while waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -245,9 +247,12 @@ def _gather(hands: Sequence[Hand], deadline_s: float) -> None:
         for hand in [one for one in waiting if one.pipe in ready]:
             hand.heard()
             waiting.remove(hand)
+            if hand.answer is None:
+                dead.append(hand)
             if hand.answer is None or json.loads(hand.answer)["status"] == "failed":
                 deadline = min(deadline, time.monotonic() + PARTING_S)
     crew().gather(0.0)
+    return dead
 
 
 # --- one rank's process -----------------------------------------------------------------------
