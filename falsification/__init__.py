@@ -35,6 +35,9 @@ from . import (
     randomness,
     rings,
     schedule,
+    torch_benign,
+    torch_ddp,
+    torch_fsdp,
     updates,
     wire,
 )
@@ -43,8 +46,12 @@ _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates),
+    *(torch_ddp, torch_fsdp),
 )
-_BENIGN = (benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates)
+_BENIGN = (
+    *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
+    torch_benign,
+)
 
 
 def variants() -> list[Variant]:

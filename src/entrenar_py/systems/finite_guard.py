@@ -22,7 +22,8 @@ class NotFinite(Exception):
 
 
 class FiniteGuard:
-    """Looks at each micro-batch's own loss and gradients, and tells everyone of the first bad one.
+    """Looks at each micro-batch's own loss, and at the rank's gradients with its own added, and
+    tells everyone of the first bad one.
 
     A flag per tensor is kept on the device: the host waits once a step, in `agree`.
     """
@@ -32,7 +33,8 @@ class FiniteGuard:
         self._flags: list[Tensor] = []  # of each micro-batch, per name whether it is bad
         self._device = next(iter(trainable.values())).device
         for index, parameter in enumerate(trainable.values(), start=1):
-            parameter.register_hook(partial(self._look, index))  # type: ignore[no-untyped-call]
+            look = partial(self._look, index)
+            parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
 
     def begin(self, loss: Tensor) -> None:
         """A micro-batch has this loss; its backward pass comes next."""
@@ -56,5 +58,6 @@ class FiniteGuard:
                 micro, index = divmod(place, len(self._names))
                 raise NotFinite(rank, micro, self._names[index])
 
-    def _look(self, index: int, gradient: Tensor) -> None:
-        self._flags[-1][index] |= ~gradient.isfinite().all()
+    def _look(self, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._flags[-1][index] |= ~parameter.grad.isfinite().all()

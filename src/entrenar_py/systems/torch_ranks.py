@@ -43,6 +43,8 @@ PRELOAD = (
     "entrenar_py.observing.observer",
     "entrenar_py.training.decoder",
     "torch._dynamo.aot_compile",  # which the first optimizer of a process loads
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     "torch.nn.parallel",
 )
 DEADLINE_S = 120.0
