@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
+.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
