@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
+.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -12,10 +12,14 @@ verify: setup
 	$(BIN)/entrenar-check --contract training-integrity-v1.yaml
 	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --system parameter_server
 
-# All tests, with branch coverage of what needs no hardware.
+# All tests.
+TESTS := -m pytest -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable \
-	  --cov --cov-report=term:skip-covered --cov-fail-under=95 --durations=15
+	$(BIN)/python $(TESTS) --durations=15
+
+# The same with branch coverage of what needs no hardware, which takes half as long again.
+coverage: setup
+	$(BIN)/python $(TESTS) --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 # Trainers of others that own the loop (accelerate, Hugging Face's and Lightning's), which are large:
 # their examples are left alone, and the broken twins of these are found. Not part of `make test`.

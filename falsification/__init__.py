@@ -37,6 +37,9 @@ from . import (
     randomness,
     rings,
     schedule,
+    torch_benign,
+    torch_ddp,
+    torch_fsdp,
     updates,
     wire,
 )
@@ -44,15 +47,12 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh, audits, rings, updates, parallelism),
+    *(wire, protocol, blocks, mesh, audits, rings, updates),
+    *(torch_ddp, torch_fsdp, parallelism),
 )
 _BENIGN = (
-    benign_protocol,
-    benign_mesh,
-    benign_audits,
-    benign_rings,
-    benign_updates,
-    benign_parallelism,
+    *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
+    *(torch_benign, benign_parallelism),
 )
 
 

@@ -26,6 +26,9 @@ MEMBER = "entrenar_py.systems.member"
 TEXTBOOK = "entrenar_py.systems.textbook"
 REPLICA = "entrenar_py.systems.textbook_replica"
 TRAINING = "entrenar_py.training"
+DDP = "entrenar_py.systems.ddp"
+FSDP = "entrenar_py.systems.fsdp"
+TORCH_MODULE = "entrenar_py.systems.torch_module"
 
 
 def textbook(**changes: Any) -> Scenario:
@@ -43,6 +46,16 @@ def textbook(**changes: Any) -> Scenario:
         "detail": "values",
     }
     return Scenario(**{**usual, **changes})
+
+
+def ddp(**changes: Any) -> Scenario:
+    """Two ranks of torch's DistributedDataParallel, each a process of its own."""
+    return textbook(**{"system": "ddp", "num_steps": 2, **changes})
+
+
+def fsdp(**changes: Any) -> Scenario:
+    """The same two ranks, with pieces of everything."""
+    return textbook(**{"system": "fsdp", "num_steps": 2, **changes})
 
 
 def reference(**changes: Any) -> Scenario:

@@ -139,6 +139,15 @@ def test_what_the_command_line_makes_impossible_is_left_to_the_run() -> None:
     assert "no other worker would be left" in end.reason
 
 
+def test_faults_of_workers_that_are_not_there() -> None:
+    """They are left out, unless nothing would go wrong: then the last worker takes the first."""
+    late = LEAVE | {"rank": 3}
+    (one,) = planned(Plan(world_sizes=(2,)), {"world_size": 4, "faults": [late]})
+    assert [(fault.kind, fault.rank) for fault in one.faults] == [("leave", 1)]
+    (one,) = planned(Plan(world_sizes=(2,)), {"world_size": 4, "faults": [LEAVE, late]})
+    assert [fault.rank for fault in one.faults] == [LEAVE["rank"]]
+
+
 def test_clauses_that_are_not_tried_are_not_required() -> None:
     """Without a check nothing of a clause is run; without scenarios its check's are."""
     plan.require_runnable([clause({"system": "magic"}, id="F-NEW"), clause()])

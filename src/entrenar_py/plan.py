@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from entrenar_py import checks, counterexamples, mutants, scenario, systems
@@ -178,6 +178,8 @@ def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
         # Shards grow with the workers, but not past the samples: then too many workers are refused.
         shards = max(one.num_shards, min(world_size, one.num_samples))
         faults = tuple(fault for fault in one.faults if (fault.rank or 0) < world_size)
+        if one.faults and not faults and world_size > 1:  # else there is nothing to see
+            faults = (replace(one.faults[0], rank=world_size - 1),)
         yield one.with_(world_size=world_size, num_shards=shards, faults=faults)
 
 

@@ -14,7 +14,10 @@ from entrenar_py.trace import Shard, Trace
 
 ORACLE = "textbook"  # the independent trainer
 # whose ranks draw their own dropout masks
-MASKS_PER_RANK = (ORACLE, "ddp", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
+MASKS_PER_RANK = (
+    *(ORACLE, "ddp", "fsdp"),
+    *("tensor_parallel", "sequence_parallel", "pipeline_parallel"),
+)
 
 # What may differ between two runs of the same training.
 SPLIT = (

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
@@ -24,6 +23,7 @@ from entrenar_py.observing import (
     FOLDER,
     Observation,
     backward,
+    gathered,
     pieces,
     planted,
     rank_file,
@@ -77,7 +77,7 @@ class Observer(Observation):
         self._micros: list[BackwardPass] = []
         self._num_micros = 0  # of this step that are in the file
         self._overflowed = False  # whether the gradients that were reduced last are not finite
-        self._ending = False  # whether the end of this backward pass will be heard of
+        self._sharded = gathered.BackwardPasses(self._after_sharded_backward)
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
         self._gradient: dict[str, trace.TensorRecord] = {}
@@ -175,14 +175,17 @@ class Observer(Observation):
         trained = list(self._subject.trained.values())
         # Before the hook that records them: gradients are recorded as they were made wrong.
         self._parameter_handles = [
-            planted.HOOKS[one.kind](self._subject, one, self._strikes)
+            handle
             for one in self._faults
             if one.kind in planted.HOOKS
             and one.rank in (None, self._rank)
             and trained
             and one.tensor in (None, *self._subject.trained)  # else it is in another stage
+            for handle in planted.HOOKS[one.kind](self._subject, one, self._strikes)
         ]
-        if not self._subject.is_fully_sharded:
+        if self._subject.is_fully_sharded:
+            self._parameter_handles += self._sharded.watch(self._model)
+        else:
             self._parameter_handles.append(Passes(trained, self._after_backward))
 
     def _strikes(self, fault: Fault) -> bool:
@@ -223,28 +226,18 @@ class Observer(Observation):
         if before and drawn is None and tensors.random_state(self._model) != before:
             self._random = (before, before)
         if self._model.training and pieces.is_fully_sharded(self._model):
-            for one in tree_leaves(output):
-                if isinstance(one, Tensor) and one.requires_grad:
-                    one.register_hook(self._await_end)  # type: ignore[no-untyped-call]
+            self._sharded.expect(output)
 
-    def _await_end(self, _: Tensor) -> None:
-        """Where gradients are sharded no hook of a parameter is called before they are reduced:
-        the backward pass is over when what its engine was told to do last is done.
-        """
-        if not self._ending:
-            self._ending = True
-            backward.call_last(self._after_sharded_backward)
-
-    def _after_sharded_backward(self) -> None:
-        self._ending = False
+    def _after_sharded_backward(self, finite: bool) -> None:
         self._start()
-        self._end_micro(self._subject.gradients().values(), {})
+        self._end_micro({}, finite=finite)
         self._look_at_sum()
 
     def _after_backward(self, gradients: Sequence[Tensor | None]) -> None:
         self._start()
         named = dict(zip(self._subject.trained, gradients, strict=True))
-        self._end_micro(gradients, self._subject.record(named) if self._subject.values else {})
+        records = self._subject.record(named) if self._subject.values else {}
+        self._end_micro(records, finite=tensors.is_finite(gradients))
         backward.call_last(self._look_at_sum)
 
     def _look_at_sum(self) -> None:
@@ -260,14 +253,14 @@ class Observer(Observation):
         self._stepped.add(0)
         self._end_step()
 
-    def _end_micro(self, gradients: Iterable[Tensor | None], records: trace.Tensors) -> None:
+    def _end_micro(self, records: trace.Tensors, *, finite: bool) -> None:
         self._collect()
         self._micros.append(
             BackwardPass(
                 epoch=self._epoch,
                 ids=tuple(self._ids),
                 draws=self._random[1],
-                finite=tensors.is_finite(gradients),
+                finite=finite,
                 gradient=records,
             )
         )

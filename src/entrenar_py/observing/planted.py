@@ -8,49 +8,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from entrenar_py.faults import Fault
-from entrenar_py.observing import pieces
+from entrenar_py.observing import gathered, pieces
 from entrenar_py.observing.subject import Subject
 
 Strike = Callable[[Fault], bool]  # whether it is time: then it is noted, and must be done
 
 
-def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> Any:
-    """In what this rank adds to a gradient; where only the sum of all is seen, in its piece of
-    that.
-    """
+def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]:
+    """In what this rank adds to a gradient, before that is reduced."""
     name = fault.tensor or subject.first_held()
-    parameter = subject.trained[name]
 
-    def spoil(gradient: Tensor) -> None:
-        pieces.local(gradient)[_place(subject, name, fault)] = float(fault.value or "nan")
-
-    def spoil_sum(holder: Tensor) -> None:
-        if _place(subject, name, fault) and holder.grad is not None and strikes(fault):
-            spoil(holder.grad)
-
-    def spoil_term(gradient: Tensor) -> Tensor | None:
-        if not _place(subject, name, fault) or not strikes(fault):
+    def spoil(gradient: Tensor) -> Tensor | None:
+        place = _place(subject, name, fault, gradient)
+        if not place or not strikes(fault):
             return None
         spoiled = gradient.clone()
-        spoil(spoiled)
+        pieces.local(spoiled)[place] = float(fault.value or "nan")
         return spoiled
 
+    def spoil_whole(found: str, whole: Tensor) -> None:
+        if found == name:
+            whole.register_hook(spoil)  # type: ignore[no-untyped-call]
+
     if subject.is_fully_sharded:
-        after = parameter.register_post_accumulate_grad_hook
-        return after(spoil_sum)  # type: ignore[no-untyped-call]
-    return parameter.register_hook(spoil_term)  # type: ignore[no-untyped-call]
+        return gathered.when_whole(subject.model, spoil_whole)
+    return [subject.trained[name].register_hook(spoil)]  # type: ignore[no-untyped-call]
 
 
-def _place(subject: Subject, name: str, fault: Fault) -> tuple[int, ...]:
-    """Where in what this rank holds of a tensor the element lies that is struck, the first one if
+def _place(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
+    """Where in what this rank holds of a gradient the element lies that is struck, the first one if
     none is named; empty if another rank holds it.
     """
-    held = pieces.local(subject.trained[name])
+    held = pieces.local(gradient)
     if fault.element is None:
         return (0,) * held.dim() if held.numel() else ()
-    piece = subject.pieces.get(name)
+    piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
     whole = held.shape if piece is None else piece.whole
     if fault.element >= math.prod(whole):
         return ()
@@ -61,7 +56,7 @@ def _place(subject: Subject, name: str, fault: Fault) -> tuple[int, ...]:
     return tuple(place) if inside else ()
 
 
-def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> Any:
+def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]:
     """In the value of the model's output alone: its gradient stays."""
 
     def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
@@ -69,11 +64,11 @@ def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> Any:
             return None
         return output + (float(fault.value or "nan") - output.detach())
 
-    return subject.model.register_forward_hook(spoil)
+    return [subject.model.register_forward_hook(spoil)]
 
 
 # What a planted value does, by its kind.
-HOOKS: Mapping[str, Callable[[Subject, Fault, Strike], Any]] = {
+HOOKS: Mapping[str, Callable[[Subject, Fault, Strike], list[Any]]] = {
     "non_finite_gradient": spoil_gradient,
     "huge_gradient": spoil_gradient,
     "non_finite_loss": spoil_loss,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -147,7 +148,7 @@ class Watch:
         if not idle:
             return
         rates = {p: group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        asked: dict[int, Tensor] = {}  # row -> gradient
+        asked: dict[torch.dtype, dict[int, Tensor]] = {}  # row -> gradient
         for row in idle:
             one = parameters[row]
             if not one.requires_grad or one.grad is None or not local(one.grad).numel():
@@ -156,11 +157,14 @@ class Watch:
             # is that of a rate on a device, for which the host would have to wait.
             rate = rates.get(one)
             if rate is None or isinstance(rate, Tensor) or rate > 0:
-                asked[row] = local(one.grad).detach()
+                asked.setdefault(one.grad.dtype, {})[row] = local(one.grad).detach()
         if asked:
-            largest = torch.stack(_largest(asked.values()))
+            # A launch a dtype, not one a tensor: there may be hundreds that rest.
+            norms = [torch._foreach_norm([*of.values()], float("inf")) for of in asked.values()]
+            largest = torch.cat([torch.stack(one).float() for one in norms])
             live = ((largest > 0) & largest.isfinite()).to(rows)
-            rows[:, _LIVE].index_put_((self._places_of(tuple(asked), rows.device),), live)
+            places = self._places_of(tuple(chain.from_iterable(asked.values())), rows.device)
+            rows[:, _LIVE].index_put_((places,), live)
 
     def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
         """The rows `asked`, as an index on `device`: sent when they change, without waiting."""
@@ -177,17 +181,6 @@ class Watch:
         if self._pending is not None and self._exchange.has_arrived():
             self._tell = lambda finding: _LOG.error("%s", finding)
             self._look()
-
-
-def _largest(gradients: Collection[Tensor]) -> list[Tensor]:
-    """The largest absolute value of each, float32: a launch a dtype, not one a tensor."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for one in gradients:
-        by_dtype.setdefault(one.dtype, []).append(one)
-    found = {
-        dtype: iter(torch._foreach_norm(held, float("inf"))) for dtype, held in by_dtype.items()
-    }
-    return [next(found[one.dtype]).float() for one in gradients]
 
 
 def _stop(finding: WatchFinding) -> None:

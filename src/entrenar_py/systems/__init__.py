@@ -136,6 +136,13 @@ SYSTEMS: dict[str, System] = {
         options=("deadline_s",),
         only=("cpu", "cuda"),
     ),
+    "fsdp": System(
+        what="torch's fully_shard (FSDP2): each rank a process of its own, with a piece of all",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+        options=("deadline_s", "precision"),
+        only=("cpu", "cuda"),  # gloo, NCCL
+    ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),

@@ -48,9 +48,7 @@ def train(rank: Rank) -> None:
     elif rank.saves:
         save(rank, model, optimizer, scheduler, position, step)
     obs = entrenar_py.observe(ddp, optimizer, step=step)
-    # After observe: hooks of a tensor run in their order, and this is to see what that one plants.
     guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
-    guard.watch()
     while step < rank.until:
         ids = global_batch(scenario, position)
         try:

@@ -23,10 +23,11 @@ class NotFinite(Exception):
 
 
 class FiniteGuard:
-    """Looks at each micro-batch's own loss and gradients, and tells everyone of the first bad one.
+    """Looks at each micro-batch's own loss, and at the rank's gradients with its own added, and
+    tells everyone of the first bad one.
 
     A flag per tensor is kept on the device: the host waits once a step, in `agree`. `names` are
-    those of all ranks, where each has other tensors.
+    those of all ranks, where each has other tensors: then nothing is looked at before `look`.
     """
 
     def __init__(
@@ -36,11 +37,10 @@ class FiniteGuard:
         self._flags: list[Tensor] = []  # of each micro-batch, per name whether it is bad
         self._trainable = {self._names.index(name): p for name, p in trainable.items()}
         self._device = next(iter(trainable.values())).device
-
-    def watch(self) -> None:
-        """Looks at gradients as they are computed: later they may be sums over ranks."""
-        for index, parameter in self._trainable.items():
-            parameter.register_hook(partial(self._look, index))  # type: ignore[no-untyped-call]
+        if names is None:
+            for index, parameter in self._trainable.items():
+                look = partial(self._look, index)
+                parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
 
     def begin(self, loss: Tensor) -> None:
         """A micro-batch has this loss; its backward pass comes next."""
@@ -52,7 +52,7 @@ class FiniteGuard:
         """At the gradients that are there, of all micro-batches since `begin` together."""
         for index, parameter in self._trainable.items():
             if parameter.grad is not None:
-                self._look(index, parameter.grad)
+                self._look(index, parameter)
 
     def agree(self) -> None:
         """Returns on every rank, or raises NotFinite on every rank, naming the same place.
@@ -70,6 +70,8 @@ class FiniteGuard:
                 micro, index = divmod(place, len(self._names))
                 raise NotFinite(rank, micro, self._names[index])
 
-    def _look(self, index: int, gradient: Tensor) -> None:
+    def _look(self, index: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
         held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         self._flags[-1][index] |= ~held.isfinite().all()

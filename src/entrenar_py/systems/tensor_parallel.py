@@ -174,7 +174,6 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
         whole_checkpoint.save(rank, model, optimizer, position, step)
     obs = entrenar_py.observe(model, optimizer, step=step, layout=mesh)
     guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
-    guard.watch()
     while step < rank.until:
         ids = global_batch(scenario, position)
         parts = sharding.cut(local_batch(ids, mesh, place), scenario.accumulation)

@@ -41,7 +41,7 @@ class Model(nn.Module):
     def forward(self, ids: Sequence[int]) -> Tensor:
         """0-d. `ids` are never empty."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
-        return self.workload.loss_sum(tensors, ids, linear=nn.functional.linear, drop=self._drop)
+        return self.workload.loss_sum(tensors, ids, linear=_linear, drop=self._drop)
 
     def count(self, ids: Sequence[int]) -> float:
         """What `ids` count in the mean: samples, or tokens."""
@@ -62,6 +62,11 @@ class Model(nn.Module):
 
     def _drop(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, self._dropout) if self._dropout else x
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the precision of the weights, whatever the data have."""
+    return nn.functional.linear(x.to(weight.dtype), weight, bias)
 
 
 def optimizer_of(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:

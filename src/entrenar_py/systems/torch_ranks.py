@@ -44,6 +44,8 @@ PRELOAD = (
     "torch._dynamo.aot_compile",  # which the first optimizer of a process loads
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     "torch.nn.parallel",
 )
 DEADLINE_S = 120.0

@@ -1,0 +1,91 @@
+"""Other ways to use torch's own data parallelism rightly: no check may alarm on any of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from entrenar_py.mutants import Variant
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import fsdp as trainer
+from entrenar_py.systems import torch_module
+from entrenar_py.systems.torch_ranks import Rank
+
+from .subjects import DDP, FSDP, TORCH_MODULE, ddp, fsdp
+
+_optimizer_of, _forward = torch_module.optimizer_of, torch_module.Model.forward
+_shard, _synchronise = trainer.shard, FSDPModule.set_requires_gradient_sync
+
+
+def otherwise(model: nn.Module, **_: Any) -> DistributedDataParallel:
+    """Buckets of 400 bytes, gradients of their own beside them, a graph that stays the same."""
+    return DistributedDataParallel(
+        model, bucket_cap_mb=400 / 2**20, gradient_as_bucket_view=False, static_graph=True
+    )
+
+
+def at_once(self: FSDPModule, requires: bool, **more: Any) -> None:
+    """Reduces every micro-batch: pieces are added up."""
+    _synchronise(self, True, **more)
+
+
+def put_back(rank: Rank, model: torch_module.Model) -> trainer.Sharded:
+    """Keeps nothing whole between the forward and the backward pass, and divides by hand."""
+    sharded = _shard(rank, model)
+    sharded.set_reshard_after_forward(True)
+    sharded.set_force_sum_reduction_for_comms(True)
+    return sharded
+
+
+def recomputed(self: torch_module.Model, ids: Sequence[int]) -> Tensor:
+    """Activation checkpointing."""
+    loss: Tensor = checkpoint(_forward, self, ids, use_reentrant=False)
+    return loss
+
+
+def fused(scenario: Scenario, model: torch_module.Model) -> torch.optim.Optimizer:
+    """The fused implementation of the optimizer."""
+    return _implementation(_optimizer_of(scenario, model), fused=True)
+
+
+def one_by_one(scenario: Scenario, model: torch_module.Model) -> torch.optim.Optimizer:
+    """The implementation that steps parameter by parameter."""
+    return _implementation(_optimizer_of(scenario, model), foreach=False)
+
+
+def _implementation(built: torch.optim.Optimizer, **flags: bool) -> torch.optim.Optimizer:
+    for group in built.param_groups:
+        group.update(flags)
+    return built
+
+
+VARIANTS = (
+    Variant(
+        name="torch-ddp-otherwise",
+        summary="small buckets, no views of them, static_graph; recomputed; a fused optimizer",
+        plants={
+            f"{DDP}.DistributedDataParallel": otherwise,
+            f"{TORCH_MODULE}.Model.forward": recomputed,
+            f"{TORCH_MODULE}.optimizer_of": fused,
+        },
+        scenario=ddp(),
+        tried=("F-DP-001", "F-DP-005", "F-TI-001"),
+    ),
+    Variant(
+        name="fsdp-otherwise",
+        summary="every micro-batch is reduced, nothing stays whole, summed and then divided",
+        plants={
+            "torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync": at_once,
+            f"{FSDP}.shard": put_back,
+            f"{TORCH_MODULE}.optimizer_of": one_by_one,
+        },
+        scenario=fsdp(accumulation=2),
+        tried=("F-DP-001", "F-DP-005", "F-TI-001"),
+    ),
+)

@@ -1,0 +1,210 @@
+"""Bugs in trainers that use DistributedDataParallel: what its hooks and its neighbours allow."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import entrenar_py
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.systems import ddp as trainer
+from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch_ranks import Rank
+from entrenar_py.training import sharding
+
+from .subjects import DDP, ddp, visit
+
+_accumulate, _load = trainer.accumulate, trainer.load
+_forward: Any = DistributedDataParallel.forward
+
+
+# Whom `hooked` has given hooks.
+_hooked: WeakSet[DistributedDataParallel] = WeakSet()
+
+WRAPPER = "torch.nn.parallel.DistributedDataParallel"
+GUARD = "entrenar_py.systems.finite_guard"
+
+
+def bypassed(self: DistributedDataParallel, *inputs: Any) -> Any:
+    """Calls the module inside."""
+    return self.module(*inputs)
+
+
+def left_off(self: DistributedDataParallel, *inputs: Any) -> Any:
+    """Goes on as if inside `no_sync`, also for the last micro-batch."""
+    with self.no_sync():
+        return _forward(self, *inputs)
+
+
+def cleared(self: DistributedDataParallel, *inputs: Any) -> Any:
+    """Clears the gradients before each micro-batch."""
+    self.module.zero_grad()
+    return _forward(self, *inputs)
+
+
+def hooked(self: DistributedDataParallel, *inputs: Any) -> Any:
+    """Reduces by hooks of its own, which get the micro-batch's gradient: not what was kept."""
+
+    def reduce(gradient: Tensor) -> Tensor:
+        if self.require_backward_grad_sync:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradient
+
+    if self not in _hooked:
+        _hooked.add(self)
+        for parameter in self.module.parameters():
+            parameter.register_hook(reduce)
+    return self.module(*inputs)
+
+
+def clipped_before(
+    rank: Rank, model: DistributedDataParallel, guard: FiniteGuard, obs: Any, *where: Any
+) -> None:
+    """Clips what each rank has, then averages it."""
+    with model.no_sync():
+        _accumulate(rank, model, guard, obs, *where)
+    trainer.clip(rank.scenario, model)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
+def padded(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
+    """As torch's sampler hands them out: evenly, by repeating the first ones."""
+    data: Any = ids
+    sampler: DistributedSampler[int] = DistributedSampler(
+        data, num_replicas=rank.world_size, rank=index, shuffle=False
+    )
+    return sharding.cut([ids[place] for place in sampler], rank.scenario.accumulation)
+
+
+def reduced_first(
+    rank: Rank,
+    model: DistributedDataParallel,
+    guard: FiniteGuard,
+    obs: entrenar_py.Observation,
+    *where: Any,
+) -> None:
+    """Looks at the reduced gradient alone: everyone finds the NaN, and takes it for its own."""
+    _accumulate(rank, model, guard, obs, *where)
+    guard._flags.clear()
+    guard._flags.append(torch.zeros(1, dtype=torch.bool))
+    for name, parameter in model.module.named_parameters():
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            raise NotFinite(0, 0, name)
+
+
+def found_here(found: list[Tensor], own: Tensor) -> None:
+    """Nobody waits for what the others found."""
+    found[:] = [torch.full_like(own, 2**40) for _ in found]
+    found[dist.get_rank()] = own
+
+
+def of_rank_0(rank: Rank, *state: Any) -> Any:
+    """Every rank goes on with the random state of rank 0."""
+    loaded = _load(rank, *state)
+    saved = torch.load(rank.checkpoint, weights_only=True)
+    torch.set_rng_state(saved["random"][rank.workers[0]])
+    return loaded
+
+
+_TEN_ON_THREE = ddp(world_size=3, num_samples=10, batch_size=10, num_shards=3, num_steps=1)
+
+VARIANTS = (
+    Variant(
+        name="torch-ddp-bypass",
+        summary="the module inside DistributedDataParallel is called, so that nothing is reduced",
+        source="jingyaogong/minimind #853, Megatron-LM #1685 and others",
+        plants={f"{WRAPPER}.forward": bypassed},
+        scenario=ddp(),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="torch-no-sync-left-on",
+        summary="no_sync is left on for the last micro-batch",
+        source="classic (no_sync around the whole loop)",
+        plants={f"{WRAPPER}.forward": left_off},
+        scenario=ddp(accumulation=2),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="torch-hook-preacc",
+        summary="a hook reduces the last micro-batch's gradient; the earlier ones stay local",
+        source="huggingface/picotron d0efdcc",
+        plants={f"{WRAPPER}.forward": hooked},
+        scenario=ddp(accumulation=2),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="torch-ga-drop",
+        summary="zero_grad stands inside the loop over micro-batches",
+        source="DeepSpeed #6550, torchtitan #3575",
+        plants={f"{WRAPPER}.forward": cleared},
+        scenario=ddp(accumulation=2),
+        invariants=("F-DP-005", "F-TI-001"),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="torch-clip-before",
+        summary="each rank clips its own gradient, then they are averaged",
+        source="Horovod torch optimizer: synchronize() must come first",
+        plants={f"{DDP}.accumulate": clipped_before},
+        scenario=ddp(batch_size=13, clip_norm=0.05),
+        invariants=("F-DP-005",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="torch-sampler-pad",
+        summary="DistributedSampler repeats samples, so that each rank has as many",
+        source="pytorch #25162, Lightning #2398",
+        plants={f"{DDP}.micro_batches": padded},
+        scenario=_TEN_ON_THREE,
+        invariants=("F-DP-002",),
+        # Ten are made twelve by the first two: rank 1 takes the one, rank 2 the other.
+        place={"step": 0, "rank": 1, "sample_ids": (visit(_TEN_ON_THREE)[0],)},
+    ),
+    Variant(
+        name="torch-nan-after-reduce",
+        summary="finiteness is looked at after the reduction: whose NaN it was is unknown",
+        source="Megatron-LM d66807759c",
+        plants={f"{DDP}.accumulate": reduced_first},
+        scenario=ddp(
+            faults=(Fault(kind="non_finite_gradient", step=1, rank=1, value="nan"),),
+        ),
+        invariants=("F-DP-003",),
+        place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="torch-inf-one-rank",
+        summary="who finds no overflow itself does not hear of it, and makes the step",
+        source="pytorch #115710",
+        plants={f"{GUARD}.dist.all_gather": found_here},
+        scenario=ddp(
+            workload="linear",
+            faults=(Fault(kind="non_finite_gradient", step=1, rank=1, value="inf"),),
+        ),
+        invariants=("F-DP-003",),
+        place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="torch-rng-restore",
+        summary="a checkpoint gives every rank the random state of rank 0",
+        source="Megatron-LM #6858",
+        plants={f"{DDP}.load": of_rank_0},
+        scenario=ddp(stops=(1,), dropout=0.2),
+        invariants=("F-TI-005", "F-TI-003"),
+        place={"step": 1, "rank": 1, "shard": 1},
+    ),
+)
