@@ -38,6 +38,7 @@ from . import (
     rings,
     schedule,
     torch_benign,
+    torch_canonical,
     torch_ddp,
     torch_fsdp,
     updates,
@@ -48,7 +49,7 @@ _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates),
-    *(torch_ddp, torch_fsdp, parallelism),
+    *(torch_ddp, torch_fsdp, parallelism, torch_canonical),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),

@@ -1,0 +1,54 @@
+"""Bugs in the canonical all-reduce: right sums that depend on how many workers there are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from entrenar_py.canonical import gradients
+from entrenar_py.canonical.gradients import Counter, Gradients
+from entrenar_py.mutants import Variant
+
+from .subjects import textbook
+
+
+def in_rank_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
+    """Adds one rank after the other."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    torch.mul(total, scale, out=out)
+
+
+def one_after_the_other(self: Counter, node: Gradients) -> None:
+    """Adds a rank's micro-batches in their order, as `.grad` would."""
+    if self._levels:
+        gradients.add(self._levels[0].values(), node.values())
+    else:
+        self._levels.append(node)
+
+
+_FOUR = textbook(
+    system="ddp_canonical", world_size=4, num_shards=8, num_samples=16, batch_size=16, num_steps=2
+)
+
+VARIANTS = (
+    Variant(
+        name="canonical-rank-order",
+        summary="what came from the ranks is added in their order, not along the tree",
+        source="classic (a ring, or a loop over ranks)",
+        plants={"entrenar_py.canonical.exchange.add_tree": in_rank_order},
+        scenario=_FOUR,
+        invariants=("F-TI-006",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+    Variant(
+        name="canonical-local-order",
+        summary="a rank adds up its micro-batches one after the other",
+        source="classic (torch's accumulation in .grad)",
+        plants={"entrenar_py.canonical.gradients.Counter.push": one_after_the_other},
+        scenario=_FOUR,
+        invariants=("F-TI-006",),
+        place={"step": 0, "rank": 0, "tensor": "hidden1.weight"},
+    ),
+)

@@ -1,0 +1,58 @@
+"""DistributedDataParallel with the canonical all-reduce as a system, on gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from entrenar_py import systems, trace
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+
+
+def _run(**changes: Any) -> trace.Trace:
+    usual: dict[str, Any] = {
+        "system": "ddp_canonical",
+        "workload": "mlp",
+        "world_size": 4,
+        "seed": 0,
+        "num_samples": 21,
+        "batch_size": 13,
+        "num_steps": 2,
+        "dropout": 0.1,
+    }
+    return systems.run(Scenario(**{**usual, **changes}))
+
+
+def _weights(run: trace.Trace) -> list[dict[str, str]]:
+    assert run.end.status == "completed", run.end
+    last = [one for one in run.of(trace.Update) if one.step == 1]
+    return [{name: record.digest for name, record in one.weights.items()} for one in last]
+
+
+def test_the_number_of_workers_changes_no_bit() -> None:
+    """1 and 4 workers: leaves of other sizes, some of them empty, dropout; every rank's weights."""
+    alone, together = (_run(world_size=n, num_shards=16) for n in (1, 4))
+    (expected,) = _weights(alone)
+    assert _weights(together) == [expected] * 4
+    numbers = [[s.shard for s in run.of(trace.Shard) if s.step == 1] for run in (alone, together)]
+    assert numbers == [list(range(16))] * 2
+
+
+def test_whose_gradient_is_not_finite_is_named() -> None:
+    """By its leaf, and the same on every rank."""
+    fault = Fault(kind="non_finite_gradient", step=1, shard=5, value="nan")
+    run = _run(faults=(fault,))
+    assert {(one.step, one.rank, one.shard) for one in run.of(trace.Halt)} == {(1, 2, 5)}
+
+
+@pytest.mark.parametrize("changes", [{"world_size": 3}, {"num_shards": 6}])
+def test_only_powers_of_two_have_such_a_tree(changes: dict[str, int]) -> None:
+    """Others are refused by name."""
+    (name,) = changes
+    run = _run(**changes)
+    assert run.end.status == "failed"
+    assert (
+        f"{name}={changes[name]}: the canonical all-reduce needs a power of two" in run.end.reason
+    )
