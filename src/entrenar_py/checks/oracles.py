@@ -13,7 +13,7 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace
 
 ORACLE = "textbook"  # the independent trainer
-MASKS_PER_RANK = (ORACLE, "ddp", "fsdp")  # whose ranks draw their own dropout masks
+MASKS_PER_RANK = (ORACLE, "ddp", "fsdp", "local_sgd")  # whose ranks draw their own dropout masks
 
 # What may differ between two runs of the same training.
 SPLIT = (

@@ -23,6 +23,7 @@ from entrenar_py.trace.events import (
     Saved,
     Shard,
     Start,
+    Synchronised,
     Traffic,
     Update,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Saved",
     "Shard",
     "Start",
+    "Synchronised",
     "TensorRecord",
     "Tensors",
     "Trace",
