@@ -42,13 +42,14 @@ _TRIED = ("F-LS-001", "F-LS-002", "F-LS-003", "F-LS-005", "F-LS-006", "F-LS-007"
 VARIANTS = (
     Variant(
         name="weights-averaged",
-        summary="weights are averaged in place of their differences from the outer ones",
+        summary="weights are averaged in place of their differences from the outer ones; "
+        "stopped in a round",
         plants={
             f"{LOCAL}.pseudo_gradient": inner_weights,
             f"{LOCAL}.outer_step": from_mean_weights,
         },
-        scenario=local(),
-        tried=_TRIED,
+        scenario=local(stops=(3,)),
+        tried=(*_TRIED, "F-LS-008"),
     ),
     Variant(
         name="rounds-in-buckets",

@@ -125,5 +125,8 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
+    """Whether `clause` is of any training by `system`, and has its check for its own."""
     check = checks.bind(clause)
-    return check is not None and check.explores and plan.applies(check, system)
+    if check is None or check.id != clause.id:
+        return False
+    return check.explores and plan.applies(check, system)
