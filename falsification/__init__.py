@@ -13,6 +13,7 @@ from . import (
     audits,
     benign,
     benign_audits,
+    benign_local_sgd,
     benign_mesh,
     benign_parallelism,
     benign_protocol,
@@ -26,6 +27,7 @@ from . import (
     devices,
     fallback,
     initialisation,
+    local_sgd,
     loss,
     manifests,
     membership,
@@ -49,11 +51,11 @@ _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates),
-    *(torch_ddp, torch_fsdp, parallelism, torch_canonical),
+    *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
-    *(torch_benign, benign_parallelism),
+    *(torch_benign, benign_parallelism, benign_local_sgd),
 )
 
 

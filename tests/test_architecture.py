@@ -24,6 +24,7 @@ FLOORS = {
     "faults": 4,
     "mutants": 4,
     "observing": 4,
+    "outer": 4,
     "scenario": 4,
     "shipped": 4,
     "trace": 4,

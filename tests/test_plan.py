@@ -68,6 +68,16 @@ def test_a_clause_about_another_trainer_is_run_on_that_one() -> None:
         assert {one.system for one in planned(Plan(system=system), record)} == {system}
 
 
+def test_what_presupposes_common_steps_is_left_out() -> None:
+    """Of a system whose workers step alone; and it is told which clauses those are."""
+    clauses = [clause(), clause(id="F-DP-001", name="identity")]
+    for system, left_out in (("local_sgd", ["F-DP-001"]), ("ddp", []), (None, [])):
+        wish = Plan(system=system)
+        assert [one.id for one in plan.not_applying(clauses, wish)] == left_out
+        tried = [one.invariant.id for one in plan.tasks(clauses, wish)]
+        assert tried == [one.id for one in clauses if one.id not in left_out]
+
+
 def test_systems_of() -> None:
     """Trainers, each once; a probe only where nothing trains."""
     runs = planned(Plan(), {"system": ["matmul", "textbook", "reference"], "seed": [0, 1]})

@@ -67,6 +67,7 @@ EVENTS: tuple[trace.Event, ...] = (
         grad_norm=-INF,
         applied_norm=None,
     ),
+    trace.Synchronised(step=1, rank=2, weights=TENSORS, collectives=1),
     trace.Membership(step=1, rank=2, change="left", reason='died, \u2028 "quoted" é'),
     trace.Injected(fault={"kind": "leave", "rank": 2}, step=1, rank=2),
     trace.Audit(

@@ -95,8 +95,25 @@ def select(
 
 
 def tasks(invariants: Sequence[Invariant], plan: Plan) -> list[Task]:
-    """What `plan` makes of each clause; UsageError, naming the place, if that can't be run."""
-    return [_task(invariant, plan) for invariant in invariants]
+    """What `plan` makes of each clause that applies; UsageError, naming the place, if that can't be
+    run.
+    """
+    left_out = not_applying(invariants, plan)
+    return [_task(invariant, plan) for invariant in invariants if invariant not in left_out]
+
+
+def not_applying(invariants: Iterable[Invariant], plan: Plan) -> tuple[Invariant, ...]:
+    """The clauses that say nothing of the system asked for: they presuppose that every step is one
+    of all workers together, and its workers step alone.
+    """
+    found = ((invariant, checks.bind(invariant)) for invariant in invariants)
+    return tuple(one for one, check in found if check and not applies(check, plan.system))
+
+
+def applies(check: Check, system: str | None) -> bool:
+    """Whether `check` says anything of `system`, by what that says of itself."""
+    known = SYSTEMS.get(system or "")
+    return known is None or known.in_step or not check.in_step
 
 
 def systems_of(scenarios: Iterable[Scenario]) -> str:

@@ -62,6 +62,7 @@ class _Work:
     system: str
     seed: int
     num_traces: int | None = None
+    not_applying: tuple[Invariant, ...] = ()
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
@@ -176,6 +177,7 @@ def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _
         environment=_environment,
         system=plan.systems_of(one for task in tasks for one in task.scenarios),
         seed=wish.seed,
+        not_applying=plan.not_applying(selected, wish),
     )
 
 
@@ -275,6 +277,7 @@ def _report(
         command=command,
         num_traces=work.num_traces,
         curves=seen.found,
+        not_applying=work.not_applying,
     )
     terminal.render(report, output, quiet=options.quiet)
     _write(report, options, output)

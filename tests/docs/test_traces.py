@@ -20,7 +20,8 @@ from tests.checks import traces
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 BY_ID: Mapping[str, Check] = {check.id: check for check in CHECKS.values()}
 KINDS = {event.__name__: event for event in EVENTS.values()}
-PROBES = {check.id for check in CHECKS.values() if not check.explores}
+ROUNDS = {check.id for check in CHECKS.values() if check.name.startswith("outer_")}
+PROBES = {check.id for check in CHECKS.values() if not check.explores} - ROUNDS
 
 VALUES: Mapping[str, Any] = {"detail": "values"}
 # What the run of a clause is, beside the usual: whatever its row calls "with" or "under".
@@ -106,8 +107,8 @@ def unknown(kind: type[Event], field: str) -> Callable[[Any], Any]:
 
 def test_every_clause_has_a_row_or_is_a_probe() -> None:
     """The page forgets no check, and names each probe."""
-    assert {clause for clause, _, _ in rows()} == set(BY_ID) - PROBES
-    assert all(probe in PAGE.read_text("utf-8") for probe in PROBES)
+    assert {clause for clause, _, _ in rows()} == set(BY_ID) - PROBES - ROUNDS
+    assert all(clause in PAGE.read_text("utf-8") for clause in PROBES | ROUNDS)
 
 
 @pytest.mark.parametrize("clause", [clause for clause, _, _ in rows()])
@@ -142,6 +143,14 @@ def test_probes_say_so(clause: str) -> None:
     finding = judged(clause, recorded("F-DP-001"))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert f"--only {clause} and without --judge" in finding.reason
+
+
+@pytest.mark.parametrize("clause", sorted(ROUNDS))
+def test_rounds_are_asked_for(clause: str) -> None:
+    """A trace of steps that all make together is no evidence for rounds."""
+    finding = judged(clause, recorded("F-DP-001"))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "Synchronised" in finding.reason or "world_size=1" in finding.reason
 
 
 def test_the_example_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ from entrenar_py.checks import (
     finiteness,
     holdings,
     liveness,
+    local_sgd,
     manifest,
     matmul,
     memory,
     optimizer_state,
+    outer_step,
     pairs,
     parity,
     plans,
@@ -52,7 +54,8 @@ class Check:
     scenario is judged on, itself first. `judge` takes the traces of any number of families.
     `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds` are
     those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where it
-    does not it allows no difference.
+    does not it allows no difference. `in_step` tells whether it presupposes that every step is one
+    of all workers together; it says nothing of those that step alone.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Check:
     explores: bool = True
     tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
     takes_tolerance: bool = False
+    in_step: bool = False
 
 
 _TABLE = (
@@ -73,6 +77,7 @@ _TABLE = (
         decides="after every step all workers hold the same weights, optimizer state and buffers",
         judge=replica_identity.judge,
         plan=plans.training,
+        in_step=True,
     ),
     Check(
         name="coverage",
@@ -88,6 +93,7 @@ _TABLE = (
         decides="finite gradients average to a finite one; NaN or Inf halts before any update",
         judge=finiteness.judge,
         plan=plans.non_finite,
+        in_step=True,
     ),
     Check(
         name="fallback",
@@ -106,6 +112,7 @@ _TABLE = (
         family=pairs.family_of_parity,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
+        in_step=True,
     ),
     Check(
         name="recovery",
@@ -116,6 +123,7 @@ _TABLE = (
         family=recovery.family,
         tolerance_kinds=("steps",),
         takes_tolerance=True,
+        in_step=True,
     ),
     Check(
         name="matmul",
@@ -153,6 +161,7 @@ _TABLE = (
         family=pairs.family_of_parity,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
+        in_step=True,
     ),
     Check(
         name="optimizer_state",
@@ -160,6 +169,7 @@ _TABLE = (
         decides="optimizer state agrees on all workers and survives save and load",
         judge=optimizer_state.judge,
         plan=plans.stops,
+        in_step=True,
     ),
     Check(
         name="resume",
@@ -191,6 +201,7 @@ _TABLE = (
         judge=same_bits.judge_worker_count,
         plan=plans.training,
         family=same_bits.worker_counts,
+        in_step=True,
     ),
     Check(
         name="determinism",
@@ -304,6 +315,48 @@ _TABLE = (
         decides="no number of workers, length or size of blocks makes a reduction wait for ever",
         judge=reductions.judge_ends,
         plan=reductions.plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_agreement",
+        id="F-LS-001",
+        decides="after every outer step all workers hold the same weights and outer momentum",
+        judge=local_sgd.judge_agreement,
+        plan=local_sgd.plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_schedule",
+        id="F-LS-002",
+        decides="workers are brought together when a round ends, and do not communicate within it",
+        judge=outer_step.judge_schedule,
+        plan=local_sgd.plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_step",
+        id="F-LS-003",
+        decides="the outer step is Nesterov's, along the mean pseudo-gradient of who is there",
+        judge=outer_step.judge,
+        plan=local_sgd.plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_parity",
+        id="F-LS-004",
+        decides="in rounds of one step of plain SGD, local SGD is training on a single device",
+        judge=local_sgd.judge_parity,
+        plan=local_sgd.plan_parity,
+        family=local_sgd.parity_family,
+        explores=False,
+        tolerance_kinds=("relative",),
+    ),
+    Check(
+        name="outer_finiteness",
+        id="F-LS-005",
+        decides="NaN or Inf in one worker's round halts everyone before the outer step",
+        judge=local_sgd.judge_finiteness,
+        plan=local_sgd.plan_non_finite,
         explores=False,
     ),
 )

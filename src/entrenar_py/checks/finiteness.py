@@ -16,17 +16,22 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Runs with a non-finite value must halt at it; all others must stay finite and never halt."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
-        missing.require_updates(tally, trace)
-        missing.require_shards(tally, trace)
-        culprits = _culprits(trace)
-        if culprits:
-            _halts(tally, trace, culprits)
-        else:
-            _stays_finite(tally, trace)
+        compare(tally, trace)
     return tally.finding(
         nothing="no update and no halt was recorded: record a Shard (with finite) and an Update "
         "(with finite) for every rank and step, and a Halt where a run stops at a NaN or Inf"
     )
+
+
+def compare(tally: Tally, trace: Trace) -> None:
+    """One run."""
+    missing.require_updates(tally, trace)
+    missing.require_shards(tally, trace)
+    culprits = _culprits(trace)
+    if culprits:
+        _halts(tally, trace, culprits)
+    else:
+        _stays_finite(tally, trace)
 
 
 def _culprits(trace: Trace) -> list[Shard] | list[Injected]:

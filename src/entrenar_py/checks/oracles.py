@@ -15,7 +15,7 @@ from entrenar_py.trace import Shard, Trace
 ORACLE = "textbook"  # the independent trainer
 # whose ranks draw their own dropout masks
 MASKS_PER_RANK = (
-    *(ORACLE, "ddp", "fsdp"),
+    *(ORACLE, "ddp", "fsdp", "local_sgd"),
     *("tensor_parallel", "sequence_parallel", "pipeline_parallel"),
 )
 

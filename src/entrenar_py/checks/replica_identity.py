@@ -15,21 +15,26 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """Every step, every rank, every tensor, from the state before the first step on."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
-        comparison = Comparison(tally, trace)
-        missing.require_updates(tally, trace)
-        for step, starts in _initial(trace).items():
-            comparison.compare_ranks(step - 1, starts, PARTS)
-        _compare_joined(comparison)
-        _updated_once(tally, trace)
-        require_ranks(tally, trace)
-        _all_updated(tally, trace)
-        for step, by_rank in evidence.ranks_by_step(trace):
-            comparison.compare_ranks(step, by_rank, PARTS)
-        comparison.tell()
+        compare(tally, trace)
     return tally.finding(
         nothing="no two workers of one run were recorded: record, with world_size >= 2, a Start "
         "and Updates with weights on every rank"
     )
+
+
+def compare(tally: Tally, trace: Trace) -> None:
+    """The workers of one run with each other."""
+    comparison = Comparison(tally, trace)
+    missing.require_updates(tally, trace)
+    for step, starts in _initial(trace).items():
+        comparison.compare_ranks(step - 1, starts, PARTS)
+    _compare_joined(comparison)
+    _updated_once(tally, trace)
+    require_ranks(tally, trace)
+    _all_updated(tally, trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        comparison.compare_ranks(step, by_rank, PARTS)
+    comparison.tell()
 
 
 def require_ranks(tally: Tally, trace: Trace) -> None:

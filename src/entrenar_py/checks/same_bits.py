@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, missing, rounds
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace
@@ -99,6 +100,7 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
     """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit.
 
+    Of workers that step alone each against itself, and what they go on from when brought together.
     Where a trainer reveals the gradients of its logical shards these come first: they name the
     worker that computed another one from the same samples. What one run never recorded is missing;
     what it recorded, and then no more, is a difference.
@@ -112,14 +114,16 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         (run.scenario.world_size, run.scenario.faults) for run in (trace, model)
     )
     same_workers = workers == model_workers
+    apart = rounds.are_in(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             continue
         if same_workers and (alone := expected[step].keys() ^ by_rank.keys()):
             why = f"{missing.named(alone)} recorded step {step} in one run only"
             missing.ask(tally, why, "an Update for every rank and step in both")
-        one = evidence.any_rank(expected[step])
+        lowest = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
+            one = expected[step].get(rank, lowest) if apart else lowest
             place = {"step": step, "rank": rank, "scenario": trace.scenario}
             for part in ("gradient", "weights", "optimizer", "buffers"):
                 left, right = getattr(one, part), getattr(update, part)
@@ -135,6 +139,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
                 evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
             if (one.loss, update.loss) != (None, None):
                 tally.equal(one.loss, update.loss, f"{message} (loss)", **place)
+    _compare_rounds(tally, model, trace, message)
     lacking = sorted(set(expected) ^ set(evidence.updates(trace)))
     tally.check(
         not lacking,
@@ -142,6 +147,21 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         step=lacking[0] if lacking else None,
         scenario=trace.scenario,
     )
+
+
+def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
+    """What each worker went on from whenever it was brought together with the others."""
+    expected, got = rounds.synchronisations(model), rounds.synchronisations(trace)
+    for step in sorted(expected.keys() | got.keys()):
+        left, right = expected.get(step, {}), got.get(step, {})
+        for rank in sorted(left.keys() | right.keys()):
+            place: dict[str, Any] = {"step": step, "rank": rank, "scenario": trace.scenario}
+            if rank not in left or rank not in right:
+                tally.check(False, f"{message}: brought together in one run only", **place)
+                continue
+            for part in ("weights", "optimizer", "buffers"):
+                one, other = (getattr(side[rank], part) for side in (left, right))
+                evidence.compare_exact(tally, one, other, f"{message} (outer {part})", **place)
 
 
 def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from entrenar_py.checks import evidence, missing, pairs, precision, update_rule
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
+from entrenar_py.trace import Saved, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # Where a contract gives no tolerance: rates and norms are sums or products in float32, whose n
@@ -61,6 +61,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
         elif isinstance(event, Saved):
             for rule in rules.values():
                 rule.save(event.step)
+        elif isinstance(event, Synchronised):  # goes on from other weights, its moments kept
+            if event.rank in rules:
+                rules[event.rank].weights = event.weights
         elif isinstance(event, Update):
             rule_before = replace(rules[event.rank]) if event.rank in rules else None
             if rule_before is not None and _moved(tally, trace, rules[event.rank], event):

@@ -82,7 +82,7 @@ def trace_of(
     found = trace.Trace(
         scenario=scenario,
         environment=environment,
-        promises=(),
+        promises=("rounds",) if any(isinstance(e, trace.Synchronised) for e in events) else (),
         events=(
             *assembly.numbered(events, scenario.accumulation, assembly.places(ranks)),
             trace.End(status=status, reason=reason),

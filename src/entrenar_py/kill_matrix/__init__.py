@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from entrenar_py import checks, contract, mutants, shipped
+from entrenar_py import checks, contract, mutants, plan, shipped
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
 from entrenar_py.kill_matrix import tables
@@ -58,7 +58,8 @@ def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
     every other one whose check makes sense of any training.
     """
     if variant.benign:
-        others = [name for name, clause in invariants.items() if _explores(clause)]
+        system = variant.scenario.system
+        others = [name for name, clause in invariants.items() if _explores(clause, system)]
         return list(dict.fromkeys((*variant.tried, *others)))
     claiming = [name for name, clause in invariants.items() if variant.name in clause.mutants]
     return list(dict.fromkeys((*variant.invariants, *claiming)))
@@ -123,6 +124,9 @@ def show(console: Console) -> int:
     return 0 if all_right(rows) else 1
 
 
-def _explores(clause: Invariant) -> bool:
+def _explores(clause: Invariant, system: str) -> bool:
+    """Whether `clause` is of any training by `system`, and has its check for its own."""
     check = checks.bind(clause)
-    return check is not None and check.explores
+    if check is None or check.id != clause.id:
+        return False
+    return check.explores and plan.applies(check, system)

@@ -54,15 +54,24 @@ class Observation:
         self,
         reason: str,
         *,
+        step: int | None = None,
         rank: int | None = None,
         micro_batch: int | None = None,
         tensor: str | None = None,
         ids: Iterable[int] = (),
     ) -> None:
-        """Training stops on purpose before the update of this step, by something not finite.
+        """Training stops on purpose before the update of `step`, by something not finite.
 
-        It was found in micro-batch `micro_batch` (from 0, of this step) of rank `rank`, in the
-        gradient of `tensor` or, without one, in the loss; its samples are `ids`.
+        Without `step`, that is this one. It was found in micro-batch `micro_batch` (from 0) of rank
+        `rank`, in the gradient of `tensor` or, without one, in the loss; its samples are `ids`.
+        """
+
+    def synchronised(
+        self, optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Ranks that step alone were just brought together; each goes on with the same model.
+
+        `optimizer` is the outer one, which moves `weights`, by the names of the parameters.
         """
 
     def watched(self) -> tuple[Watched, ...]:

@@ -13,7 +13,7 @@ from entrenar_py.errors import TraceError
 from entrenar_py.observing import micro_batches, rank_file, wholes
 from entrenar_py.observing.layout import Layout
 from entrenar_py.observing.rank_file import SUFFIX, RankTrace
-from entrenar_py.trace import Event, Halt, Injected, Membership, Shard, Start, Update
+from entrenar_py.trace import Event, Halt, Injected, Membership, Shard, Start, Synchronised, Update
 
 # What ranks hold of a model, by the event that has it.
 _PARTS = {
@@ -41,7 +41,7 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 
     What ranks hold in pieces is whole in them, and micro-batches that they share are one.
     """
-    kinds = (Start, Shard, Update, Injected, Halt, Membership)
+    kinds = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
 
     def place(event: Event) -> tuple[int, int]:
         step = getattr(event, "step", None) or 0

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from entrenar_py.observing.draws import Draws
 from entrenar_py.observing.passes import Passes
 from entrenar_py.observing.rank_file import RankFile
 from entrenar_py.observing.subject import Subject
+from entrenar_py.observing.together import Together
 
 
 class Observer(Observation):
@@ -84,6 +85,7 @@ class Observer(Observation):
         self._norm: float | None = None  # before clipping, where the script says when that is
         self._applied_norm: float | None = None
         self._stepped: set[int] = set()  # optimizers, in this step
+        self._together = Together(self._rank)
         self._file = RankFile(
             Path(os.environ[FOLDER]),
             {
@@ -122,6 +124,7 @@ class Observer(Observation):
         self,
         reason: str,
         *,
+        step: int | None = None,
         rank: int | None = None,
         micro_batch: int | None = None,
         tensor: str | None = None,
@@ -129,7 +132,7 @@ class Observer(Observation):
     ) -> None:
         self._write_shards()
         halt = trace.Halt(
-            step=self._step,
+            step=self._step if step is None else step,
             reason=reason,
             rank=rank,
             shard=micro_batch,
@@ -137,6 +140,9 @@ class Observer(Observation):
             ids=tuple(map(int, ids)),
         )
         self._write([halt])
+
+    def synchronised(self, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
+        self._write([self._together.event(self._subject, optimizer, weights, self._step - 1)])
 
     def close(self) -> None:
         super().close()
@@ -306,7 +312,6 @@ class Observer(Observation):
             return
         self._write_shards()
         parameters = self._subject.parameters
-        state = self._subject.optimizer_state()
         self._write(
             [
                 trace.Update(
@@ -320,12 +325,13 @@ class Observer(Observation):
                     grad_norm=self._norm,
                     applied_norm=self._applied_norm,
                     weights=self._subject.record(parameters),
-                    optimizer=state,
+                    optimizer=self._subject.optimizer_state(),
                 )
             ]
         )
         self._stepped.clear()
         self._gradient = {}
+        self._together.stepped()
         self._norm = self._applied_norm = None
         self._num_micros = 0
         self._overflowed = False
@@ -346,8 +352,7 @@ class Observer(Observation):
 
     def _write(self, events: Sequence[trace.Event]) -> None:
         """Behind what is new of where the pieces lie that `events` have."""
-        news = self._subject.news()
-        if news is not None:
+        if (news := self._subject.news()) is not None:
             self._file.arrange(news)
         self._file.append(events)
 
@@ -366,16 +371,11 @@ class Observer(Observation):
             frozen=tuple(name for name in parameters if name not in subject.trained),
             decayed=tuple(name for name, p in parameters.items() if p in decayed),
             resumed=self._step > 0,
-            progress=self._progress(),
+            progress=tensors.progress(self._scheduler),
             weights=subject.record(parameters),
             optimizer=subject.optimizer_state(),
         )
         self._write([start])
-
-    def _progress(self) -> dict[str, int]:
-        """Where the schedule stands, if the script gave one."""
-        place = getattr(self._scheduler, "last_epoch", None)
-        return {} if place is None else {"schedule": int(place)}
 
     def _collect(self) -> None:
         """Notes the samples of a forward pass; a batch that none was made of was skipped."""

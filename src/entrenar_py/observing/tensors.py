@@ -83,6 +83,12 @@ def random_state(model: torch.nn.Module) -> str:
     return digest.hexdigest(16)
 
 
+def progress(scheduler: Any) -> dict[str, int]:
+    """Where a schedule stands, if there is one."""
+    place = getattr(scheduler, "last_epoch", None)
+    return {} if place is None else {"schedule": int(place)}
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers of parts of the model put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

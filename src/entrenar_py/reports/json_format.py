@@ -37,6 +37,7 @@ def dump(report: Report) -> dict[str, Any]:
         "counts": report.counts,
         "num_compared": report.num_compared,
         "num_traces": report.num_traces,
+        "not_applying": [clause.id for clause in report.not_applying],
         "gate": _gate(report),
         "results": [_result(report, entry) for entry in report.entries],
         "environment": report.environment,

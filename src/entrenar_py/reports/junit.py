@@ -52,6 +52,10 @@ def _add_properties(suite: Element, report: Report) -> None:
         ("contract_digest", report.contract.digest),
         ("entrenar-py", entrenar_py.__version__),
         ("command", report.command),
+        *(
+            [("not_applying", " ".join(c.id for c in report.not_applying))]
+            * bool(report.not_applying)
+        ),
         *evidence.flatten(report.environment),
     ]
     properties = SubElement(suite, "properties")

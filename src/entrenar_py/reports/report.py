@@ -50,8 +50,9 @@ class Report:
     is what finds the contract again (`--contract`), `command` what repeats the whole run; both as
     typed in a shell. `environment` holds versions and devices. `num_traces` is how many stored
     traces were judged, None if scenarios were run. `curves` are the runs that were judged, where a
-    report was asked for that draws them. `interrupted` means that a person stopped the
-    run, so that `entries` are only what is known so far.
+    report was asked for that draws them. `not_applying` are clauses that were selected and
+    presuppose what `system` does not promise: they have no entry. `interrupted` means that a person
+    stopped the run, so that `entries` are only what is known so far.
     """
 
     contract: Contract
@@ -65,6 +66,7 @@ class Report:
     command: str
     num_traces: int | None = None
     curves: tuple[Curve, ...] = ()
+    not_applying: tuple[Invariant, ...] = ()
 
     @property
     def verdict(self) -> Verdict:

@@ -27,6 +27,8 @@ class System:
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
     the names it knows, `only` the backends where it does not take them all; it has no others.
+    `in_step` tells whether every step is one of all workers together: else they step alone for a
+    while, and clauses of such steps do not apply to it.
     """
 
     what: str
@@ -35,6 +37,7 @@ class System:
     places: tuple[str, ...] = PLACES
     options: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    in_step: bool = True
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -142,6 +145,14 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s", "precision"),
         only=("cpu", "cuda"),  # gloo, NCCL
+    ),
+    "local_sgd": System(
+        what="DiLoCo: workers that step alone, brought together by an outer optimizer",
+        trains=True,
+        faults=_TRAINING_FAULTS,
+        options=("deadline_s", "inner_steps", "outer_learning_rate", "outer_momentum"),
+        only=("cpu", "cuda"),  # gloo, NCCL
+        in_step=False,
     ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",

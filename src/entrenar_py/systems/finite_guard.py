@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+_NONE = 2**62  # the place where nothing is bad
+
 
 class NotFinite(Exception):
     """The step must not be made: micro-batch `micro` of `rank` is not finite.
@@ -59,16 +61,30 @@ class FiniteGuard:
 
         That of the lowest rank, its first micro-batch, and the first tensor there.
         """
-        bad = torch.stack(self._flags).flatten()
-        self._flags.clear()
-        places = torch.arange(len(bad), device=self._device)
-        first = torch.where(bad, places, len(bad)).min().reshape(1)
+        first = self._first()
         found = [torch.empty_like(first) for _ in range(dist.get_world_size())]
         dist.all_gather(found, first)
         for rank, place in enumerate(int(one) for one in found):
-            if place < len(bad):
-                micro, index = divmod(place, len(self._names))
-                raise NotFinite(rank, micro, self._names[index])
+            error = self._error(rank, place)
+            if error is not None:
+                raise error
+
+    def found(self, rank: int) -> NotFinite | None:
+        """What this rank has found, without asking the others: of its first micro-batch that is
+        bad, the first tensor.
+        """
+        return self._error(rank, int(self._first()))
+
+    def _first(self) -> Tensor:
+        """int64 [1]: the first bad place of this rank, or _NONE; nothing is remembered of it."""
+        bad = torch.stack(self._flags).flatten()
+        self._flags.clear()
+        places = torch.arange(len(bad), device=self._device)
+        return torch.where(bad, places, _NONE).min().reshape(1)
+
+    def _error(self, rank: int, place: int) -> NotFinite | None:
+        micro, index = divmod(place, len(self._names))
+        return None if place == _NONE else NotFinite(rank, micro, self._names[index])
 
     def _look(self, index: int, parameter: Tensor) -> None:
         gradient = parameter.grad

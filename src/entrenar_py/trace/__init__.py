@@ -24,6 +24,7 @@ from entrenar_py.trace.events import (
     Saved,
     Shard,
     Start,
+    Synchronised,
     Traffic,
     Update,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Saved",
     "Shard",
     "Start",
+    "Synchronised",
     "TensorRecord",
     "Tensors",
     "Trace",

@@ -95,6 +95,25 @@ class Update(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Synchronised(Event):
+    """Worker `rank` was brought together with the others after `step`: it goes on from `weights`.
+
+    Of workers that step alone for a while. `optimizer` is the state of the outer optimizer, which
+    all have in common; an Update of theirs has the inner one's. `collectives` is how many
+    it was brought together by, `collectives_alone` how many it called while it stepped alone.
+    """
+
+    kind: ClassVar[str] = "synchronised"
+    step: int
+    rank: int
+    weights: Tensors
+    optimizer: Tensors = field(default_factory=lambda: _NONE)
+    buffers: Tensors = field(default_factory=lambda: _NONE)
+    collectives: int | None = None
+    collectives_alone: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Membership(Event):
     """Worker `rank` joined or left (`change`) at step `step`."""
 
@@ -340,7 +359,7 @@ class End(Event):
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
-        *(Start, Shard, Update, Membership, Injected, Audit, Planted, Halt, Saved),
+        *(Start, Shard, Update, Synchronised, Membership, Injected, Audit, Planted, Halt, Saved),
         *(Manifest, Attempt, Product, Memory, Held, Carried, Refused, Admission),
         *(Reduced, Traffic, End),
     )

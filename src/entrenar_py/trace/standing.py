@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.trace.events import Event, Membership, Saved, Shard, Start, Update
+from entrenar_py.trace.events import Event, Membership, Saved, Shard, Start, Synchronised, Update
 
 
 def standing(events: Sequence[Event]) -> Sequence[Event]:
@@ -48,7 +48,7 @@ def _abandoned(event: Event, step: int) -> bool:
 
 def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
     """Whether `event` is of one of `ranks`, and later than the state before step `back_to`."""
-    if isinstance(event, Shard | Update):
+    if isinstance(event, Shard | Update | Synchronised):
         return event.rank in ranks and event.step >= back_to
     if isinstance(event, Start | Saved):
         return event.rank in ranks and event.step > back_to

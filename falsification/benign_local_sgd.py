@@ -1,0 +1,63 @@
+"""Other right ways to bring workers together that step alone: no check may alarm on any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from entrenar_py.mutants import Variant
+from entrenar_py.systems import local_sgd
+from entrenar_py.systems.local_sgd import Worker
+
+from .local_sgd import LOCAL, local
+
+_average, _outer_step = local_sgd.average, local_sgd.outer_step
+
+
+def inner_weights(worker: Worker) -> list[Tensor]:
+    """Where this worker has come to, not how far."""
+    return [one.detach() for one in worker.trained.values()]
+
+
+def from_mean_weights(worker: Worker, mean: Sequence[Tensor]) -> None:
+    """The difference from the mean of the weights is the mean of the differences."""
+    pairs = zip(worker.outer.values(), mean, strict=True)
+    _outer_step(worker, [outer - one for outer, one in pairs])
+
+
+def one_by_one(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
+    """Averages each tensor in an all-reduce of its own."""
+    found = []
+    for one in tensors:
+        mean = _average([one], worker)
+        if mean is None:
+            return None
+        found += mean
+    return found
+
+
+_TRIED = ("F-LS-001", "F-LS-002", "F-LS-003", "F-LS-005", "F-LS-006", "F-LS-007")
+
+VARIANTS = (
+    Variant(
+        name="weights-averaged",
+        summary="weights are averaged in place of their differences from the outer ones; "
+        "stopped in a round",
+        plants={
+            f"{LOCAL}.pseudo_gradient": inner_weights,
+            f"{LOCAL}.outer_step": from_mean_weights,
+        },
+        scenario=local(stops=(3,)),
+        tried=(*_TRIED, "F-LS-008"),
+    ),
+    Variant(
+        name="rounds-in-buckets",
+        summary="each tensor is averaged by an all-reduce of its own; rounds of three steps",
+        plants={f"{LOCAL}.average": one_by_one},
+        scenario=local(
+            options={"inner_steps": 3, "outer_learning_rate": 0.5}, accumulation=2, clip_norm=0.05
+        ),
+        tried=_TRIED,
+    ),
+)

@@ -1,0 +1,203 @@
+"""How workers that step alone are brought together: when, who, and by which rule.
+
+The outer step is recomputed in float64 from what each worker held at the end of its round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.checks import evidence, missing, rounds
+from entrenar_py.contract import Invariant
+from entrenar_py.trace import (
+    Halt,
+    Membership,
+    Shard,
+    Start,
+    Synchronised,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+    record_tensor,
+)
+from entrenar_py.verdict import Finding, Tally
+
+# Of the weights: a worker's distance from the outer weights is rounded once, its mean with others
+# some more, and the sum of both once: 16 u, u = 2^-24, for up to about ten workers.
+BOUND = 2.0**-20
+MOMENTUM = "momentum_buffer"
+
+Vectors = Mapping[str, NDArray[Any]]
+
+
+def judge_schedule(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Brought together when a round is over, at no other time, and silent within it."""
+    tally = Tally(invariant.id)
+    for trace in rounds.usable(traces, tally):
+        _on_time(tally, trace)
+        _none_within(tally, trace)
+    return tally.finding(nothing=rounds.NOTHING)
+
+
+def _on_time(tally: Tally, trace: Trace) -> None:
+    scenario, found = trace.scenario, rounds.synchronisations(trace)
+    rule = rounds.rule(scenario)
+    halted = min((halt.step for halt in trace.of(Halt)), default=scenario.num_steps)
+    made = evidence.updates(trace)
+    for step in sorted(made.keys() | found.keys()):
+        due = rule.ends_round(step, scenario.num_steps)
+        if step >= halted and step not in found:
+            continue
+        for rank in sorted(made.get(step, {}).keys() | found.get(step, {}).keys()):
+            came = rank in found.get(step, {})
+            message = f"rank {rank} was {'' if came else 'not '}brought together with the others"
+            message += f" after step {step}: that is due every {rule.inner_steps} steps"
+            place = {"step": step, "rank": rank, "scenario": scenario}
+            tally.check(came == due and rank in made.get(step, {}), message, **place)
+
+
+def _none_within(tally: Tally, trace: Trace) -> None:
+    """However many buckets the sum at a round's end has, there is none inside."""
+    found = trace.of(Synchronised)
+    for event in found:
+        if event.collectives_alone is not None:
+            tally.equal(
+                0,
+                event.collectives_alone,
+                f"rank {event.rank} called {event.collectives_alone} collectives within a round",
+                step=event.step,
+                rank=event.rank,
+                scenario=trace.scenario,
+            )
+    if found and not any(event.collectives_alone is not None for event in found):
+        missing.ask(
+            tally,
+            "how many collectives were called within rounds is unknown",
+            "Synchronised.collectives_alone",
+        )
+    if counts := [event.collectives for event in found if event.collectives is not None]:
+        tally.note(f"the most collectives that a round was ended by: {max(counts)}")
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """Every outer step of every worker: weights, and the momentum that is kept."""
+    tally = Tally(invariant.id)
+    for trace in rounds.usable(traces, tally):
+        _follow(tally, trace)
+    return tally.finding(nothing=rounds.NOTHING)
+
+
+def _follow(tally: Tally, trace: Trace) -> None:
+    start = next((one for one in trace.of(Start) if one.step == 0), None)
+    before = None if start is None else evidence.vectors(_trained(start.weights, start))
+    if start is None or before is None:
+        missing.ask(
+            tally, "no start is known", f"a Start of each rank, its weights {missing.WITH_VALUES}"
+        )
+        return
+    momentum: Vectors = {}
+    earlier = -1
+    made = evidence.updates(trace)
+    for step, by_rank in rounds.synchronisations(trace).items():
+        there = made.get(step, {})
+        mean = _mean(trace, there, earlier, step, start)
+        if mean is None:
+            what = f"Update.weights {missing.WITH_VALUES}, and Shards, of each rank"
+            missing.ask(tally, f"the outer step after step {step} can't be recomputed", what)
+            return
+        weights, kept = _outer(trace, before, momentum, mean)
+        for event in (by_rank[rank] for rank in sorted(by_rank)):
+            _compare(tally, trace, event, weights, kept, start)
+        one = by_rank[min(by_rank)]
+        before = evidence.vectors(_trained(one.weights, start)) or {**weights}
+        momentum = _momentum(one)
+        earlier = step
+
+
+def _mean(
+    trace: Trace, there: Mapping[int, Update], earlier: int, step: int, start: Start
+) -> Vectors | None:
+    """What the workers that are there came to in a round, by the weight of their samples in it.
+
+    None if some of it was not recorded. What a worker did before it joined is lost.
+    """
+    joined = {one.rank: one.step for one in trace.of(Membership) if one.change == "joined"}
+    counts = dict.fromkeys(there, 0.0)
+    for shard in trace.standing.of(Shard):
+        came = joined.get(shard.rank, 0)
+        first = max(earlier + 1, came if came <= step else 0)
+        if shard.rank in counts and first <= shard.step <= step:
+            counts[shard.rank] += shard.weight
+    total = sum(counts.values())
+    held = {r: evidence.vectors(_trained(one.weights, start)) for r, one in there.items()}
+    if not total or any(one is None for one in held.values()):
+        return None
+    shares = [(counts[rank] / total, one) for rank, one in held.items() if one is not None]
+    return {
+        name: np.sum([share * one[name].astype(np.float64) for share, one in shares], axis=0)
+        for name in start.trainable
+    }
+
+
+def _outer(
+    trace: Trace, before: Vectors, momentum: Vectors, mean: Vectors
+) -> tuple[Vectors, Vectors]:
+    """Weights and momentum after the outer step. Source: Sutskever et al. 2013, as torch has it."""
+    rule = rounds.rule(trace.scenario)
+    weights, kept = {}, {}
+    for name, value in mean.items():
+        gradient = before[name].astype(np.float64) - value
+        kept[name] = rule.outer_momentum * momentum.get(name, np.zeros_like(gradient)) + gradient
+        move = gradient + rule.outer_momentum * kept[name]
+        weights[name] = before[name] - rule.outer_learning_rate * move
+    return weights, kept if rule.outer_momentum else {}
+
+
+def _compare(
+    tally: Tally,
+    trace: Trace,
+    event: Synchronised,
+    weights: Vectors,
+    kept: Vectors,
+    start: Start,
+) -> None:
+    place: dict[str, Any] = {"step": event.step, "rank": event.rank, "scenario": trace.scenario}
+    expected = _records(weights)
+    message = "the outer weights are not what Nesterov's rule makes of the mean pseudo-gradient"
+    done = evidence.compare_close(
+        tally, expected, _trained(event.weights, start), BOUND, message, **place
+    )
+    momentum = {f"{name}/{MOMENTUM}": value for name, value in kept.items()}
+    floor = BOUND * (evidence.norm_l2(expected) or 0.0)
+    message = "the outer momentum is not that of the mean pseudo-gradients"
+    own = {name: event.optimizer[name] for name in momentum if name in event.optimizer}
+    if momentum:
+        done &= evidence.compare_close(
+            tally, _records(momentum), own, BOUND, message, floor, **place
+        )
+    if not done:
+        what = f"Synchronised.weights and .optimizer {missing.WITH_VALUES}"
+        missing.ask(tally, f"the outer step after step {event.step} was not compared", what)
+
+
+def _momentum(event: Synchronised) -> Vectors:
+    """The outer momentum of each tensor; nothing where there is none."""
+    found = {
+        name.removesuffix(f"/{MOMENTUM}"): record.values()
+        for name, record in event.optimizer.items()
+        if name.endswith(MOMENTUM)
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _trained(tensors: Tensors, start: Start) -> Tensors:
+    return {name: tensors[name] for name in start.trainable if name in tensors}
+
+
+def _records(vectors: Vectors) -> dict[str, TensorRecord]:
+    return {name: record_tensor(value, values=True) for name, value in vectors.items()}

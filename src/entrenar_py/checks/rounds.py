@@ -1,0 +1,103 @@
+"""What traces of workers that step alone say of the times they are brought together.
+
+Such a trace promises `rounds`: its replicas agree after each Synchronised, not after each step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from entrenar_py.checks import evidence
+from entrenar_py.outer import Outer
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Event, Membership, Start, Synchronised, Trace, Update
+from entrenar_py.verdict import Tally
+
+PROMISE = "rounds"
+NOTHING = (
+    "no run of workers that step alone and are brought together: record a Synchronised of each "
+    f'whenever they are, in a trace with promises=("{PROMISE}",)'
+)
+
+
+def are_in(trace: Trace) -> bool:
+    """Whether the workers of a run step alone, so that replicas differ between times."""
+    return PROMISE in trace.promises
+
+
+def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
+    """The runs in rounds that came to an end and say how they are brought together."""
+    kept = [trace for trace in evidence.usable(traces, tally) if are_in(trace)]
+    for trace in kept:
+        if trace.scenario.workload == "own" and "inner_steps" not in trace.scenario.options:
+            tally.miss(
+                "the run does not say how many steps its workers make alone: give the options "
+                "inner_steps, outer_learning_rate and outer_momentum in its scenario"
+            )
+            return []
+    return kept
+
+
+def rule(scenario: Scenario) -> Outer:
+    """How the workers of `scenario` are brought together, by its options."""
+    return Outer.of(scenario.options)
+
+
+def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
+    """Step -> rank -> what it went on from after it, in order, without what a resume undid."""
+    found: dict[int, dict[int, Synchronised]] = defaultdict(dict)
+    for event in trace.standing.of(Synchronised):
+        found[event.step][event.rank] = event
+    return dict(sorted(found.items()))
+
+
+def joiners(trace: Trace) -> list[Start]:
+    """How each worker that joined a run began."""
+    return [event for event, joined in _starts(trace) if joined]
+
+
+def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
+    """Every start, and whether it is the first since its rank joined."""
+    new: set[int] = set()
+    for event in trace.events:
+        if isinstance(event, Membership) and event.change == "joined":
+            new.add(event.rank)
+        elif isinstance(event, Start):
+            yield event, event.rank in new
+            new.discard(event.rank)
+
+
+def as_steps(trace: Trace) -> Trace:
+    """`trace` as one of steps made by all workers together: those that end a round, with what each
+    goes on from. What the outer optimizer keeps is the optimizer's state.
+    """
+    made = evidence.updates(trace)
+    begun = {id(one) for one, joined in _starts(trace) if joined or not one.resumed}
+    kept: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Start):
+            if id(event) in begun:
+                kept.append(replace(event, optimizer={}, buffers={}))
+        elif isinstance(event, Synchronised):
+            own = made.get(event.step, {}).get(event.rank)
+            kept.append(_as_update(event, own))
+        elif not isinstance(event, Update):
+            kept.append(event)
+    outer = "momentum" if rule(trace.scenario).outer_momentum else "sgd"
+    return replace(trace, scenario=trace.scenario.with_(optimizer=outer), events=tuple(kept))
+
+
+def _as_update(event: Synchronised, own: Update | None) -> Update:
+    return Update(
+        step=event.step,
+        rank=event.rank,
+        loss=None if own is None else own.loss,
+        weight=0.0 if own is None else own.weight,
+        learning_rate=0.0 if own is None else own.learning_rate,
+        finite=all(evidence.non_finite({name: one}) is None for name, one in event.weights.items()),
+        weights=event.weights,
+        optimizer=event.optimizer,
+        buffers=event.buffers,
+    )

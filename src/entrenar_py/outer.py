@@ -1,0 +1,46 @@
+"""When workers that step alone are brought together, and by which rule the outer step is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """DiLoCo's settings: `inner_steps` of each worker alone, then one Nesterov step of all.
+
+    The defaults are the paper's. Raises UsageError when a value is out of range.
+    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
+    """
+
+    inner_steps: int = 500
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        steps = self.inner_steps
+        if type(steps) is not int or steps < 1:
+            raise UsageError(f"inner_steps={steps!r}: use a whole number >= 1")
+        for name, most in (("outer_learning_rate", math.inf), ("outer_momentum", 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < most:
+                raise UsageError(f"{name}={value!r}: use a number >= 0 and below {most:g}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Outer:
+        """What a scenario's `options` say, the defaults where they say nothing."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: value for name, value in options.items() if name in names})
+
+    def round_end(self, step: int, num_steps: int) -> int:
+        """The step before which the round of `step` is over: after the last step one is, too."""
+        return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
+
+    def ends_round(self, step: int, num_steps: int) -> bool:
+        """Whether the workers are brought together after `step`."""
+        return step + 1 == self.round_end(step, num_steps)
