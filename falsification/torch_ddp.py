@@ -15,6 +15,7 @@ import entrenar_py
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.systems import ddp as trainer
+from entrenar_py.systems import finite_guard
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
@@ -105,7 +106,7 @@ def reduced_first(
 
 def found_here(found: list[Tensor], own: Tensor) -> None:
     """Nobody waits for what the others found."""
-    found[:] = [torch.full_like(own, 2**40) for _ in found]
+    found[:] = [torch.full_like(own, finite_guard._NONE) for _ in found]
     found[dist.get_rank()] = own
 
 
