@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from entrenar_py import kill_matrix, mutants
+from entrenar_py import kill_matrix, mutants, systems
 from entrenar_py.kill_matrix import Row
+from entrenar_py.mutants import Variant
 
 # A timing is a benchmark, never a test: a slow machine must not fail one.
 # The same examples in every run, so that a gate is not a lottery; `make soak` looks further.
@@ -40,12 +41,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Together(config, log)
 
 
+def _tried() -> list[Variant]:
+    """The variants of all trainers that need no processes of torch's own; and of those that do a
+    mutant for each clause that no other shows to fail. `make mutants` tries all.
+    """
+    variants = mutants.catalogue().values()
+    quick = [one for one in variants if not systems.SYSTEMS[one.scenario.system].only]
+    shown = {clause for one in quick for clause in one.invariants}
+    for one in variants:
+        if one not in quick and not shown.issuperset(one.invariants):
+            quick.append(one)
+            shown.update(one.invariants)
+    return quick
+
+
 @cache
 def _matrix() -> list[Row]:
-    return kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
+    return kill_matrix.run(_tried(), kill_matrix.invariants())
 
 
 @pytest.fixture
 def matrix() -> list[Row]:
-    """Every variant as every clause that judges it found it; run once a process."""
+    """Variants as every clause that judges them found them; run once a process."""
     return _matrix()

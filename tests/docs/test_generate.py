@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py import kill_matrix
+from entrenar_py import kill_matrix, mutants
 from entrenar_py.checks import CHECKS
 from entrenar_py.kill_matrix import Row
 from entrenar_py.protocol import messages, phases
@@ -44,8 +44,21 @@ def test_make_docs_changes_nothing(
         "kill-matrix.md",
         "protocol.md",
     ]
+    written.remove("kill-matrix.md")
     for name in written:
         assert (tmp_path / name).read_text("utf-8") == (DOCS / name).read_text("utf-8"), name
+
+
+def test_the_kill_matrix_is_current(matrix: list[Row]) -> None:
+    """Of what was tried here every line, but for the count, stands in the page, and of all the
+    variants that there are the names: say `make docs` if they do not.
+    """
+    page = (DOCS / "kill-matrix.md").read_text("utf-8")
+    lines = kill_matrix.markdown(matrix).splitlines()
+    assert [one for one in lines if one not in page and "killed for the right" not in one] == []
+    assert [name for name in mutants.catalogue() if f"| `{name}` |" not in page] == []
+    assert "SURVIVED" not in page
+    assert "**wrong**" not in page
 
 
 def test_tables_stand_between_their_marks(generate: ModuleType) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import tests
 from entrenar_py.drivers.processes import Crew, Hand
+from entrenar_py.systems import preloaded
 from tests.drivers import jobs
 
 TOP = Path(next(iter(tests.__path__))).parent
@@ -22,7 +23,7 @@ LONG_S = 20.0
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """A crew of this test alone; its processes find this folder's modules."""
     monkeypatch.syspath_prepend(TOP)
-    made = Crew(jobs.main, preload=[])
+    made = Crew(jobs.main, preload=preloaded.MODULES)
     yield made
     made.dismiss()
 

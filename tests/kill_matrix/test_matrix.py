@@ -1,4 +1,4 @@
-"""The whole matrix: every mutant dies where it was planted, every benign variant is left alone."""
+"""The matrix: every mutant dies where it was planted, every benign variant is left alone."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from entrenar_py.protocol.effects import Left
 from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import parameter_server, worker_process
+from entrenar_py.systems import parameter_server, preloaded, worker_process
 from entrenar_py.systems.parameter_server import ProcessStar
 from entrenar_py.trace import Trace
 from tests.network.hosts import Host, enter
@@ -39,7 +39,7 @@ class Staff:
         self.routes: Mapping[int, Route] = {}
         self._crews: dict[int, Crew] = {}
         # Started here, and so outside of every namespace: it outlives them.
-        forkserver.set_forkserver_preload(list(worker_process.PRELOAD))
+        forkserver.set_forkserver_preload(list(preloaded.MODULES))
         forkserver.ensure_running()
 
     def give(self, job: bytes) -> Hand:
@@ -64,7 +64,7 @@ class Staff:
         if rank not in self._crews:
             host = self._hosts.get(rank)
             main = worker_process.main if host is None else partial(_work_in, host.pid)
-            self._crews[rank] = Crew(main, preload=worker_process.PRELOAD)
+            self._crews[rank] = Crew(main, preload=preloaded.MODULES)
         return self._crews[rank]
 
 

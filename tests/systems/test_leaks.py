@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.drivers.processes import Crew
 from entrenar_py.faults import Fault
-from entrenar_py.systems import parameter_server, worker_process
+from entrenar_py.systems import parameter_server, preloaded, worker_process
 from tests.drivers.fakes import (
     COMPLETED,
     LOOPBACK,
@@ -42,7 +42,7 @@ FAULTS = (
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """The worker processes of these runs alone."""
-    made = Crew(worker_process.main, preload=worker_process.PRELOAD)
+    made = Crew(worker_process.main, preload=preloaded.MODULES)
     monkeypatch.setattr(parameter_server, "crew", lambda: made)
     yield made
     made.dismiss()

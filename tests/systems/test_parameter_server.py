@@ -19,7 +19,7 @@ from entrenar_py import faults
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.attendance import CONVICTIONS_MAX
-from entrenar_py.systems import parameter_server, worker_process
+from entrenar_py.systems import parameter_server, preloaded, worker_process
 from entrenar_py.systems.parameter_server import ProcessStar
 from entrenar_py.trace import Halt, Membership, Shard, Traffic, Update
 from tests.systems import stars
@@ -33,7 +33,7 @@ class Remembering(Crew):
     """A crew that knows whom it gave a job."""
 
     def __init__(self) -> None:
-        super().__init__(worker_process.main, preload=worker_process.PRELOAD)
+        super().__init__(worker_process.main, preload=preloaded.MODULES)
         self.given: list[Hand] = []
 
     def give(self, job: bytes) -> Hand:

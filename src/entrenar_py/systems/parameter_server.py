@@ -31,7 +31,7 @@ from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.messages import Assign, Average, Commit, Message, Weights
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import worker_process
+from entrenar_py.systems import preloaded, worker_process
 from entrenar_py.systems.star import Star
 
 LOOPBACK = "127.0.0.1"
@@ -48,7 +48,7 @@ def run(scenario: Scenario) -> trace.Trace:
 @cache
 def crew() -> Crew:
     """The worker processes of this process; they end with it."""
-    made = Crew(worker_process.main, preload=worker_process.PRELOAD)
+    made = Crew(worker_process.main, preload=preloaded.MODULES)
     atexit.register(made.dismiss)
     return made
 

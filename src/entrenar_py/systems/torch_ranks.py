@@ -33,21 +33,9 @@ from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.faults import Fault
 from entrenar_py.observing import FAULTS, FOLDER, assembly, holdings
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import environment, membership, strikes
+from entrenar_py.systems import environment, membership, preloaded, strikes
 from entrenar_py.systems.finite_guard import NotFinite
 
-# Loaded once, in the parent of all ranks.
-PRELOAD = (
-    "entrenar_py.systems.torch_ranks",
-    "entrenar_py.observing.observer",
-    "entrenar_py.training.decoder",
-    "torch._dynamo.aot_compile",  # which the first optimizer of a process loads
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.nn.parallel",
-)
 DEADLINE_S = 120.0
 PARTING_S = 5.0  # for the others, once a rank has failed: their collectives fail too, or hang
 
@@ -100,7 +88,7 @@ class Rank:
 @cache
 def crew() -> Crew:
     """The ranks' processes; they end with this one."""
-    made = Crew(main, preload=PRELOAD, one_job=True)
+    made = Crew(main, preload=preloaded.MODULES, one_job=True)
     atexit.register(made.dismiss)
     return made
 

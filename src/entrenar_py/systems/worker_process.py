@@ -40,9 +40,6 @@ from entrenar_py.systems.mesh_member import MeshMember
 from entrenar_py.systems.ring_member import RingMember
 from entrenar_py.training.vectors import GivenVectors
 
-# Loaded once, in the parent of all workers.
-PRELOAD = ("entrenar_py.systems.worker_process", "entrenar_py.training.decoder", "torch")
-
 
 def main(pipe: Connection) -> None:
     """Does the jobs that come over `pipe`, until it ends."""
