@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
     """All ranks' events step by step, those of a life after those of the life before; of one step
     starts first and updates last, but who is gone made none.
 
-    What ranks hold in pieces is whole in them, and micro-batches that they share are one.
+    What ranks hold in pieces is whole in them, and micro-batches that they share are one. Buffers
+    that are local on one rank are in none.
     """
     kinds = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
 
@@ -47,6 +48,8 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
         step = getattr(event, "step", None) or 0
         return step, kinds.index(type(event)) if type(event) in kinds else len(kinds)
 
+    local = frozenset[str]().union(*(one.local for one in ranks))
+    ranks = [replace(one, events=tuple(_without(one.events, local))) for one in ranks]
     lives = sorted({one.life for one in ranks})
     return [
         event
@@ -85,6 +88,16 @@ def numbered(events: Iterable[Event], accumulation: int, places: Mapping[int, in
         else:
             found.append(event)
     return found
+
+
+def _without(events: Iterable[Event], local: Set[str]) -> Iterator[Event]:
+    """`events` without the buffers that are `local`."""
+    for event in events:
+        if isinstance(event, Start | Update | Synchronised) and not local.isdisjoint(event.buffers):
+            kept = {name: one for name, one in event.buffers.items() if name not in local}
+            yield replace(event, buffers=kept)
+        else:
+            yield event
 
 
 def _arranged(ranks: Sequence[RankTrace]) -> Layout | None:
