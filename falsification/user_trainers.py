@@ -231,4 +231,34 @@ TWINS = (
         tensor="0.b",
         words="did not move in 3 steps",
     ),
+    Twin(
+        name="EMA-SHARD: the first rank alone moves its pieces of the average",
+        script="ema.py",
+        changes=(
+            (
+                "        move_averages()\n",
+                "        if dist.get_rank() == 0:\n            move_averages()\n",
+            ),
+        ),
+        check="parity",
+        step=1,
+        rank=0,
+        tensor="0.average_weight",
+        words="buffers after the step are not the single device's",
+    ),
+    Twin(
+        name="EP-SCALE: an expert's gradient is divided by the number of all ranks",
+        script="experts.py",
+        changes=(
+            (
+                "parameter.grad /= num_pairs",
+                "parameter.grad /= "
+                "world_size if parameter in {*model.experts.parameters()} else num_pairs",
+            ),
+        ),
+        check="parity",
+        step=0,
+        tensor="experts.0.weight",
+        words="averaged gradient is not the single device's",
+    ),
 )
