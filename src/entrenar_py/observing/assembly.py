@@ -48,7 +48,8 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
         step = getattr(event, "step", None) or 0
         return step, kinds.index(type(event)) if type(event) in kinds else len(kinds)
 
-    local = frozenset[str]().union(*(one.local for one in ranks))
+    told = [one.local for one in ranks if one.local is not None]
+    local = frozenset[str]().union(*told) if told else None
     ranks = [replace(one, events=tuple(_without(one.events, local))) for one in ranks]
     lives = sorted({one.life for one in ranks})
     return [
@@ -90,11 +91,12 @@ def numbered(events: Iterable[Event], accumulation: int, places: Mapping[int, in
     return found
 
 
-def _without(events: Iterable[Event], local: Set[str]) -> Iterator[Event]:
-    """`events` without the buffers that are `local`."""
+def _without(events: Iterable[Event], local: Set[str] | None) -> Iterator[Event]:
+    """`events` without the buffers that are `local`; without any where that is not known."""
     for event in events:
-        if isinstance(event, Start | Update | Synchronised) and not local.isdisjoint(event.buffers):
-            kept = {name: one for name, one in event.buffers.items() if name not in local}
+        if isinstance(event, Start | Update | Synchronised) and event.buffers:
+            names = event.buffers.keys() - (event.buffers.keys() if local is None else local)
+            kept = {name: one for name, one in event.buffers.items() if name in names}
             yield replace(event, buffers=kept)
         else:
             yield event

@@ -19,14 +19,15 @@ class Buffers:
     """The floating ones, looked up by name each time: they may be replaced by new tensors.
 
     What a forward pass changes follows the samples of this rank, as BatchNorm's running statistics
-    do, and rightly differs between ranks: such names are told in `news`, to be left out of all that
-    any rank records. Its values tell, since no version counts what is written through `.data`.
-    Nothing is known of a model that was never called, so that it is taken to have no buffers.
+    do, and rightly differs between ranks: such names are told, to be left out of all that any rank
+    records. Its values tell, since no version counts what is written through `.data`. Of a model
+    that is never called, only its parts are, this can't be known: none of its buffers counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: dict[str, Tensor] | None = None
+        self._before: dict[str, Tensor] = {}
+        self._called = False
         self._local: set[str] = set()
 
     def before_forward(self) -> None:
@@ -37,21 +38,22 @@ class Buffers:
             if name not in self._local
         }
 
-    def after_forward(self) -> list[str]:
-        """The names of what the pass changed and none before it did."""
-        before, synced = self._before or {}, _synchronised(self._model)
+    def after_forward(self) -> list[str] | None:
+        """The names of what the pass changed and none before it did; None if that is nothing, and
+        this was not the first.
+        """
+        synced, first = _synchronised(self._model), not self._called
         changed = [
             name
             for name, one in self._found().items()
-            if name not in self._local | synced and not _same(before.get(name), one)
+            if name not in self._local | synced and not _same(self._before.get(name), one)
         ]
         self._local.update(changed)
-        return changed
+        self._called = True
+        return changed if changed or first else None
 
     def held(self) -> dict[str, Tensor]:
         """By name, all but those that are known to be local."""
-        if self._before is None:
-            return {}
         return {name: one for name, one in self._found().items() if name not in self._local}
 
     def _found(self) -> dict[str, Tensor]:

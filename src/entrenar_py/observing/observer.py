@@ -232,7 +232,7 @@ class Observer(Observation):
             self._random = (tensors.random_state(self._model), None)
 
     def _after_forward(self, output: Any) -> None:
-        if local := self._buffers.after_forward():
+        if (local := self._buffers.after_forward()) is not None:
             self._file.leave_out(local)
         before, drawn = self._random
         if before and drawn is None and tensors.random_state(self._model) != before:

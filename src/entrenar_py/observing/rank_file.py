@@ -40,8 +40,8 @@ class RankTrace:
 
     `header` is how it was launched and what it declared; `layout` how the ranks are arranged, None
     where it did not say, and `pieces` the place of each tensor of which it holds a part, by name;
-    `local` names buffers that follow its own samples. `ended` is whether training came to its end,
-    and `problem` what it ended by, empty if by nothing.
+    `local` names buffers that follow its own samples, None where none can be told. `ended` is
+    whether training came to its end, and `problem` what it ended by, empty if by nothing.
     """
 
     life: int
@@ -51,7 +51,7 @@ class RankTrace:
     problem: str
     layout: Layout | None = None
     pieces: Mapping[str, Piece] = field(default_factory=dict)
-    local: frozenset[str] = frozenset()
+    local: frozenset[str] | None = None
 
     @property
     def rank(self) -> int:
@@ -77,7 +77,9 @@ class RankFile:
         self._write(json.dumps({"kind": "layout", **told}) + "\n")
 
     def leave_out(self, local: Iterable[str]) -> None:
-        """Writes that these buffers are not to be compared, wherever they were recorded."""
+        """Writes that these buffers are not to be compared, wherever they were recorded, and that
+        others may be.
+        """
         self._write(json.dumps({"kind": "local", "buffers": sorted(local)}) + "\n")
 
     def close(self, problem: str = "") -> None:
@@ -116,14 +118,14 @@ def load(path: Path) -> RankTrace:
     events: list[trace.Event] = []
     arranged: Layout | None = None
     pieces: dict[str, Piece] = {}
-    local: set[str] = set()
+    local: frozenset[str] | None = None
     for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
         try:
             if records[number - 1].get("kind") == "layout":
                 arranged, fresh = _arranged(records[number - 1], header)
                 pieces |= fresh
             elif records[number - 1].get("kind") == "local":
-                local.update(map(str, records[number - 1].get("buffers", ())))
+                local = (local or frozenset()).union(records[number - 1].get("buffers", ()))
             else:
                 events += trace.load_events(line)
         except UsageError as error:
@@ -131,7 +133,7 @@ def load(path: Path) -> RankTrace:
     return RankTrace(
         layout=arranged,
         pieces=pieces,
-        local=frozenset(local),
+        local=local,
         life=life_of(path),
         header=header,
         events=tuple(events),
