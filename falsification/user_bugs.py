@@ -280,7 +280,7 @@ BUGS = (
         words="other samples are drawn",
     ),
     Twin(
-        name="EMA-SHARD: an average of the weights that no checkpoint has",
+        name="an average of the weights that no checkpoint has",
         script="resume.py",
         world_size=1,
         changes=(
