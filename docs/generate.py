@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -24,6 +25,7 @@ from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.service import exits, keys
 from entrenar_py.systems import SYSTEMS
+from entrenar_py.verdict import Counterexample
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
@@ -104,9 +106,23 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
         "cli.md": options.reference(),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
-        "kill-matrix.md": kill_matrix.markdown(rows),
+        "kill-matrix.md": kill_matrix.markdown(rows, scripts()),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
     }
+
+
+def scripts() -> list[tuple[str, ...]]:
+    """A row per broken twin of an example script; none of them is run."""
+    sys.path.append(str(DOCS.parent))  # where this is run as a file, only docs/ is there
+    from falsification import user_integrations, user_knobs, user_trainers
+
+    found = []
+    for one in (*user_trainers.TWINS, *user_knobs.BUGS, *user_integrations.TWINS):
+        place = Counterexample(message="", step=one.step, rank=one.rank, tensor=one.tensor).place()
+        where = ", ".join(filter(None, (place, f"“{one.words}”" if one.words else "")))
+        script = f"[`{one.script}`](../examples/user_trainers/{one.script})"
+        found.append((one.name, script, one.source, CHECKS[one.check].id, where or "any place"))
+    return found
 
 
 def contract_format(page: str) -> str:

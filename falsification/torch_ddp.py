@@ -15,7 +15,7 @@ import entrenar_py
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.systems import ddp as trainer
-from entrenar_py.systems import finite_guard
+from entrenar_py.systems import finite_guard, torch_module
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
@@ -118,6 +118,12 @@ def of_rank_0(rank: Rank, *state: Any) -> Any:
     return loaded
 
 
+def own_statistics(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> None:
+    """Moves the running means by the mean of this rank's samples."""
+    local = sharding.cut(ids, rank.world_size)[rank.index]
+    model.move_buffers(model.statistics(local), max(len(local), 1))
+
+
 _TEN_ON_THREE = ddp(world_size=3, num_samples=10, batch_size=10, num_shards=3, num_steps=1)
 
 VARIANTS = (
@@ -198,6 +204,15 @@ VARIANTS = (
         ),
         invariants=("F-DP-003",),
         place={"step": 1, "rank": 1},
+    ),
+    Variant(
+        name="torch-buffer-unsynced",
+        summary="running means follow each rank's own samples",
+        source="classic (batch-norm statistics)",
+        plants={f"{DDP}.update_buffers": own_statistics},
+        scenario=ddp(),
+        invariants=("F-DP-001",),
+        place={"step": 0, "rank": 1, "tensor": "running_mean"},
     ),
     Variant(
         name="torch-rng-restore",

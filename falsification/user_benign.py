@@ -21,6 +21,18 @@ RESUMED_IN_MICRO_BATCHES = (
     ("        schedule.step()\n", "        optimizer.zero_grad()\n        schedule.step()\n"),
 )
 
+# What makes it one that keeps a moving average of a weight, in a buffer.
+AVERAGED = (
+    (
+        "        schedule.step()\n",
+        "        schedule.step()\n        model.average.lerp_(model[0].weight.detach(), 0.1)\n",
+    ),
+    (
+        "ddp = Dist",
+        'model.register_buffer("average", model[0].weight.detach().clone())\nddp = Dist',
+    ),
+)
+
 VARIANTS = (
     Twin(
         name="under autocast, in bfloat16",
@@ -146,5 +158,28 @@ VARIANTS = (
         script="resume.py",
         turned=("accumulation",),
         changes=RESUMED_IN_MICRO_BATCHES,
+    ),
+    Twin(
+        name="a moving average of a weight, stopped and resumed",
+        script="resume.py",
+        changes=AVERAGED,
+    ),
+    Twin(
+        name="running means of each rank's own samples, moved in the forward pass",
+        script="ddp.py",
+        changes=(
+            (
+                "model = torch.nn.Sequential(",
+                "class Watched(torch.nn.Tanh):\n"
+                "    def __init__(self):\n"
+                "        super().__init__()\n"
+                '        self.register_buffer("mean", torch.zeros(8))\n'
+                "    def forward(self, x):\n"
+                "        self.mean.data.lerp_(x.detach().mean(0), 0.1)\n"
+                "        return super().forward(x)\n"
+                "model = torch.nn.Sequential(",
+            ),
+            ("torch.nn.Tanh()", "Watched()"),
+        ),
     ),
 )

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from falsification.user_benign import RESUMED_IN_MICRO_BATCHES
+from falsification.user_benign import AVERAGED, RESUMED_IN_MICRO_BATCHES
 from falsification.user_trainers import Twin
 
 BUGS = (
@@ -278,5 +278,18 @@ BUGS = (
         ),
         check="resume",
         words="other samples are drawn",
+    ),
+    Twin(
+        name="an average of the weights that no checkpoint has",
+        script="resume.py",
+        world_size=1,
+        changes=(
+            AVERAGED[0],
+            (AVERAGED[1][0], AVERAGED[1][1].replace("clone()", "clone(), persistent=False")),
+        ),
+        check="resume",
+        rank=0,
+        tensor="average",
+        words="(buffers)",
     ),
 )

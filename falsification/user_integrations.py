@@ -10,6 +10,7 @@ TWINS = (
     Twin(
         name="ranks share out permutations of their own",
         script="accelerate_loop.py",
+        source="accelerate #2694",
         changes=(
             ("use_seedable_sampler=True", "use_seedable_sampler=False"),
             ("accelerator = Accelerator(\n", "accelerator = Accelerator(\n    rng_types=[],\n"),
@@ -26,6 +27,7 @@ TWINS = (
     Twin(
         name="a prepared schedule moves once for every worker",
         script="accelerate_loop.py",
+        source="accelerate #662, #1398",
         changes=(
             ("split_batches=True, use_seed", "split_batches=False, use_seed"),
             ("batch_size=MICRO_BATCH,", "batch_size=MICRO_BATCH // accelerator.num_processes,"),
@@ -37,6 +39,7 @@ TWINS = (
     Twin(
         name="the logged loss is looked at for a NaN, which is filtered out of it",
         script="trainer.py",
+        source="transformers #13619, trl #6702",
         changes=(
             (
                 "on_pre_optimizer_step(self, args, state, control, model",
@@ -54,6 +57,7 @@ TWINS = (
     Twin(
         name="a mean of means over micro-batches",
         script="trainer.py",
+        source="transformers #34191",
         changes=(
             (
                 "return total / num_items_in_batch",
@@ -67,6 +71,7 @@ TWINS = (
     Twin(
         name="the sampler that Lightning puts in pads",
         script="lightning_module.py",
+        source="Lightning #2398",
         changes=(("torch.randn(36, 4)", "torch.randn(35, 4)"),),
         check="coverage",
         step=2,
@@ -76,6 +81,7 @@ TWINS = (
     Twin(
         name="gradients are cleared between micro-batches",
         script="lightning_module.py",
+        source="DeepSpeed #6550",
         changes=(
             (
                 "        inputs, targets = batch\n",

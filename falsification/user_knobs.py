@@ -25,6 +25,7 @@ BUGS = (
     Twin(
         name="GA-MEAN: micro-batches of unequal weight are averaged as equals",
         script="knobs.py",
+        source="transformers #34191",
         turned=("accumulation", "clip"),
         world_size=1,
         changes=((_LOSS, "(loss / weights.sum() / len(micro_batches)).backward()"),),
@@ -36,6 +37,7 @@ BUGS = (
     Twin(
         name="GA-NOSCALE: micro-batches are added",
         script="knobs.py",
+        source="nanoGPT 553f949f, trl #2615",
         turned=("accumulation", "clip"),
         world_size=1,
         changes=((_LOSS, "(loss / weights.sum()).backward()"),),
@@ -47,6 +49,7 @@ BUGS = (
     Twin(
         name="GA-DROP: gradients are cleared before every micro-batch",
         script="knobs.py",
+        source="DeepSpeed #6550, #7967",
         turned=("accumulation",),
         world_size=1,
         changes=(
@@ -60,6 +63,7 @@ BUGS = (
     Twin(
         name="GA-STEP-EACH: the optimizer steps after every micro-batch",
         script="knobs.py",
+        source="accelerate #2790",
         turned=("accumulation",),
         world_size=1,
         changes=(
@@ -74,6 +78,7 @@ BUGS = (
     Twin(
         name="HOOK-PREACC: the first micro-batch is synchronised instead of the last",
         script="knobs.py",
+        source="picotron d0efdcc",
         turned=("accumulation",),
         changes=(("last = number == len(micro_batches)", "last = number == 1"),),
         check="replica_identity",
@@ -84,6 +89,7 @@ BUGS = (
     Twin(
         name="LR-TIMES-GA: the schedule moves with every micro-batch",
         script="knobs.py",
+        source="accelerate #999",
         turned=("accumulation",),
         world_size=1,
         changes=(_SCHEDULE, (_LOSS, _LOSS + "\n                schedule.step()")),
@@ -94,6 +100,7 @@ BUGS = (
     Twin(
         name="a scaled loss is not unscaled",
         script="knobs.py",
+        source="classic (loss scale)",
         turned=("clip", "loss_scale"),
         world_size=1,
         changes=((_UNSCALING, "            pass\n"),),
@@ -105,6 +112,7 @@ BUGS = (
     Twin(
         name="clipped before unscaling",
         script="knobs.py",
+        source="classic (loss scale)",
         turned=("clip", "loss_scale"),
         world_size=1,
         changes=(
@@ -118,6 +126,7 @@ BUGS = (
     Twin(
         name="clipped in every micro-batch",
         script="knobs.py",
+        source="classic",
         turned=("accumulation", "clip"),
         world_size=1,
         changes=(
@@ -131,6 +140,7 @@ BUGS = (
     Twin(
         name="CLIP-BEFORE: each rank clips its own gradient",
         script="knobs.py",
+        source="Horovod torch optimizer: synchronize() must come first",
         turned=("clip",),
         changes=(
             _BY_HAND,
@@ -145,6 +155,7 @@ BUGS = (
     Twin(
         name="CLIP-COUNT: the norm counts a tensor twice",
         script="knobs.py",
+        source="pytorch #88955",
         turned=("clip",),
         world_size=1,
         changes=(
@@ -160,6 +171,7 @@ BUGS = (
     Twin(
         name="CLIP-COUNT: the norm leaves a tensor out",
         script="knobs.py",
+        source="Megatron-LM #5916",
         turned=("clip",),
         world_size=1,
         changes=((_CLIPPING, _CLIPPING.replace("model.parameters()", "model[0].parameters()")),),
@@ -169,6 +181,7 @@ BUGS = (
     Twin(
         name="each tensor is clipped by its own norm",
         script="knobs.py",
+        source="classic",
         turned=("clip",),
         world_size=1,
         changes=(
@@ -184,6 +197,7 @@ BUGS = (
     Twin(
         name="clipped by value and not by norm",
         script="knobs.py",
+        source="classic",
         turned=("clip",),
         world_size=1,
         changes=(("clip_grad_norm_", "clip_grad_value_"), (", error_if_nonfinite=True", "")),
@@ -193,6 +207,7 @@ BUGS = (
     Twin(
         name="the clipping norm is not looked at",
         script="knobs.py",
+        source="classic (a flag that nothing reads)",
         turned=("clip",),
         world_size=1,
         changes=(("given.clip, error", "1e9, error"),),
@@ -203,6 +218,7 @@ BUGS = (
     Twin(
         name="clipped though nothing is to be",
         script="knobs.py",
+        source="classic",
         turned=("clip",),
         world_size=1,
         changes=(("given.clip, error", "min(given.clip, 0.5), error"),),
@@ -212,6 +228,7 @@ BUGS = (
     Twin(
         name="the last sample of a batch does not count",
         script="knobs.py",
+        source="classic (off by one)",
         turned=("permute",),
         world_size=1,
         changes=(("errors.square().squeeze(1)).sum()", "errors.square().squeeze(1))[:-1].sum()"),),
@@ -222,6 +239,7 @@ BUGS = (
     Twin(
         name="weights are not moved with their samples",
         script="knobs.py",
+        source="classic",
         turned=("permute",),
         world_size=1,
         changes=(
@@ -234,6 +252,7 @@ BUGS = (
     Twin(
         name="EP-SCALE: the strategy has a factor of its own, with any number of workers",
         script="knobs.py",
+        source="DeepSpeed #5618, torchtitan #1551",
         turned=("clip", "strategy"),
         world_size=1,
         changes=((_LOSS, "(loss * world_size / total / (2 if ddp else 1)).backward()"),),
@@ -244,6 +263,7 @@ BUGS = (
     Twin(
         name="TP-PARTIAL: the strategy loses the gradient of one tensor",
         script="knobs.py",
+        source="torchtitan #4054, Megatron-LM 5fffdfc737",
         turned=("clip", "strategy"),
         world_size=1,
         changes=(

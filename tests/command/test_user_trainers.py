@@ -26,6 +26,8 @@ OPEN = {
     "knobs.py": {"recovery", "resume"},
     "lora.py": {"recovery", "resume"},
     "uneven.py": {"recovery", "resume"},
+    "ema.py": {"recovery", "resume"},
+    "experts.py": {"recovery", "resume"},
 }
 # One of each knob; `make twins` has the others.
 TRIED = ("GA-MEAN", "GA-STEP-EACH", "CLIP-BEFORE", "TP-PARTIAL", "weights are not")

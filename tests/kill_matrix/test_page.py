@@ -31,6 +31,12 @@ def test_where_nothing_is_wrong_the_page_says_none() -> None:
     assert "| F-DP-001 | none | none |" in kill_matrix.markdown([row(BENIGN, HELD)])
 
 
+def test_bugs_in_scripts_have_a_table() -> None:
+    """Each with its source, and the clause that finds it."""
+    cells = ("none is divided", "`train.py`", "classic", "F-DP-005", "step 0")
+    assert f"| {' | '.join(cells)} |" in kill_matrix.markdown([], [cells])
+
+
 def test_what_can_not_be_planted_is_listed() -> None:
     """Known bugs of other parallelisms are named with what they need."""
     text = kill_matrix.markdown([])

@@ -197,8 +197,12 @@ class _Comparison:
         )
 
     def tensors(self, one: Update, update: Update) -> set[str]:
-        """Gradient, weights and buffers of one rank; which of them are done with."""
+        """Gradient, weights and buffers of one rank; which of them are done with. A script's own
+        buffers may be made of its weights.
+        """
         done = {"weights"} if self.bounds.adam else set()
+        if done and self.scenario.workload == "own":
+            done.add("buffers")
         for part, message in _PARTS.items():
             if part in done:
                 continue

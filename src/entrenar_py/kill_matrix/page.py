@@ -11,17 +11,18 @@ from entrenar_py.kill_matrix.rows import Row
 NOT_EXPRESSIBLE: Mapping[str, str] = {
     "tensor parallelism": "CLIP-TP-RANK, CLIP-COUNT, TP-PARTIAL, SP-LN-AVG, DISPATCH-DP",
     "pipeline stages": "TIED-PP, PP-GAS-POW, CKPT-RESHARD-NAME",
-    "experts": "EP-SCALE",
-    "a sharded average of the weights": "EMA-SHARD",
 }
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The whole page; the same on every machine where all is right."""
-    return "\n".join(_lines(rows)) + "\n"
+def markdown(rows: Sequence[Row], scripts: Sequence[Sequence[str]] = ()) -> str:
+    """The whole page; the same on every machine where all is right.
+
+    Each of `scripts` has the cells of a bug in a script: what, which script, source, clause, place.
+    """
+    return "\n".join(_lines(rows, scripts)) + "\n"
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
+def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[str]:
     yield "# The kill matrix"
     yield ""
     yield "<!-- Written by `make docs`; a test says when it is out of date. -->"
@@ -52,6 +53,17 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
     yield "| variant | what it does | held | inconclusive | wrong |"
     yield "|---|---|---|---|---|"
     yield from map(_benign_line, matrix.of_benign(rows).values())
+    yield ""
+    yield "## Bugs in scripts"
+    yield ""
+    yield (
+        "Scripts of `examples/user_trainers` with some lines changed, and what finds each bug. "
+        "Nothing here was run to write this page: tests, `make twins` and `make integrations` do."
+    )
+    yield ""
+    yield "| bug | script | source | clause | found at |"
+    yield "|---|---|---|---|---|"
+    yield from (_line(*cells) for cells in scripts)
     yield ""
     yield "## Not expressible here"
     yield ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
     """All ranks' events step by step, those of a life after those of the life before; of one step
     starts first and updates last, but who is gone made none.
 
-    What ranks hold in pieces is whole in them, and micro-batches that they share are one.
+    What ranks hold in pieces is whole in them, and micro-batches that they share are one. Buffers
+    that are local on one rank are in none.
     """
     kinds = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
 
@@ -47,6 +48,9 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
         step = getattr(event, "step", None) or 0
         return step, kinds.index(type(event)) if type(event) in kinds else len(kinds)
 
+    told = [one.local for one in ranks if one.local is not None]
+    local = frozenset[str]().union(*told) if told else None
+    ranks = [replace(one, events=tuple(_without(one.events, local))) for one in ranks]
     lives = sorted({one.life for one in ranks})
     return [
         event
@@ -85,6 +89,17 @@ def numbered(events: Iterable[Event], accumulation: int, places: Mapping[int, in
         else:
             found.append(event)
     return found
+
+
+def _without(events: Iterable[Event], local: Set[str] | None) -> Iterator[Event]:
+    """`events` without the buffers that are `local`; without any where that is not known."""
+    for event in events:
+        if isinstance(event, Start | Update | Synchronised) and event.buffers:
+            names = event.buffers.keys() - (event.buffers.keys() if local is None else local)
+            kept = {name: one for name, one in event.buffers.items() if name in names}
+            yield replace(event, buffers=kept)
+        else:
+            yield event
 
 
 def _arranged(ranks: Sequence[RankTrace]) -> Layout | None:

@@ -30,6 +30,7 @@ from entrenar_py.observing import (
     tensors,
 )
 from entrenar_py.observing.backward import BackwardPass
+from entrenar_py.observing.buffers import Buffers
 from entrenar_py.observing.closures import Arguments, looked_at
 from entrenar_py.observing.draws import Draws
 from entrenar_py.observing.passes import Passes
@@ -66,6 +67,7 @@ class Observer(Observation):
             world_size=world_size,
         )
         self._model, self._step = self._subject.model, step
+        self._buffers = Buffers(self._model)
         self._scheduler = scheduler
         self._draws = None if sampler is None else Draws(sampler)
         self._faults = [Fault.from_dict(one) for one in json.loads(os.environ.get(FAULTS, "[]"))]
@@ -142,7 +144,8 @@ class Observer(Observation):
         self._write([halt])
 
     def synchronised(self, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-        self._write([self._together.event(self._subject, optimizer, weights, self._step - 1)])
+        held, step = self._buffers.held(), self._step - 1
+        self._write([self._together.event(self._subject, optimizer, weights, held, step)])
 
     def close(self) -> None:
         super().close()
@@ -209,6 +212,7 @@ class Observer(Observation):
         return True
 
     def _before_forward(self) -> None:
+        self._buffers.before_forward()
         if not (self._model.training and torch.is_grad_enabled()):
             return
         if self._overflowed and not any(
@@ -228,6 +232,8 @@ class Observer(Observation):
             self._random = (tensors.random_state(self._model), None)
 
     def _after_forward(self, output: Any) -> None:
+        if (local := self._buffers.after_forward()) is not None:
+            self._file.leave_out(local)
         before, drawn = self._random
         if before and drawn is None and tensors.random_state(self._model) != before:
             self._random = (before, before)
@@ -326,6 +332,7 @@ class Observer(Observation):
                     applied_norm=self._applied_norm,
                     weights=self._subject.record(parameters),
                     optimizer=self._subject.optimizer_state(),
+                    buffers=self._subject.buffers(self._buffers.held()),
                 )
             ]
         )
@@ -339,14 +346,10 @@ class Observer(Observation):
 
     def _perhaps_die(self) -> None:
         """Kills this process if that is planned here; once, since it may be started again."""
-        for fault in self._faults:
-            if fault.kind != "leave" or self._file.life:
-                continue
-            if (fault.rank, fault.step) == (self._rank, self._step):
-                place = {"step": self._step, "rank": self._rank}
-                gone = trace.Membership(**place, change="left", reason="killed (SIGKILL)")
-                self._write([trace.Injected(fault=fault.to_dict(), **place), gone])
-                os.kill(os.getpid(), signal.SIGKILL)
+        place = (self._rank, self._step)
+        for fault in self._faults if not self._file.life else ():
+            if fault.kind == "leave" and (fault.rank, fault.step) == place:
+                planted.die(fault, self._write)
 
     # --- what is recorded -------------------------------------------------------------------------
 
@@ -374,6 +377,7 @@ class Observer(Observation):
             progress=tensors.progress(self._scheduler),
             weights=subject.record(parameters),
             optimizer=subject.optimizer_state(),
+            buffers=subject.buffers(self._buffers.held()),
         )
         self._write([start])
 

@@ -1,15 +1,20 @@
-"""What is to go wrong, planted in what this rank holds: in a gradient, or in a model's output."""
+"""What is to go wrong, planted in what this rank holds: in a gradient, in a model's output, or in
+the process.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.observing import gathered, pieces
 from entrenar_py.observing.subject import Subject
@@ -65,6 +70,17 @@ def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]:
         return output + (float(fault.value or "nan") - output.detach())
 
     return [subject.model.register_forward_hook(spoil)]
+
+
+def die(fault: Fault, write: Callable[[Sequence[trace.Event]], None]) -> None:
+    """Writes that `fault`, of a rank and a step, kills this process, and kills it."""
+    assert fault.rank is not None
+    assert fault.step is not None
+    gone = trace.Membership(
+        step=fault.step, rank=fault.rank, change="left", reason="killed (SIGKILL)"
+    )
+    write([trace.Injected(fault=fault.to_dict(), step=fault.step, rank=fault.rank), gone])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # What a planted value does, by its kind.

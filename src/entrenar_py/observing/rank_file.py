@@ -1,8 +1,8 @@
 """The file in which one rank of somebody's own trainer keeps what it records, line by line.
 
-A header, an event a line, between them lines on how ranks are arranged and which pieces of tensors
-this one holds, and a last line if training came to its end: what is there when the process dies
-stays.
+A header, an event a line, between them lines on how ranks are arranged, which pieces of tensors
+this one holds and which buffers no other shares, and a last line if training came to its end: what
+is there when the process dies stays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RankTrace:
 
     `header` is how it was launched and what it declared; `layout` how the ranks are arranged, None
     where it did not say, and `pieces` the place of each tensor of which it holds a part, by name;
-    `ended` whether training came to its end, and `problem` what it ended by, empty if by nothing.
+    `local` names buffers that follow its own samples, None where none can be told. `ended` is
+    whether training came to its end, and `problem` what it ended by, empty if by nothing.
     """
 
     life: int
@@ -50,6 +51,7 @@ class RankTrace:
     problem: str
     layout: Layout | None = None
     pieces: Mapping[str, Piece] = field(default_factory=dict)
+    local: frozenset[str] | None = None
 
     @property
     def rank(self) -> int:
@@ -73,6 +75,12 @@ class RankFile:
     def arrange(self, told: Mapping[str, Any]) -> None:
         """Writes how the ranks are arranged, and where pieces lie: it is so of what comes next."""
         self._write(json.dumps({"kind": "layout", **told}) + "\n")
+
+    def leave_out(self, local: Iterable[str]) -> None:
+        """Writes that these buffers are not to be compared, wherever they were recorded, and that
+        others may be.
+        """
+        self._write(json.dumps({"kind": "local", "buffers": sorted(local)}) + "\n")
 
     def close(self, problem: str = "") -> None:
         """Says that training is over, and what by; nothing can be written after that."""
@@ -110,11 +118,14 @@ def load(path: Path) -> RankTrace:
     events: list[trace.Event] = []
     arranged: Layout | None = None
     pieces: dict[str, Piece] = {}
+    local: frozenset[str] | None = None
     for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
         try:
             if records[number - 1].get("kind") == "layout":
                 arranged, fresh = _arranged(records[number - 1], header)
                 pieces |= fresh
+            elif records[number - 1].get("kind") == "local":
+                local = (local or frozenset()).union(records[number - 1].get("buffers", ()))
             else:
                 events += trace.load_events(line)
         except UsageError as error:
@@ -122,6 +133,7 @@ def load(path: Path) -> RankTrace:
     return RankTrace(
         layout=arranged,
         pieces=pieces,
+        local=local,
         life=life_of(path),
         header=header,
         events=tuple(events),

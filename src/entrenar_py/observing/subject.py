@@ -68,8 +68,11 @@ class Subject:
         """What this rank holds of each of these: the model's parameters, or tensors placed as
         those are; what is placed otherwise, or is a term of a sum, is left out as unknown.
         """
+        return self._record(named, self.values)
+
+    def _record(self, named: Mapping[str, Tensor | None], values: bool) -> trace.Tensors:
         return {
-            name: tensors.record(pieces.local(tensor), values=self.values)
+            name: tensors.record(pieces.local(tensor), values=values)
             for name, tensor in named.items()
             if tensor is not None
             and not pieces.is_partial(tensor)
@@ -81,11 +84,23 @@ class Subject:
         state: dict[str, Tensor | None] = {}
         for optimizer in self.optimizers:
             state |= tensors.optimizer_state(optimizer, self._names)
-        for name, tensor in state.items():
+        self._place(state)
+        return self.record(state)
+
+    def buffers(self, named: Mapping[str, Tensor]) -> trace.Tensors:
+        """What this rank holds of buffers; without values where they are larger than models are of
+        which these are kept.
+        """
+        self._place(named)
+        small = sum(one.numel() for one in named.values()) <= tensors.VALUES_MAX
+        return self._record(named, self.values and small)
+
+    def _place(self, named: Mapping[str, Tensor | None]) -> None:
+        """Notes where the pieces of tensors lie that are no parameters."""
+        for name, tensor in named.items():
             piece = None if tensor is None else pieces.piece_of(tensor)
             if piece is not None:
                 self.pieces.setdefault(name, piece)
-        return self.record(state)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of each parameter that is trained, as far as there is one."""

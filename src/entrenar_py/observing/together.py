@@ -31,6 +31,7 @@ class Together:
         subject: Subject,
         optimizer: torch.optim.Optimizer,
         weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
         step: int,
     ) -> trace.Synchronised:
         """The rank was brought together with the others after `step`, and goes on from here."""
@@ -43,7 +44,7 @@ class Together:
             rank=self._rank,
             weights=subject.record(subject.parameters),
             optimizer=subject.record(dict(tensors.optimizer_state(optimizer, names))),
-            buffers=subject.record(dict(subject.model.named_buffers())),
+            buffers=subject.buffers(buffers),
             collectives=collectives[0],
             collectives_alone=collectives[1],
         )

@@ -1,0 +1,105 @@
+"""Buffers: what every rank is to hold alike is recorded; what follows its own samples is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import entrenar_py
+from entrenar_py.observing import FOLDER, assembly, rank_file
+from entrenar_py.observing.buffers import Buffers
+from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.trace import Start, Tensors, Update
+
+
+class Model(nn.Module):
+    """With buffers of every kind."""
+
+    average: Tensor
+    replaced: Tensor
+    unversioned: Tensor
+    reassigned: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+        self.norm = nn.BatchNorm1d(2)
+        for name in ("average", "replaced", "unversioned", "reassigned"):
+            self.register_buffer(name, torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("nothing", torch.full((2,), torch.nan))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Changes two buffers in ways that leave no other trace, and BatchNorm's."""
+        y: Tensor = self.norm(self.layer(x))
+        self.unversioned.data.add_(1)
+        self.reassigned = self.reassigned + x.mean()
+        return y
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
+    """Two steps, behind each of which two buffers are moved, one by a new tensor."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(2):
+        obs.samples([2 * step, 2 * step + 1])
+        model(torch.randn(2, 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.average.add_(1)
+        model.replaced = model.replaced + 2
+    obs.close()
+    (path,) = tmp_path.glob("*.rank.jsonl")
+    return rank_file.load(path)
+
+
+def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:
+    """Of each start and update of a run."""
+    events = assembly.ordered([*ranks])
+    return [event.buffers for event in events if isinstance(event, Start | Update)]
+
+
+def test_what_no_forward_pass_changes_is_recorded(record: RankTrace) -> None:
+    """By name, whichever tensor has it now; and of what one changes nothing at all."""
+    found = buffers([record])
+    assert [list(one) for one in found] == [["average", "replaced", "nothing"]] * 3
+    values = [[one[name].values() for one in found] for name in ("average", "replaced")]
+    assert [[v[0] for v in of if v is not None] for of in values] == [[0, 0, 1], [0, 0, 2]]
+    local = frozenset({"norm.running_mean", "norm.running_var", "unversioned", "reassigned"})
+    assert record.local == local
+
+
+def test_what_is_local_on_one_rank_is_so_on_all(record: RankTrace) -> None:
+    """Who had no samples did not change it, and must not differ by that."""
+    other = replace(record, header={**record.header, "rank": 1}, local=frozenset({"average"}))
+    found = buffers([record, replace(other, events=record.events)])
+    assert {tuple(one) for one in found} == {("replaced", "nothing")}
+
+
+def test_synchronised_statistics_are_everyone_s() -> None:
+    """SyncBatchNorm's are recorded though a forward pass changes them."""
+    model = nn.SyncBatchNorm(2)
+    known = Buffers(model)
+    known.before_forward()
+    model.get_buffer("running_mean").add_(1)
+    assert known.after_forward() == []
+    assert known.after_forward() is None
+    assert list(known.held()) == ["running_mean", "running_var"]
+
+
+def test_a_model_that_is_never_called_has_none(record: RankTrace) -> None:
+    """What its parts do in their forward passes can't be seen from it; one rank that calls it is
+    enough.
+    """
+    silent = replace(record, local=None)
+    assert not any(buffers([silent]))
+    other = replace(silent, header={**record.header, "rank": 1})
+    assert {tuple(one) for one in buffers([record, other])} == {("average", "replaced", "nothing")}
