@@ -42,17 +42,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _tried() -> list[Variant]:
-    """The variants of all trainers that need no processes of torch's own; and of those that do a
-    mutant for each clause that no other shows to fail. `make mutants` tries all.
+    """The variants of all trainers that need no processes of torch's own; and of those that do one
+    for each clause that no other shows to fail, or to be silent. `make mutants` tries all.
     """
     variants = mutants.catalogue().values()
     quick = [one for one in variants if not systems.SYSTEMS[one.scenario.system].only]
-    shown = {clause for one in quick for clause in one.invariants}
+    shown = {(one.benign, clause) for one in quick for clause in _about(one)}
     for one in variants:
-        if one not in quick and not shown.issuperset(one.invariants):
+        about = {(one.benign, clause) for clause in _about(one)}
+        if one not in quick and not shown.issuperset(about):
             quick.append(one)
-            shown.update(one.invariants)
+            shown |= about
     return quick
+
+
+def _about(variant: Variant) -> tuple[str, ...]:
+    return variant.tried if variant.benign else variant.invariants
 
 
 @cache

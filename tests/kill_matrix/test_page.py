@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from entrenar_py import kill_matrix
-from entrenar_py.kill_matrix import page
 from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
 
 
@@ -35,9 +34,3 @@ def test_bugs_in_scripts_have_a_table() -> None:
     """Each with its source, and the clause that finds it."""
     cells = ("none is divided", "`train.py`", "classic", "F-DP-005", "step 0")
     assert f"| {' | '.join(cells)} |" in kill_matrix.markdown([], [cells])
-
-
-def test_what_can_not_be_planted_is_listed() -> None:
-    """Known bugs of other parallelisms are named with what they need."""
-    text = kill_matrix.markdown([])
-    assert all(f"- {what}: {names}" in text for what, names in page.NOT_EXPRESSIBLE.items())

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from entrenar_py.kill_matrix import rows as matrix
 from entrenar_py.kill_matrix.rows import Row
-
-# Bugs known from elsewhere that no data-parallel trainer can have: what they need, and their names.
-NOT_EXPRESSIBLE: Mapping[str, str] = {
-    "tensor parallelism": "CLIP-TP-RANK, CLIP-COUNT, TP-PARTIAL, SP-LN-AVG, DISPATCH-DP",
-    "pipeline stages": "TIED-PP, PP-GAS-POW, CKPT-RESHARD-NAME",
-}
 
 
 def markdown(rows: Sequence[Row], scripts: Sequence[Sequence[str]] = ()) -> str:
@@ -64,13 +58,6 @@ def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[st
     yield "| bug | script | source | clause | found at |"
     yield "|---|---|---|---|---|"
     yield from (_line(*cells) for cells in scripts)
-    yield ""
-    yield "## Not expressible here"
-    yield ""
-    yield "Bugs that need what a data-parallel trainer does not have:"
-    yield ""
-    for what, names in NOT_EXPRESSIBLE.items():
-        yield f"- {what}: {names}"
 
 
 def _mutant_line(row: Row) -> str:
