@@ -114,7 +114,7 @@ def of_rank_0(rank: Rank, *state: Any) -> Any:
     """Every rank goes on with the random state of rank 0."""
     loaded = _load(rank, *state)
     saved = torch.load(rank.checkpoint, weights_only=True)
-    torch.set_rng_state(saved["random"][rank.workers[0]])
+    rank.restore_random(saved["random"][rank.workers[0]])
     return loaded
 
 

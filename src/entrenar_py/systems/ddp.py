@@ -147,8 +147,8 @@ def save(
     step: int,
 ) -> None:
     """Rank 0 writes one file with all that a resume needs, every rank's random state too."""
-    states: list[Tensor] = [torch.empty(0)] * rank.world_size
-    dist.all_gather_object(states, torch.get_rng_state())
+    states: list[list[Tensor]] = [[] for _ in rank.workers]
+    dist.all_gather_object(states, rank.random_states())
     if rank.index == 0:
         content: dict[str, Any] = {
             "model": model.state_dict(),
@@ -177,5 +177,5 @@ def load(
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     if rank.worker in saved["random"]:
-        torch.set_rng_state(saved["random"][rank.worker].cpu())
+        rank.restore_random(saved["random"][rank.worker])
     return sharding.Position(saved["epoch"], saved["offset"]), saved["step"]

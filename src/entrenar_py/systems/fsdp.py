@@ -182,8 +182,8 @@ def save(
 
     Of models that no rank can hold, `torch.distributed.checkpoint.save` writes each rank's pieces.
     """
-    states: list[Tensor] = [torch.empty(0)] * rank.world_size
-    dist.all_gather_object(states, torch.get_rng_state())
+    states: list[list[Tensor]] = [[] for _ in rank.workers]
+    dist.all_gather_object(states, rank.random_states())
     # Asked for a state that there is not, torch makes a step with gradients of zero to have one,
     # and Adam counts it: there is none before the first step, and SGD never has any.
     kept = None
@@ -219,5 +219,5 @@ def load(
     for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = learning_rate  # also where there was no state to bring it
     if rank.worker in saved["random"]:
-        torch.set_rng_state(saved["random"][rank.worker].cpu())
+        rank.restore_random(saved["random"][rank.worker])
     return sharding.Position(saved["epoch"], saved["offset"]), saved["step"]

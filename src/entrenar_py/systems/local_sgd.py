@@ -355,10 +355,8 @@ def save(worker: Worker) -> None:
         "weight": worker.round.weight,
         "model": worker.model.state_dict(),
         "inner": worker.inner.state_dict(),
-        "random": torch.get_rng_state(),
+        "random": worker.rank.random_states(),
     }
-    if worker.rank.device.type == "cuda":
-        content["random_on_device"] = torch.cuda.get_rng_state(worker.rank.device)
     part = checkpoint(worker.rank).with_suffix(".part")
     torch.save(content, part)
     part.replace(checkpoint(worker.rank))  # whole or not at all
@@ -376,9 +374,7 @@ def load(worker: Worker) -> bool:
     worker.round.weight = saved["weight"]
     worker.model.load_state_dict(saved["model"])
     worker.inner.load_state_dict(saved["inner"])
-    torch.set_rng_state(saved["random"].cpu())
-    if "random_on_device" in saved:
-        torch.cuda.set_rng_state(saved["random_on_device"].cpu(), rank.device)
+    rank.restore_random(saved["random"])
     return True
 
 

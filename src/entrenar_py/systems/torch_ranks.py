@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from entrenar_py import mutants, trace
 from entrenar_py.drivers.processes import Crew, Hand, Job
@@ -80,6 +81,19 @@ class Rank:
     def seed_of(self, worker: int) -> int:
         """That of another worker."""
         return int(self.scenario.rng("torch", worker, self.life).integers(2**63))
+
+    def random_states(self) -> list[Tensor]:
+        """Where the generators stand that this rank draws from: the CPU's, and its GPU's."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def restore_random(self, states: Sequence[Tensor]) -> None:
+        """Puts the generators back where they stood."""
+        torch.set_rng_state(states[0].cpu())
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1].cpu(), self.device)
 
 
 # --- the process that starts them -------------------------------------------------------------

@@ -33,7 +33,7 @@ def save(
             names[parameter]: {key: whole(value) for key, value in state.items()}
             for parameter, state in optimizer.state.items()
         },
-        "random": {rank.worker: torch.get_rng_state()},
+        "random": {rank.worker: rank.random_states()},
     }
     parts: list[Any] | None = [None] * rank.world_size if rank.index == 0 else None
     dist.gather_object(own, parts)
@@ -67,7 +67,7 @@ def load(
     ):
         group["lr"] = peak * factor(step)
     if rank.worker in saved["random"]:
-        torch.set_rng_state(saved["random"][rank.worker].cpu())
+        rank.restore_random(saved["random"][rank.worker])
     return sharding.Position(saved["epoch"], saved["offset"]), step
 
 
