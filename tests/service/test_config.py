@@ -113,7 +113,7 @@ updates: server
         ),
         (
             "workload: mpl\nworld_size: 2\nseed: 1\nsecret_file: secret\n",
-            ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder, decoder_full,"],
+            ["run.yaml:1:11: error: workload='mpl': allowed are linear, mlp, decoder,"],
         ),
         (
             SMALL.replace("mlp", "own"),

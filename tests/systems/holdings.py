@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from asyncio import BaseTransport, Task
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 
@@ -18,6 +18,11 @@ class Holdings:
     processes: int
     threads: int
     objects: int
+
+    def within(self, other: Holdings) -> bool:
+        """Whether there is no more of anything."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(mine <= theirs for mine, theirs in pairs)
 
 
 def holdings() -> Holdings:
