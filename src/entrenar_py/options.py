@@ -195,9 +195,10 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--system",
         metavar="NAME",
-        help="the trainer, instead of the contract's: reference, textbook, or one with real "
+        help="the trainer, instead of the contract's: reference, textbook; one with real "
         "processes over TCP (parameter_server, mesh, ring) or the same in virtual time "
-        "(parameter_server_simulated, mesh_simulated, ring_simulated)",
+        "(parameter_server_simulated, mesh_simulated, ring_simulated); torch's own (ddp, "
+        "ddp_canonical, fsdp, tensor_parallel, sequence_parallel, pipeline_parallel, local_sgd)",
     )
     group.add_argument(
         "--world-size",

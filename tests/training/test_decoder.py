@@ -131,7 +131,7 @@ def test_only_the_adapters_train(model: decoder.ByteDecoder) -> None:
 def reference_loss(tensors: dict[str, Tensor], line: bytes) -> Tensor:
     """The model on one unpadded line, from torch's own layers."""
     tokens = torch.tensor(list(line))
-    x = tensors["embedding"][tokens[:-1]]  # [t, d]
+    x = tensors["embedding.weight"][tokens[:-1]]  # [t, d]
     for block in ("blocks.0", "blocks.1"):
         weights = {
             key.removeprefix(f"{block}."): value
@@ -141,7 +141,7 @@ def reference_loss(tensors: dict[str, Tensor], line: bytes) -> Tensor:
         for projection in ("attention.q", "attention.v"):
             change = weights[f"{projection}.lora_b"] @ weights[f"{projection}.lora_a"]
             weights[f"{projection}.weight"] = weights[f"{projection}.weight"] + 2 * change
-        y = F.rms_norm(x, (32,), weights["attention.norm"], eps=1e-5)
+        y = F.rms_norm(x, (32,), weights["attention_norm.weight"], eps=1e-5)
         q, k, v = (
             (y @ weights[f"attention.{name}.weight"].T).view(len(y), -1, 8).transpose(0, 1)
             for name in "qkv"
@@ -150,10 +150,10 @@ def reference_loss(tensors: dict[str, Tensor], line: bytes) -> Tensor:
             turn(q)[None], turn(k)[None], v[None], is_causal=True, enable_gqa=True
         )[0]
         x = x + mixed.transpose(0, 1).flatten(1) @ weights["attention.o.weight"].T
-        y = F.rms_norm(x, (32,), weights["mlp.norm"], eps=1e-5)
+        y = F.rms_norm(x, (32,), weights["mlp_norm.weight"], eps=1e-5)
         gated = F.silu(y @ weights["mlp.gate.weight"].T) * (y @ weights["mlp.up.weight"].T)
         x = x + gated @ weights["mlp.down.weight"].T
-    logits = F.rms_norm(x, (32,), tensors["norm"], eps=1e-5) @ tensors["embedding"].T
+    logits = F.rms_norm(x, (32,), tensors["norm.weight"], eps=1e-5) @ tensors["embedding.weight"].T
     return F.cross_entropy(logits, tokens[1:], reduction="sum")
 
 
