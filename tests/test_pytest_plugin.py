@@ -139,6 +139,7 @@ def test_a_mark_may_leave_the_contract_to_the_option(run: type[Run]) -> None:
         (("--contract", "absent.yaml"), "contract='absent.yaml': no such file"),
         (("--contract", "small-v1.yaml", "--contract-system", "x"), "system='x': allowed are"),
         (("--contract-system", "ring"), "--contract-system means nothing without --contract"),
+        (("--contract-examples", "3"), "--contract-examples means nothing without --contract"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MARK = "contract"
 _KNOWN: pytest.StashKey[dict[Any, Any]] = pytest.StashKey()  # what was judged in this session
+EXAMPLES = 20
 ALLOW = "contract_allow_inconclusive"
 _USAGE = (
     "contract(id, *, contract=FILE, system=NAME, world_size=N, seed=N, examples=N): "
@@ -40,8 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--contract-examples",
         metavar="N",
         type=int,
-        default=20,
-        help="random scenarios to explore per clause of --contract (default 20)",
+        help=f"random scenarios to explore per clause of --contract (default {EXAMPLES})",
     )
     parser.addini(ALLOW, type="bool", default=False, help="skip what is inconclusive, don't fail")
 
@@ -49,8 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the mark known; UsageError for an option that means nothing."""
     config.addinivalue_line("markers", _USAGE)
-    if config.getoption("--contract") is None and config.getoption("--contract-system"):
-        raise pytest.UsageError("--contract-system means nothing without --contract")
+    for option in ("--contract-system", "--contract-examples"):
+        if config.getoption("--contract") is None and config.getoption(option) is not None:
+            raise pytest.UsageError(f"{option} means nothing without --contract")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the tests
@@ -63,12 +64,13 @@ def pytest_collection_modifyitems(
     from entrenar_py import pytest_judging as judging
     from entrenar_py.errors import EntrenarError
 
+    examples = config.getoption("--contract-examples")
     try:
         wish = judging.Wish(
             clause="",
             contract=config.getoption("--contract"),
             system=config.getoption("--contract-system"),
-            examples=config.getoption("--contract-examples"),
+            examples=EXAMPLES if examples is None else examples,
         )
         loaded = judging.load(wish.contract)
         judging.require_possible(wish)

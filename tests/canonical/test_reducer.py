@@ -141,6 +141,18 @@ def test_a_backward_pass_outside_of_the_loop(alone: None) -> None:
         ddp(torch.randn(1, 3)).sum().backward()
 
 
+def test_a_second_backward_pass(alone: None) -> None:
+    """Its gradients would be added in an order that depends on the world size."""
+    ddp = wrapped()
+    reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=1)
+    batches = reducer.fold(torch.randn(1, 5, 3))
+    batch = next(batches)
+    ddp(batch).sum().backward()
+    loss = ddp(batch).sum()
+    with pytest.raises(UsageError, match="a second backward pass in micro-batch 0"):
+        loss.backward()
+
+
 def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
     """After a break the next batch is as any other."""
     ddp = wrapped()

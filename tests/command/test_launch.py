@@ -168,6 +168,9 @@ def test_placeholders() -> None:
     runs.require_placeholders(["a{world_size}b", "{}", "{'x': 1}", "{"])
     with pytest.raises(UsageError, match="did you mean 'world_size'"):
         runs.require_placeholders(["--n={worldsize}"])
+    runs.require_placeholders(["cd ${HOME}; train {world_size}"])  # a shell's own
+    with pytest.raises(UsageError, match="did you mean 'steps'"):
+        runs.require_placeholders(["train {world_size} --steps {stpes}"])
 
 
 @pytest.mark.parametrize("changes", [{"seed": 3}, {"num_steps": 4}])

@@ -42,7 +42,8 @@ class Reducer:
         settings.require_deterministic()
         self._switches = settings.switches()
         device = next(iter(self._parameters)).device
-        facts = {"micro_batches": micro_batches, **self._switches}
+        asked = {"micro_batches": micro_batches, "symmetric_memory": symmetric_memory}
+        facts = {**asked, **self._switches}
         settings.require_same({**facts, **settings.surroundings(device)}, group)
         share = micro_batches // world_size
         self.shards = range(rank * share, (rank + 1) * share)
@@ -112,6 +113,11 @@ class Reducer:
                 "every micro-batch has to come from there"
             )
         parameters = bucket.parameters()
+        if not self._reduced.isdisjoint(parameters):
+            raise UsageError(
+                f"a second backward pass in micro-batch {self._shard}: with the canonical "
+                "all-reduce each has one; add up its losses first"
+            )
         self._reduced.update(parameters)
         self._counter.complete(parameters, _views(bucket.buffer(), parameters))
         return self._exchange(bucket.buffer())

@@ -7,6 +7,7 @@ is copied by engines that do nothing else, beside the backward pass.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from entrenar_py.canonical.exchange import ALIGNMENT
 
 # One is put into while the other is added, then taken from.
 _NUM_SLOTS = 2
-_PLANS_MAX = 4096  # more buffers than that are no buckets that come again
+_TIMEOUT_MS = 600_000  # of a rank that waits for the others, as NCCL's usual one
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Symmetric:
             for _ in range(2)
         )
         # Buckets come again in every step; to cut them anew takes longer than to start the copies.
-        self._plans: dict[tuple[int, int, torch.dtype, int], list[_Piece]] = {}
+        self._plans: OrderedDict[tuple[int, int, torch.dtype, int], list[_Piece]] = OrderedDict()
+        self._last: dict[tuple[int, int, torch.dtype, int], int] = {}  # call in which it was used
+        self._calls = 0
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
         """What `buffer` becomes; it may be touched again once the future was waited for."""
@@ -97,7 +100,7 @@ class Symmetric:
         """On the GPUs: every rank has put, taken and added all that it was told to by now."""
         self._adding.wait_stream(self._copying)
         with torch.cuda.stream(self._adding):
-            self._handle.barrier(channel=0)
+            self._handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
         self._copying.wait_stream(self._adding)
 
     def _add(self, piece: _Piece) -> None:
@@ -123,16 +126,26 @@ class Symmetric:
         """The pieces of `buffer`, in slots that follow on those of the call before."""
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:
-            if len(self._plans) >= _PLANS_MAX:
-                self._plans.clear()
             parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
             self._plans[key] = [
                 self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
                 for index, part in enumerate(parts)
             ]
         plan = self._plans[key]
+        self._plans.move_to_end(key)
+        self._calls += 1
+        self._last[key] = self._calls
+        self._forget()
         self._next = (self._next + len(plan)) % _NUM_SLOTS
         return plan
+
+    def _forget(self) -> None:
+        """Lets go of a buffer that did not come again for two steps: torch makes new buckets after
+        the first step, and a plan keeps what it is of.
+        """
+        oldest = next(iter(self._plans))
+        if self._calls - self._last[oldest] > 2 * len(self._plans):
+            del self._plans[oldest], self._last[oldest]
 
     def _piece(self, piece: Tensor, slot: _Slot) -> _Piece:
         """`piece` cut in a chunk for each rank; the last ones may be short, or empty."""

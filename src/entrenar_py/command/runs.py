@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import tempfile
@@ -130,21 +131,25 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
     """
     base = plan.folder or Path(tempfile.mkdtemp(prefix="entrenar-"))
     likes: dict[Turn | None, Scenario] = {}  # of the undisturbed runs, by what was turned in them
-    planned = plan.plain()
+    planned, first = plan.plain(), True
     while planned:
         name = next(iter(planned))
         asked = planned.pop(name)
         interrupts.check()
+        if asked.stops and asked.turn not in likes:
+            continue  # the run that it would be compared with has failed
         show(f"{shlex.join(plan.command)} ({name})")
         like = likes.get(asked.turn if asked.stops else None)
         found = _run(plan, asked, (base / name).absolute(), like)
         trace.save(found, base / f"{name}.jsonl")
         yield base / f"{name}.jsonl", found
-        if not likes:
+        if first:
+            first = False
             if found.end.status == "failed":
                 return
             planned |= plan.others(found.scenario) | plan.pairs(found)
-        if not (asked.stops or asked.faults or asked.repeat):
+        undisturbed = not (asked.stops or asked.faults or asked.repeat)
+        if undisturbed and found.end.status == "completed":
             likes.setdefault(asked.turn, found.scenario)
 
 
@@ -213,6 +218,6 @@ def _filled(word: str, values: dict[str, str]) -> str:
 def require_placeholders(command: Sequence[str]) -> None:
     """Returns if every placeholder is one; UsageError, with what was meant, for a misspelt one."""
     for word in command:
-        name = word.partition("{")[2].partition("}")[0]
-        if "{" + name + "}" in word and name.isidentifier() and name not in PLACEHOLDERS:
-            raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}")
+        for name in re.findall(r"(?<!\$)\{(\w+)\}", word):  # not a shell's ${...}
+            if name.isidentifier() and name not in PLACEHOLDERS:
+                raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}")

@@ -142,6 +142,11 @@ def observe(
     if every is not None:
         if isinstance(optimizer, Iterable):
             raise UsageError("every=: the watch follows one optimizer; give it, and not several")
+        if layout is not None or tied:
+            raise UsageError(
+                "every= with layout= or tied=: the watch knows pieces by their DTensors alone, and "
+                "would take others for copies; leave one of them out"
+            )
         from entrenar_py.observing.watch import Watch
 
         observation.watch = Watch(

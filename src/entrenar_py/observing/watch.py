@@ -148,7 +148,7 @@ class Watch:
         if not idle:
             return
         rates = {p: group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        asked: dict[torch.dtype, dict[int, Tensor]] = {}  # row -> gradient
+        asked: dict[object, dict[int, Tensor]] = {}  # row -> gradient, of each device and dtype
         for row in idle:
             one = parameters[row]
             if not one.requires_grad or one.grad is None or not local(one.grad).numel():
@@ -157,11 +157,12 @@ class Watch:
             # is that of a rate on a device, for which the host would have to wait.
             rate = rates.get(one)
             if rate is None or isinstance(rate, Tensor) or rate > 0:
-                asked.setdefault(one.grad.dtype, {})[row] = local(one.grad).detach()
+                gradient = local(one.grad).detach()
+                asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
         if asked:
             # A launch a dtype, not one a tensor: there may be hundreds that rest.
             norms = [torch._foreach_norm([*of.values()], float("inf")) for of in asked.values()]
-            largest = torch.cat([torch.stack(one).float() for one in norms])
+            largest = torch.cat([torch.stack(one).float().to(rows.device) for one in norms])
             live = ((largest > 0) & largest.isfinite()).to(rows)
             places = self._places_of(tuple(chain.from_iterable(asked.values())), rows.device)
             rows[:, _LIVE].index_put_((places,), live)

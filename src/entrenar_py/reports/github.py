@@ -74,6 +74,8 @@ def summary(report: Report) -> str:
     gate = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
     if contract.gate is not None:
         lines += ["", f"Gate {_text(f'{contract.gate.id} ({contract.gate.name}): {gate}')}"]
+    if report.left_out:
+        lines += ["", _text(report.left_out)]
     lines += ["", "Repeat with", "", _fenced([evidence.printable(report.command)])]
     return "\n".join(lines) + "\n"
 

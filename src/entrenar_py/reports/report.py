@@ -69,6 +69,15 @@ class Report:
     not_applying: tuple[Invariant, ...] = ()
 
     @property
+    def left_out(self) -> str:
+        """Which selected clauses do not apply to the system, and why; empty if all do."""
+        if not self.not_applying:
+            return ""
+        clauses = ", ".join(f"{one.id} ({one.name})" for one in self.not_applying)
+        why = "every step is one of all workers together"
+        return f"do not apply to {self.system}, since they presuppose that {why}: {clauses}"
+
+    @property
     def verdict(self) -> Verdict:
         """The worst verdict; INCONCLUSIVE at best when interrupted or when nothing was selected."""
         verdicts = [entry.verdict for entry in self.entries]

@@ -185,11 +185,8 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
         facts = ", ".join(f"{name} {value}" for name, value in evidence.flatten(report.environment))
         _line(console, f"ran on {facts}" if facts else "ran on: nothing recorded", style="dim")
         _command(console, f"repeat with: {report.command}")
-    if report.not_applying:
-        clauses = ", ".join(f"{one.id} ({one.name})" for one in report.not_applying)
-        why = "every step is one of all workers together"
-        told = f"do not apply to {report.system}, since they presuppose that {why}: {clauses}"
-        _line(console, evidence.one_line(told))
+    if report.left_out:
+        _line(console, evidence.one_line(report.left_out))
     if report.interrupted:
         _line(console, "interrupted: this is what is known so far", style="bold yellow")
     elif not report.entries:

@@ -173,7 +173,8 @@ class _Lives:
                     step = until
                     continue
                 if any(answer and answer["status"] == "halted" for answer in answers):
-                    return "halted", next(a["reason"] for a in answers if a)
+                    halted = [a["reason"] for a in answers if a and a["status"] == "halted"]
+                    return "halted", halted[0]
                 lost = self._lost(died)
                 if not lost:
                     return "failed", next((a["reason"] for a in answers if a), "every rank died")
