@@ -97,7 +97,8 @@ def test_what_rightly_stays() -> None:
     trained = [model.a, model.unused, model.empty]
     (_, finiteness, liveness) = train(model, 9, trained=trained).watched()
     assert (finiteness.steps, finiteness.comparisons) == (9, 54)
-    assert (liveness.steps, liveness.comparisons) == (8, 48)
+    # Where all rests by right nothing was looked at, and nothing is said to have been.
+    assert (liveness.steps, liveness.comparisons) == (0, 0)
     train(nn.Linear(2, 1), 9, rate=0.0)
 
 

@@ -156,7 +156,9 @@ class Judge:
             f"did not move in {self._patience} steps or more, though it is trainable and its "
             "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
         )
-        return list(self._named(LIVENESS, step, dead, message)), int(self._there.sum())
+        # What rests and is not said to have had a gradient was not looked at: it may be frozen.
+        looked_at = (self._there & ~self._idle) | stuck
+        return list(self._named(LIVENESS, step, dead, message)), int(looked_at.sum())
 
     # --- all --------------------------------------------------------------------------------------
 
