@@ -29,7 +29,7 @@ def place(
     scenario: Scenario, fault: Fault, workers: Sequence[int], arranged: Arrangement
 ) -> list[Fault]:
     """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
-    that has its first sample.
+    that stands where it does in its rank's share: both are cut in order.
 
     What is added to a batch's gradient is added by all who compute it: they may hold copies. In
     stages a gradient is struck where its tensor is, by default in the first stage, a loss in the

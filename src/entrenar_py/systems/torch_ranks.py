@@ -314,7 +314,7 @@ def _train(scenario: Scenario, job: Mapping[str, Any]) -> tuple[str, str]:
             init_method=f"file://{folder}/rendezvous",
             rank=index,
             world_size=len(workers),
-            timeout=timedelta(seconds=DEADLINE_S),
+            timeout=timedelta(seconds=scenario.options.get("deadline_s", DEADLINE_S)),
         )
         rank = Rank(
             scenario=scenario,
