@@ -14,13 +14,14 @@ from torch.nn.utils import clip_grads_with_norm_
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import fsdp as trainer
-from entrenar_py.systems import torch_module
+from entrenar_py.systems import torch_batches, torch_module
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
 
 from .subjects import FSDP, TORCH_MODULE, fsdp
 
-_shard, _save, _load, _weight = trainer.shard, trainer.save, trainer.load, trainer.total_weight
+_shard, _save, _load = trainer.shard, trainer.save, trainer.load
+_weight = torch_batches.total_weight
 _optimizer_of = torch_module.optimizer_of
 _synchronise = FSDPModule.set_requires_gradient_sync
 

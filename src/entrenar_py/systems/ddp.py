@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py
@@ -20,7 +20,13 @@ from entrenar_py import trace
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import torch_module, torch_ranks
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
-from entrenar_py.systems.torch_ranks import Rank
+from entrenar_py.systems.torch_batches import (
+    global_batch,
+    micro_batches,
+    total_weight,
+    update_buffers,
+)
+from entrenar_py.systems.torch_ranks import Rank, write
 from entrenar_py.training import sharding
 
 
@@ -75,18 +81,6 @@ def train(rank: Rank) -> None:
     obs.close()
 
 
-def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
-    """The samples of this step, over all ranks: every rank shuffles alike, by seed and epoch."""
-    visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
-    return sharding.batch(visit, position, scenario.batch_size)
-
-
-def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
-    """What rank `index` takes of a global batch, in micro-batches; some may be empty."""
-    local = sharding.cut(ids, rank.world_size)[index]
-    return sharding.cut(local, rank.scenario.accumulation)
-
-
 def accumulate(
     rank: Rank,
     ddp: DistributedDataParallel,
@@ -97,7 +91,7 @@ def accumulate(
 ) -> None:
     """Leaves the mean gradient of the global batch in every rank's `.grad`."""
     ddp.zero_grad()
-    weight = total_weight(rank, ddp, ids)
+    weight = total_weight(rank, ddp.module, ids)
     parts = micro_batches(rank, ids, rank.index)
     for number, part in enumerate(parts):
         obs.samples(part, epoch=epoch)
@@ -108,22 +102,6 @@ def accumulate(
             own = ddp.module.count(part)
             obs.loss(loss.detach() / max(own, 1.0), own)
             (loss * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
-
-
-def total_weight(rank: Rank, ddp: DistributedDataParallel, ids: sharding.Ids) -> float:
-    """What the global batch counts: ranks hold other numbers of samples, and of tokens."""
-    local = sharding.cut(ids, rank.world_size)[rank.index]
-    weight = torch.tensor(ddp.module.count(local), device=rank.device)
-    dist.all_reduce(weight)
-    return float(weight)
-
-
-def update_buffers(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> None:
-    """Moves the running means by the global batch's mean, not the rank's."""
-    totals = model.statistics(sharding.cut(ids, rank.world_size)[rank.index])
-    for total in totals.values():
-        dist.all_reduce(total)
-    model.move_buffers(totals, len(ids))
 
 
 def clip(scenario: Scenario, model: nn.Module) -> None:
@@ -147,21 +125,18 @@ def save(
     step: int,
 ) -> None:
     """Rank 0 writes one file with all that a resume needs, every rank's random state too."""
-    states: list[list[Tensor]] = [[] for _ in rank.workers]
-    dist.all_gather_object(states, rank.random_states())
+    random = rank.all_random_states()
     if rank.index == 0:
         content: dict[str, Any] = {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
-            "random": dict(zip(rank.workers, states, strict=True)),
+            "random": random,
             "epoch": position.epoch,
             "offset": position.offset,
             "step": step,
         }
-        part = rank.checkpoint.with_suffix(".part")
-        torch.save(content, part)
-        part.replace(rank.checkpoint)  # whole or not at all
+        write(rank.checkpoint, content)
     dist.barrier()
 
 

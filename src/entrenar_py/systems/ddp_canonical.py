@@ -18,6 +18,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import ddp, torch_module, torch_ranks
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch_batches import global_batch, update_buffers
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
 
@@ -57,7 +58,7 @@ def train(rank: Rank) -> None:
     obs = entrenar_py.observe(wrapped, optimizer, step=step)
     guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
     while step < rank.until:
-        ids = ddp.global_batch(scenario, position)
+        ids = global_batch(scenario, position)
         leaves = sharding.cut(ids, num_leaves(scenario))
         try:
             accumulate(rank, reducer, wrapped, guard, obs, step, position.epoch, leaves)
@@ -73,7 +74,7 @@ def train(rank: Rank) -> None:
             )
             raise
         obs.reduced()
-        ddp.update_buffers(rank, model, ids)
+        update_buffers(rank, model, ids)
         ddp.clip(scenario, model)
         optimizer.step()
         scheduler.step()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,9 +25,14 @@ from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import torch_module, torch_ranks
-from entrenar_py.systems.ddp import global_batch, micro_batches
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
-from entrenar_py.systems.torch_ranks import Rank
+from entrenar_py.systems.torch_batches import (
+    global_batch,
+    micro_batches,
+    total_weight,
+    update_buffers,
+)
+from entrenar_py.systems.torch_ranks import Rank, write
 from entrenar_py.training import sharding
 
 # What is computed in; parameters, their gradients once reduced, and the optimizer are float32.
@@ -138,22 +143,6 @@ def accumulate(
         (loss.float() * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
 
 
-def total_weight(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> float:
-    """What the global batch counts: ranks hold other numbers of samples, and of tokens."""
-    local = sharding.cut(ids, rank.world_size)[rank.index]
-    weight = torch.tensor(model.count(local), device=rank.device)
-    dist.all_reduce(weight)
-    return float(weight)
-
-
-def update_buffers(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> None:
-    """Moves the running means by the global batch's mean; buffers are whole on every rank."""
-    totals = model.statistics(sharding.cut(ids, rank.world_size)[rank.index])
-    for total in totals.values():
-        dist.all_reduce(total)
-    model.move_buffers(totals, len(ids))
-
-
 def clip(scenario: Scenario, model: nn.Module) -> None:
     """Clips the reduced gradient, in place, by the float64 norm of all its pieces: a rank's own
     piece has another norm, and in float32 squares overflow.
@@ -182,8 +171,7 @@ def save(
 
     Of models that no rank can hold, `torch.distributed.checkpoint.save` writes each rank's pieces.
     """
-    states: list[list[Tensor]] = [[] for _ in rank.workers]
-    dist.all_gather_object(states, rank.random_states())
+    random = rank.all_random_states()
     # Asked for a state that there is not, torch makes a step with gradients of zero to have one,
     # and Adam counts it: there is none before the first step, and SGD never has any.
     kept = None
@@ -193,15 +181,13 @@ def save(
         "model": state_dict.get_model_state_dict(model, options=WHOLE),
         "optimizer": kept,
         "scheduler": scheduler.state_dict(),
-        "random": dict(zip(rank.workers, states, strict=True)),
+        "random": random,
         "epoch": position.epoch,
         "offset": position.offset,
         "step": step,
     }
     if rank.index == 0:
-        part = rank.checkpoint.with_suffix(".part")
-        torch.save(content, part)
-        part.replace(rank.checkpoint)  # whole or not at all
+        write(rank.checkpoint, content)
     dist.barrier()
 
 

@@ -24,6 +24,7 @@ from entrenar_py.outer import Outer
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import torch_module, torch_ranks
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch_batches import global_batch
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
 
@@ -150,12 +151,6 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
     now.weight += weight
     now.step += 1
     return None
-
-
-def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
-    """The samples of this step, over all workers, who shuffle alike, by seed and epoch."""
-    visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
-    return sharding.batch(visit, position, scenario.batch_size)
 
 
 def samples(worker: Worker) -> list[sharding.Ids]:
@@ -357,9 +352,7 @@ def save(worker: Worker) -> None:
         "inner": worker.inner.state_dict(),
         "random": worker.rank.random_states(),
     }
-    part = checkpoint(worker.rank).with_suffix(".part")
-    torch.save(content, part)
-    part.replace(checkpoint(worker.rank))  # whole or not at all
+    torch_ranks.write(checkpoint(worker.rank), content)
 
 
 def load(worker: Worker) -> bool:

@@ -31,6 +31,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models, torch_layers, torch_module, torch_ranks, whole_checkpoint
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch_batches import global_batch
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import sharding
 
@@ -249,12 +250,6 @@ def train(rank: Rank) -> None:
         if rank.saves:
             whole_checkpoint.save(rank, model, optimizer, position, step)
     obs.close()
-
-
-def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
-    """The samples of this step, over all ranks: every rank shuffles alike, by seed and epoch."""
-    visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
-    return sharding.batch(visit, position, scenario.batch_size)
 
 
 def compute(

@@ -29,6 +29,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import torch_layers, torch_module, torch_ranks, whole_checkpoint
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch_batches import global_batch
 from entrenar_py.systems.torch_ranks import Rank
 from entrenar_py.training import decoder, sharding
 
@@ -202,12 +203,6 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
         if rank.saves:
             whole_checkpoint.save(rank, model, optimizer, position, step)
     obs.close()
-
-
-def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
-    """The samples of this step, over all ranks: every rank shuffles alike, by seed and epoch."""
-    visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
-    return sharding.batch(visit, position, scenario.batch_size)
 
 
 def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids:

@@ -89,11 +89,24 @@ class Rank:
             states.append(torch.cuda.get_rng_state(self.device))
         return states
 
+    def all_random_states(self) -> dict[int, list[Tensor]]:
+        """Those of every rank, by worker; all ranks call it."""
+        states: list[list[Tensor]] = [[] for _ in self.workers]
+        dist.all_gather_object(states, self.random_states())
+        return dict(zip(self.workers, states, strict=True))
+
     def restore_random(self, states: Sequence[Tensor]) -> None:
         """Puts the generators back where they stood."""
         torch.set_rng_state(states[0].cpu())
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(states[1].cpu(), self.device)
+
+
+def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
+    """Writes it whole or not at all: who dies while it writes leaves the last one."""
+    unfinished = checkpoint.with_suffix(".part")
+    torch.save(content, unfinished)
+    unfinished.replace(checkpoint)
 
 
 # --- the process that starts them -------------------------------------------------------------

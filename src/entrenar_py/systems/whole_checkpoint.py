@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from entrenar_py.systems.torch_ranks import Rank
+from entrenar_py.systems.torch_ranks import Rank, write
 from entrenar_py.training import sharding
 
 
@@ -42,9 +42,7 @@ def save(
             key: {n: v for part in parts for n, v in part[key].items()} for key in own
         }
         content |= {"epoch": position.epoch, "offset": position.offset, "step": step}
-        unfinished = rank.checkpoint.with_suffix(".part")
-        torch.save(content, unfinished)
-        unfinished.replace(rank.checkpoint)  # whole or not at all
+        write(rank.checkpoint, content)
     dist.barrier()
 
 
