@@ -16,8 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -132,7 +131,11 @@ def watch_by_stock(parameters: Sequence[Tensor]) -> Callable[..., None]:
 
 
 def compare_steps(batch: int, rounds: int, num_steps: int) -> None:
-    """Blocks of steps in turns: plain, watched, watched by stock operations."""
+    """Blocks of steps in turns: plain, watched, plain again, watched by stock operations.
+
+    A round's ratio is to the mean of its two plain blocks, whose own ratio says what a percentage
+    is worth on that machine. `hook_ms` is what the watch takes of the host's time in a step.
+    """
     model: nn.Module = Decoder().to("cuda", torch.bfloat16)
     parameters = list(model.parameters())
     say(what="model", parameters=sum(one.numel() for one in parameters), tensors=len(parameters))
@@ -140,9 +143,14 @@ def compare_steps(batch: int, rounds: int, num_steps: int) -> None:
     ids = torch.randint(0, VOCABULARY, (batch, TOKENS), device="cuda")
     arms = {
         name: torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        for name in ("plain", "watched", "stock")
+        for name in ("plain", "watched", "again", "stock")
     }
+    in_hook: list[float] = []
+    arms["watched"].register_step_post_hook(lambda *_: in_hook.append(time.perf_counter()))
     observation = entrenar_py.observe(model, arms["watched"], every=1, patience=10**9)
+    arms["watched"].register_step_post_hook(
+        lambda *_: in_hook.append(time.perf_counter() - in_hook.pop())
+    )
     arms["stock"].register_step_post_hook(watch_by_stock(parameters))
 
     def block(optimizer: torch.optim.Optimizer) -> None:
@@ -152,9 +160,7 @@ def compare_steps(batch: int, rounds: int, num_steps: int) -> None:
             optimizer.zero_grad()
 
     taken: dict[str, list[float]] = {name: [] for name in arms}
-    for index, name in chain.from_iterable(
-        ((index, name) for name in arms) for index in range(rounds + 1)
-    ):
+    for index, name in ((index, name) for index in range(rounds + 1) for name in arms):
         torch.cuda.synchronize()
         start = time.perf_counter()
         block(arms[name])
@@ -162,15 +168,23 @@ def compare_steps(batch: int, rounds: int, num_steps: int) -> None:
         if index:  # the first is for compiling and allocating
             taken[name].append((time.perf_counter() - start) / num_steps)
     observation.close()
-    times = {name: median(one) for name, one in taken.items()}
+    by_round = [dict(zip(taken, one, strict=True)) for one in zip(*taken.values(), strict=True)]
+
+    def percent(name: str) -> list[float]:
+        """Quartiles, over rounds, of what `name` takes more than plain steps."""
+        more = [100 * (2 * of[name] / (of["plain"] + of["again"]) - 1) for of in by_round]
+        return [round(one, 2) for one in quantiles(more, n=4)]
+
     say(
         what="step",
         world_size=WORLD,
         tokens=batch * TOKENS,
-        **{f"{name}_ms": 1000 * one for name, one in times.items()},
-        **{f"{name}_fastest_ms": 1000 * min(one) for name, one in taken.items()},
-        watch_percent=100 * (times["watched"] / times["plain"] - 1),
-        stock_percent=100 * (times["stock"] / times["plain"] - 1),
+        **{f"{name}_ms": round(1000 * median(one), 2) for name, one in taken.items()},
+        **{f"{name}_fastest_ms": round(1000 * min(one), 2) for name, one in taken.items()},
+        watch_percent=percent("watched"),
+        noise_percent=percent("again"),
+        stock_percent=percent("stock"),
+        hook_ms=[round(1000 * one, 2) for one in quantiles(in_hook, n=4)],
         watched=[f"{one.clause}: {one.comparisons}" for one in observation.watched()],
     )
 
