@@ -40,11 +40,15 @@ def test_the_number_of_workers_changes_no_bit() -> None:
     assert numbers == [list(range(16))] * 2
 
 
-def test_whose_gradient_is_not_finite_is_named() -> None:
-    """By its leaf, and the same on every rank."""
-    fault = Fault(kind="non_finite_gradient", step=1, shard=5, value="nan")
+@pytest.mark.parametrize("shard", [4, 5])
+def test_whose_gradient_is_not_finite_is_named(shard: int) -> None:
+    """By its leaf, and the same on every rank, which all halt before the step: a leaf's gradients
+    are taken away before the next one's, and that is no step that was skipped.
+    """
+    fault = Fault(kind="non_finite_gradient", step=1, shard=shard, value="nan")
     run = _run(faults=(fault,))
-    assert {(one.step, one.rank, one.shard) for one in run.of(trace.Halt)} == {(1, 2, 5)}
+    assert {(one.step, one.rank, one.shard) for one in run.of(trace.Halt)} == {(1, 2, shard)}
+    assert {one.step for one in run.of(trace.Update)} == {0}
 
 
 @pytest.mark.parametrize("changes", [{"world_size": 3}, {"num_shards": 6}])
