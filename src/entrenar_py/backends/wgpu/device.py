@@ -10,6 +10,16 @@ from typing import Any
 from entrenar_py.backends.wgpu import adapters
 from entrenar_py.errors import BackendUnavailable
 
+# Asked for as the adapter has them; WebGPU's own defaults are what the weakest device has.
+_LIMITS = (
+    "max-buffer-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroup-storage-size",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -44,17 +54,16 @@ class Device:
 
 
 def open_device(index: int) -> Device:
-    """The adapter of that index, 0 the best one, opened with the adapter's own buffer limits.
+    """The adapter of that index, 0 the best one, opened with the adapter's own limits.
 
     Raises BackendUnavailable without wgpu-py, without such an adapter, or if it does not start.
     """
     adapter = adapters.choose(adapters.found(), index)
     import wgpu
 
-    names = ("max-storage-buffer-binding-size", "max-buffer-size")
     try:
         handle = adapter.request_device_sync(
-            required_limits={name: adapter.limits[name] for name in names}
+            required_limits={name: adapter.limits[name] for name in _LIMITS}
         )
     except (wgpu.GPUError, RuntimeError) as error:
         raise BackendUnavailable(f"backend wgpu: {error}") from error
