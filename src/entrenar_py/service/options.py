@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import entrenar_py
+from entrenar_py import backends
 from entrenar_py.errors import UsageError
 from entrenar_py.service import address, exits
 
 PROG = "entrenar"
-BACKENDS = ("cpu", "cuda", "wgpu", "auto")
+AUTO = "auto"
 PATIENCE_S = 300.0
 _HELP_COLUMNS = 98
 
@@ -111,9 +112,11 @@ def _add_worker(commands: _Commands) -> None:
     one.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
     one.add_argument(
         "--backend",
-        choices=BACKENDS,
+        metavar="NAME",
+        type=_backend,
         default="cpu",
-        help="what to compute on; auto is the first of cuda, wgpu, cpu that serves (default cpu)",
+        help="what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second one), or auto, the "
+        "first of cuda, wgpu, cpu that serves (default cpu)",
     )
     one.add_argument(
         "--rank", metavar="N", type=_rank, help="the rank to ask for (default: the lowest free one)"
@@ -144,6 +147,15 @@ def _address(text: str) -> address.Address:
         return address.parse(text, port_min=1)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _backend(text: str) -> str:
+    if text != AUTO:
+        try:
+            backends.kind_of(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
+    return text
 
 
 def _rank(text: str) -> int:

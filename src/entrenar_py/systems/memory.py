@@ -220,8 +220,8 @@ def work(scenario: Scenario, rank: int) -> None:
     """
     model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
-    linear = backends.open_backend(scenario.backend_of(rank)).linear
-    replica = engine.Engine(model, linear, model.initial(scenario.rng("initial")), scale=scale)
+    backend = backends.open_backend(scenario.backend_of(rank))
+    replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=scale)
     state = optimizer.initial_state(scenario.optimizer, replica.layout.num_trainable)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", 0))
     ids = sharding.batch(visit, sharding.Position(), scenario.batch_size)

@@ -44,6 +44,14 @@ def _expand(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) ->
     return views.expand(schedule, value, shape_of(node))
 
 
+def _repeat(schedule: Schedule, node: Node, value: Value, times: Sequence[int]) -> Value:
+    return views.repeat(schedule, value, times)
+
+
+def _flip(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
+    return views.flip(schedule, value, dims)
+
+
 def _slice(
     schedule: Schedule,
     node: Node,
@@ -271,17 +279,19 @@ def _embedding_backward(
 def _scatter(
     schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, source: Any, **kwargs: Any
 ) -> Value | None:
-    add = name_of(node) == "scatter_add"
-    dim %= max(1, len(x.shape))
-    around = [size == ids.shape[d] for d, size in enumerate(x.shape) if d != dim]
-    if kwargs or not all(around):
-        return None
+    if kwargs:
+        return None  # a reduction that is not a sum
     if isinstance(source, Value):
         for d, size in enumerate(ids.shape):
             source = views.take(schedule, source, d, 0, size, 1)
     else:
-        source = pointwise.constant(source, x.dtype, (1,) * len(ids.shape))
-    return lookups.scatter(schedule, x, dim, ids, source, add=add)
+        source = pointwise.constant(source, x.dtype, ids.shape)
+    dim %= max(1, len(x.shape))
+    # Where the index is shorter than what it points into, it points nowhere.
+    short = [0 if d == dim else size - ids.shape[d] for d, size in enumerate(x.shape)]
+    widths = [width for one in reversed(short) for width in (0, one)]
+    ids, source = (lookups.pad(schedule, one, widths, -1) for one in (ids, source))
+    return lookups.scatter(schedule, x, dim, ids, source, add=name_of(node) == "scatter_add")
 
 
 def _cat(schedule: Schedule, node: Node, values: list[Value], dim: int = 0) -> Value:
@@ -332,6 +342,8 @@ VIEWS: dict[str, Callable[..., Value]] = {
     "transpose": _transpose,
     "t": _turn,
     "expand": _expand,
+    "repeat": _repeat,
+    "flip": _flip,
     "slice": _slice,
     "select": _select,
 }

@@ -95,9 +95,8 @@ def arg_extreme(
     place = pointwise.counting(0, 1, own.shape, dim, "i32")
     none = pointwise.constant(own.shape[dim] - 1, "i32")
     # Of NaNs, which equal nothing, the first is the extreme one.
-    here = pointwise.fuse(
-        *(schedule, "{0} == {1} || {0} != {0}", [own, extreme], own.shape, "bool", 2)
-    )
+    same = "{0} == {1} || is_nan({0})" if own.dtype == "f32" else "{0} == {1}"
+    here = pointwise.fuse(schedule, same, [own, extreme], own.shape, "bool", 2)
     candidates = pointwise.fuse(
         schedule, "select({1}, {0}, {2})", [place, none, here], own.shape, "i32", 1
     )
