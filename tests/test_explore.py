@@ -82,6 +82,11 @@ BASES = [
     scenario(faults=(Fault(kind="leave", rank=2, step=4),)),
     scenario(faults=(Fault(kind="non_finite_gradient", step=1, shard=7, value="nan"),)),
     scenario(
+        system="ddp_canonical",
+        world_size=2,
+        faults=(Fault(kind="non_finite_gradient", step=1, rank=1, value="nan"),),
+    ),
+    scenario(
         faults=(Fault(kind="leave", rank=2, step=1), Fault(kind="join", rank=2, step=2)),
     ),
 ]
@@ -98,6 +103,7 @@ def test_near_its_base(base: Scenario, data: st.DataObject) -> None:
     assert near.seed >= base.seed
     if base.world_size > 1:
         assert near.world_size > 1
+    systems.require_sizes(near)
     if base.num_steps > 8:
         assert near.num_steps == base.num_steps
     if len(base.faults) > 1:

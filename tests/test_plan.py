@@ -36,7 +36,7 @@ def clause(*scenarios: Mapping[str, Any], **changes: Any) -> Invariant:
 
 def planned(given: Plan, *scenarios: Mapping[str, Any], **changes: Any) -> tuple[Scenario, ...]:
     """What `given` makes of a clause with `scenarios`."""
-    (task,) = plan.tasks([clause(*scenarios, **changes)], given)
+    ((task,), _) = plan.divide([clause(*scenarios, **changes)], given)
     return task.planned
 
 
@@ -73,9 +73,55 @@ def test_what_presupposes_common_steps_is_left_out() -> None:
     clauses = [clause(), clause(id="F-DP-001", name="identity")]
     for system, left_out in (("local_sgd", ["F-DP-001"]), ("ddp", []), (None, [])):
         wish = Plan(system=system)
-        assert [one.id for one in plan.not_applying(clauses, wish)] == left_out
-        tried = [one.invariant.id for one in plan.tasks(clauses, wish)]
-        assert tried == [one.id for one in clauses if one.id not in left_out]
+        tasks, not_applying = plan.divide(clauses, wish)
+        assert [one.invariant.id for one in not_applying] == left_out
+        assert all("of all workers together" in one.reason for one in not_applying)
+        assert [task.invariant.id for task in tasks] == [
+            one.id for one in clauses if one.id not in left_out
+        ]
+
+
+def test_scenarios_with_faults_that_a_system_can_not_inject() -> None:
+    """They are left out, and it is said; a clause that has no others does not apply."""
+    records = ({"faults": [LEAVE]}, {"faults": [NAN], "seed": [1, 2]}, {"system": "matmul"})
+    wish = Plan(system="ddp_canonical", world_sizes=(2,))
+    (task,), none = plan.divide([clause(*records)], wish)
+    assert none == ()
+    assert [(one.system, one.seed) for one in task.planned] == [
+        *(("ddp_canonical", 1), ("ddp_canonical", 2)),
+        ("matmul", 0),
+    ]
+    assert task.notes == ("left out: 1 scenario with leave, which ddp_canonical can't do",)
+    gone = LEAVE | {"rank": 2, "step": 0}
+    back = {"kind": "join", "rank": 2, "step": 2}
+    tasks, (alone,) = plan.divide([clause({"faults": [gone, back]})], wish)
+    assert tasks == ()
+    assert alone.reason == "every scenario is with leave or join, which ddp_canonical can't do"
+    for system in (None, "ddp"):
+        (task,), _ = plan.divide([clause(*records)], Plan(system=system))
+        assert (len(task.planned), task.notes) == (4, ())
+
+
+def test_sizes_are_fitted_to_the_system_that_was_asked_for() -> None:
+    """The next powers of two, also of what has no --world-size; all else stays as it is."""
+    record = {"num_shards": 3, "accumulation": 3, "num_samples": 3, "batch_size": 3}
+    ((task,), _) = plan.divide([clause(record)], Plan(system="ddp_canonical"))
+    (one,) = task.planned
+    sizes = (one.world_size, one.num_shards, one.accumulation, one.num_samples, one.batch_size)
+    assert sizes == (4, 4, 4, 4, 3)
+    assert task.notes == ("fitted to the powers of two that ddp_canonical needs: 1 scenario",)
+    (one,) = planned(Plan(system="ddp_canonical", world_sizes=(2,)), record)
+    assert (one.world_size, one.num_shards, one.num_samples) == (2, 4, 3)
+    (one,) = planned(Plan(system="ddp"), record)
+    assert (one.world_size, one.num_shards, one.accumulation) == (3, 3, 3)
+
+
+def test_a_world_size_that_was_given_stays() -> None:
+    """The run says that the system can't have it; the number of shards is no matter then."""
+    (one,) = planned(Plan(system="ddp_canonical", world_sizes=(3,)), {})
+    assert one.world_size == 3
+    reason = systems.run(one).end.reason
+    assert "world_size=3 on system ddp_canonical: use a power of two, as 4" in reason
 
 
 def test_systems_of() -> None:
@@ -130,6 +176,8 @@ def test_fixed() -> None:
             "fault absent backend='tpu': allowed are cuda, wgpu, cpu",
         ),
         ({"num_samples": 2}, "world_size=3 with num_samples=2"),
+        ({"system": "ddp_canonical"}, "world_size=3 on system ddp_canonical: use a power of two"),
+        ({"system": "ddp_canonical", "world_size": 2, "faults": [LEAVE]}, "'leave' on system ddp_"),
     ],
 )
 def test_what_can_not_be_run(record: dict[str, Any], message: str) -> None:
@@ -175,7 +223,7 @@ def test_backends_of_a_plan() -> None:
 
 def test_uncovered() -> None:
     """A clause without a check has nothing planned, and says why nothing was compared."""
-    (task,) = plan.tasks([clause({}, id="F-NEW")], Plan())
+    ((task,), _) = plan.divide([clause({}, id="F-NEW")], Plan())
     assert (task.check, task.scenarios) == (None, [])
     assert task.untried().reason == "c.yaml:3:5: no check covers it: nothing was compared"
     assert task.untried().verdict is Verdict.INCONCLUSIVE
@@ -195,7 +243,7 @@ def test_known_counterexamples_come_first() -> None:
     other, probe = save(system="textbook"), save(system="matmul")
 
     def known(given: Plan) -> set[Scenario]:
-        (task,) = plan.tasks([clause({"seed": 1, "world_size": 2})], given)
+        ((task,), _) = plan.divide([clause({"seed": 1, "world_size": 2})], given)
         assert task.scenarios[: len(task.known)] == list(task.known)
         assert len(set(task.scenarios)) == len(task.scenarios)
         return set(task.known)

@@ -79,6 +79,19 @@ def test_inconclusive_never_passes(run: type[Run]) -> None:
     assert "no check covers it" in found.text
 
 
+def test_what_does_not_apply_is_skipped_with_its_reason(run: type[Run]) -> None:
+    """And where some scenarios are left out, the test's report says so, though it passed."""
+    killed = "{system: mesh_simulated, faults: [{kind: kill, rank: 1, step: 1, at: Assign}]}"
+    contract_file(run.pytester.path, scenario=killed)
+    found = run(marked("F-DP-001", ", system='textbook'"), "-rs")
+    found.result.assert_outcomes(skipped=1)
+    assert "F-DP-001 does not apply to textbook: every scenario is with kill, which" in found.text
+    contract_file(run.pytester.path, scenario=f"{{}}, {killed}")
+    found = run("", "-rP")
+    found.result.assert_outcomes(passed=1)
+    assert "note F-DP-001: left out: 1 scenario with kill, which textbook can't do" in found.text
+
+
 def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """All tests of a marked class stand for one search."""
     calls: list[pytest_judging.Wish] = []

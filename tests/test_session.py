@@ -68,6 +68,39 @@ def test_nothing_selected(contract: str, capsys: pytest.CaptureFixture[str]) -> 
     assert check("--contract", contract, "--severity", "P2", "--list") == 5
 
 
+KILLED = (
+    "{system: parameter_server_simulated, world_size: 2, num_shards: 3, num_samples: 9, "
+    "batch_size: 4, num_steps: 4, faults: [{kind: kill, rank: 1, step: 1, at: Assign}]}"
+)
+
+
+def test_what_a_system_can_not_do_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the clause where others remain, else as a clause that does not apply: whether run or
+    judged from what is stored. A gate that demands it is undecided.
+    """
+    calm = KILLED.replace("faults: [{kind: kill, rank: 1, step: 1, at: Assign}]", "seed: 1")
+    path = Path(contract_file(tmp_path, scenario=KILLED))
+    path.write_text(path.read_text().replace(KILLED, f"{calm}, {KILLED}", 1))
+    json, traces = tmp_path / "r.json", tmp_path / "traces"
+    arguments = ("--contract", path, "--system", "reference", "--json", json)
+    why = "every scenario is with kill, which reference can't do"
+    for more in (("--examples", 0, "--trace-dir", traces), ("--judge", traces)):
+        assert check(*arguments, *more) == 0
+        printed = capsys.readouterr().out
+        record = report(json)
+        assert verdicts(json) == {"F-DP-001": "held"}
+        assert (record["not_applying"], record["gate"]["passed"]) == (["F-DP-002"], None)
+        assert record["why_not_applying"] == {"F-DP-002": why}
+        assert f"not applied: F-DP-002 (covered): {why}" in printed
+        left_out = "note F-DP-001: left out: 1 scenario with kill, which reference can't do"
+        assert (left_out in printed) == ("--examples" in more)
+    assert [one.seed for one in traced(traces)] == [1]
+    assert check(*arguments, "--only", "F-DP-002") == 5
+    assert (report(json)["system"], report(json)["results"]) == ("reference", [])
+
+
 def test_list(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line per clause, with its check and place; nothing runs; selection counts."""
     assert check("--contract", contract, "--list") == 0

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import hypothesis
 from hypothesis import strategies as st
 
+from entrenar_py import systems
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import CHOICES, Scenario
@@ -75,7 +76,10 @@ def _whatever_is_imported() -> Any:
 
 @st.composite
 def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = ()) -> Scenario:
-    """A scenario near one of `bases`: other sizes, seed, optimizer; faults and stops moved."""
+    """A scenario near one of `bases`: other sizes, seed, optimizer; faults and stops moved.
+
+    The sizes are such as the base's system takes.
+    """
     base = draw(st.sampled_from(list(bases)))
     workers = st.integers(min(2, base.world_size), 8)
     world_size = base.world_size if "world_size" in fixed else draw(workers)
@@ -104,7 +108,7 @@ def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = 
     if len(base.faults) == 1:  # several keep their plot
         changes["faults"] = draw(_moved(base.faults[0], {**vars(base), **changes}))
     try:
-        return base.with_(**changes)
+        return systems.fitted(base.with_(**changes), fixed=fixed)
     except UsageError:  # a fault or a fixed field does not fit the sizes drawn
         hypothesis.reject()
 

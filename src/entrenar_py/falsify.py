@@ -104,7 +104,7 @@ class _Attempt:
         self.num_scenarios = 0
         self.num_explored = 0
         self.left_out = ""
-        self.notes: tuple[str, ...] = ()
+        self.notes = task.notes
 
     def run(self) -> None:
         """Tries the scenarios, explores around them, and shrinks what broke the clause."""

@@ -10,6 +10,7 @@ from entrenar_py import checks, counterexamples, mutants, scenario, systems
 from entrenar_py.checks import Check
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.errors import UsageError
+from entrenar_py.reports.report import NotApplying
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, inconclusive
@@ -53,13 +54,15 @@ class Plan:
 class Task:
     """One clause and what will be tried on it: what broke it before, then what it asks for.
 
-    `check` is None where none covers the clause; nothing is tried then.
+    `check` is None where none covers the clause; nothing is tried then. `notes` say what of the
+    scenarios that it asks for is left out or changed, and why.
     """
 
     invariant: Invariant
     check: Check | None
     known: tuple[Scenario, ...] = ()
     planned: tuple[Scenario, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def scenarios(self) -> list[Scenario]:
@@ -94,20 +97,20 @@ def select(
     ]
 
 
-def tasks(invariants: Sequence[Invariant], plan: Plan) -> list[Task]:
-    """What `plan` makes of each clause that applies; UsageError, naming the place, if that can't be
-    run.
-    """
-    left_out = not_applying(invariants, plan)
-    return [_task(invariant, plan) for invariant in invariants if invariant not in left_out]
+def divide(
+    invariants: Iterable[Invariant], plan: Plan
+) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
+    """What `plan` makes of each clause that applies to the system asked for; and those that do not.
 
-
-def not_applying(invariants: Iterable[Invariant], plan: Plan) -> tuple[Invariant, ...]:
-    """The clauses that say nothing of the system asked for: they presuppose that every step is one
-    of all workers together, and its workers step alone.
+    Such is a clause which presupposes that every step is one of all workers together, where workers
+    step alone; and one all of whose scenarios are with a fault that the system can't inject. Raises
+    UsageError, naming the place, for what can't be run.
     """
-    found = ((invariant, checks.bind(invariant)) for invariant in invariants)
-    return tuple(one for one, check in found if check and not applies(check, plan.system))
+    made = [_task(invariant, plan) for invariant in invariants]
+    return (
+        tuple(one for one in made if isinstance(one, Task)),
+        tuple(one for one in made if isinstance(one, NotApplying)),
+    )
 
 
 def applies(check: Check, system: str | None) -> bool:
@@ -149,13 +152,20 @@ def require_runnable(invariants: Iterable[Invariant]) -> None:
             _own(invariant, check)
 
 
-def _task(invariant: Invariant, plan: Plan) -> Task:
+def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
     check = checks.bind(invariant)
     if check is None:
         return Task(invariant=invariant, check=None)
+    if not applies(check, plan.system):
+        why = f"every step would have to be one of all workers together, and {plan.system} has none"
+        return NotApplying(invariant=invariant, reason=why)
     own = _own(invariant, check)
+    unfit = [one for one in own if _can_not(one, plan.system)]
+    if own and len(unfit) == len(own):
+        return NotApplying(invariant=invariant, reason=f"every scenario is {_why(unfit, plan)}")
     try:
-        wanted = [changed for one in own for changed in _adapted(one, plan)]
+        asked = [changed for one in own if one not in unfit for changed in _adapted(one, plan)]
+        wanted = [systems.fitted(one, fixed=plan.fixed) for one in asked]
     except UsageError as error:
         raise UsageError(f"{_place(invariant)}: {error}") from error
     known = []
@@ -164,8 +174,38 @@ def _task(invariant: Invariant, plan: Plan) -> Task:
         if _fits(saved.scenario, plan, trainers):
             require_known(saved.scenario, str(path))
             known.append(saved.scenario)
-    planned = tuple(dict.fromkeys(wanted))
-    return Task(invariant=invariant, check=check, known=tuple(known), planned=planned)
+    resized = {made for one, made in zip(asked, wanted, strict=True) if made != one}
+    return Task(
+        invariant=invariant,
+        check=check,
+        known=tuple(known),
+        planned=tuple(dict.fromkeys(wanted)),
+        notes=tuple(_notes(unfit, len(resized), plan)),
+    )
+
+
+def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
+    """What of a clause's scenarios is not tried, or not as it is written."""
+    if unfit:
+        yield f"left out: {_counted(len(unfit))} {_why(unfit, plan)}"
+    if resized:
+        yield f"fitted to the powers of two that {plan.system} needs: {_counted(resized)}"
+
+
+def _counted(num: int) -> str:
+    return f"{num} scenario{'' if num == 1 else 's'}"
+
+
+def _can_not(one: Scenario, system: str | None) -> list[str]:
+    """The kinds of faults in `one` that `system` can't inject, if it takes the place of its own."""
+    if system is None or one.system not in TRAINERS:
+        return []
+    return [fault.kind for fault in one.faults if fault.kind not in SYSTEMS[system].faults]
+
+
+def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
+    kinds = dict.fromkeys(kind for one in unfit for kind in _can_not(one, plan.system))
+    return f"with {' or '.join(kinds)}, which {plan.system} can't do"
 
 
 def _own(invariant: Invariant, check: Check) -> list[Scenario]:

@@ -65,11 +65,17 @@ class Judged:
         if self.entry.verdict is not Verdict.HELD:
             pytest.fail(self.text(), pytrace=False)
 
+    @property
+    def notes(self) -> str:
+        """What is worth saying beside any verdict: scenarios that were left out, say."""
+        return "\n".join(evidence.note_lines(self.entry))
+
     def text(self) -> str:
         """The verdict and all that stands behind it."""
         clause, finding = self.entry.invariant, self.entry.finding
         heading = f"{clause.id} {str(self.entry.verdict).upper()}: {finding.reason}"
         details = evidence.detail_lines(self.report, self.entry)
+        details += evidence.note_lines(self.entry)
         return "\n".join(
             [evidence.one_line(heading), *details, f"repeat with: {self.report.command}"]
         )
@@ -95,9 +101,9 @@ def judge(wish: Wish) -> Judged:
     started = time.monotonic()
     try:
         loaded = load(wish.contract)
-        tasks = plan.tasks(plan.select(loaded, only=(wish.clause,)), wish.plan())
-        if not tasks:
-            pytest.skip(f"{wish.clause} does not apply to {wish.system}: no steps of all together")
+        tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
+        for one in not_applying:
+            pytest.skip(f"{wish.clause} does not apply to {wish.system}: {one.reason}")
         with interrupts.deferred():
             (entry,) = falsify.falsify(tasks, wish.plan())
     except EntrenarError as error:
@@ -118,7 +124,7 @@ def judge(wish: Wish) -> Judged:
 
 def require_possible(wish: Wish) -> None:
     """Returns if every clause of the contract can be tried so; UsageError, naming the place."""
-    plan.tasks(load(wish.contract).invariants, wish.plan())
+    plan.divide(load(wish.contract).invariants, wish.plan())
 
 
 def load(given: str) -> Contract:

@@ -88,6 +88,8 @@ def pytest_collection_modifyitems(
 def pytest_runtest_call(item: pytest.Item) -> None:
     """Fails or skips a marked test for what was found of its clause, before its body runs."""
     for judged in _judged(item):
+        if judged.notes:
+            item.add_report_section("call", "contract", judged.notes)
         judged.settle(allow_inconclusive=item.config.getini(ALLOW))
 
 

@@ -45,7 +45,7 @@ from entrenar_py.reports import (
     sarif,
     terminal,
 )
-from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, Report
+from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, NotApplying, Report
 from entrenar_py.runner import Listener, ignore
 from entrenar_py.trace import Trace
 
@@ -62,7 +62,7 @@ class _Work:
     system: str
     seed: int
     num_traces: int | None = None
-    not_applying: tuple[Invariant, ...] = ()
+    not_applying: tuple[NotApplying, ...] = ()
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
@@ -169,15 +169,17 @@ def _plan(options: argparse.Namespace) -> plan.Plan:
 
 def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
     wish = _plan(options)
-    tasks = plan.tasks(selected, wish)
+    tasks, not_applying = plan.divide(selected, wish)
     return _Work(
         entries=lambda show, judged: falsify.falsify(
             tasks, wish, on_progress=show, on_judged=judged, stop_early=options.stop_early
         ),
         environment=_environment,
-        system=plan.systems_of(one for task in tasks for one in task.scenarios),
+        system=plan.systems_of(one for task in tasks for one in task.scenarios)
+        or wish.system
+        or "",
         seed=wish.seed,
-        not_applying=plan.not_applying(selected, wish),
+        not_applying=not_applying,
     )
 
 
@@ -198,13 +200,14 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> _Work:
 
 def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
     traces = stored.load(options.judge)
-    tasks = plan.tasks(selected, _plan(options))
+    tasks, not_applying = plan.divide(selected, _plan(options))
     return _Work(
         entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(stored.environment, traces.values()),
         system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
         num_traces=len(traces),
+        not_applying=not_applying,
     )
 
 

@@ -208,6 +208,20 @@ def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
     )
 
 
+def test_masks_from_other_generators_are_compared_without_dropout() -> None:
+    """Keyed by shard as they are, they are not the oracle's; and its family brings the others."""
+    subject = scenario(dropout=0.3, detail="values")
+    run = replace(traces.run(subject), promises=("bitwise", "draws"))
+    subject = subject.with_(system="ddp_canonical")
+    other = replace(altered(run, Shard, {}, draws="other"), scenario=subject)
+    finding = traces.judge("parity", [other, traces.run(oracles.oracle(subject))])
+    assert finding.compared == 0
+    assert finding.notes == ("not compared with a single device, whose dropout draws other masks",)
+    for dropout in (0.0, 0.3):
+        calm = subject.with_(dropout=dropout)
+        assert {calm, oracles.oracle(calm)} < {*oracles.family(subject)}
+
+
 def own(trace: Trace, **changes: Any) -> Trace:
     """`trace` as somebody's own trainer recorded it, which promises nothing."""
     subject = trace.scenario.with_(system="mine", workload="own", **changes)

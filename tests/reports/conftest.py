@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from entrenar_py.contract import SEVERITIES, Contract, FalsificationTest, Gate, Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.faults import Fault
-from entrenar_py.reports.report import Entry, Report
+from entrenar_py.reports.report import Entry, NotApplying, Report
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Counterexample, Finding, Verdict, inconclusive
 
@@ -172,7 +173,7 @@ def full_report() -> Report:
 
 @st.composite
 def _any_report(draw: DrawFn) -> Report:
-    clauses, entries = [], []
+    clauses, entries, not_applying = [], [], []
     for number in range(draw(st.integers(0, 5))):
         severity = draw(st.sampled_from(SEVERITIES))
         clause = invariant(number, draw(_TEXT), severity=severity, critical=draw(st.booleans()))
@@ -180,12 +181,15 @@ def _any_report(draw: DrawFn) -> Report:
         if draw(st.booleans()):
             verdict = draw(st.sampled_from(Verdict))
             entries.append(entry(clause, finding(clause, verdict), replay=draw(st.none() | _TEXT)))
+        elif draw(st.booleans()):
+            not_applying.append(NotApplying(invariant=clause, reason=draw(_TEXT)))
     names = [*(clause.id for clause in clauses), "unknown"]
     checks = draw(st.none() | st.lists(st.sampled_from(names), unique=True).map(tuple))
     tests = tuple(attempt(name, draw(_TEXT)) for name in names)
-    return report(
+    made = report(
         contract(*clauses, checks=checks, tests=tests), *entries, interrupted=draw(st.booleans())
     )
+    return replace(made, not_applying=tuple(not_applying))
 
 
 # Letters, and what breaks XML, terminals, encodings, markup and shells. A short alphabet: the table

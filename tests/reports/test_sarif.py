@@ -81,7 +81,14 @@ def test_any_report(
     code = report.exit_code(allow_inconclusive=allow_inconclusive)
     assert invocation["exitCode"] == code
     assert (code == 0) == (invocation["executionSuccessful"] and not loud)
-    assert ("toolExecutionNotifications" in invocation) == (not invocation["executionSuccessful"])
+    told = invocation.get("toolExecutionNotifications", [])
+    failed = any(one["level"] == "error" for one in told)
+    assert failed == (not invocation["executionSuccessful"])
+    for one in told:
+        assert one["message"]["text"]
+        if "associatedRule" in one:
+            rule = one["associatedRule"]
+            assert rules[rule["index"]]["id"] == rule["id"]
 
 
 def test_fingerprints(full: Report) -> None:

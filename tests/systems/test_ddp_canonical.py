@@ -40,19 +40,26 @@ def test_the_number_of_workers_changes_no_bit() -> None:
     assert numbers == [list(range(16))] * 2
 
 
-def test_whose_gradient_is_not_finite_is_named() -> None:
-    """By its leaf, and the same on every rank."""
-    fault = Fault(kind="non_finite_gradient", step=1, shard=5, value="nan")
+@pytest.mark.parametrize("shard", [4, 5])
+def test_whose_gradient_is_not_finite_is_named(shard: int) -> None:
+    """By its leaf, and the same on every rank, which all halt before the step: a leaf's gradients
+    are taken away before the next one's, and that is no step that was skipped.
+    """
+    fault = Fault(kind="non_finite_gradient", step=1, shard=shard, value="nan")
     run = _run(faults=(fault,))
-    assert {(one.step, one.rank, one.shard) for one in run.of(trace.Halt)} == {(1, 2, 5)}
+    assert {(one.step, one.rank, one.shard) for one in run.of(trace.Halt)} == {(1, 2, shard)}
+    assert {one.step for one in run.of(trace.Update)} == {0}
 
 
-@pytest.mark.parametrize("changes", [{"world_size": 3}, {"num_shards": 6}])
-def test_only_powers_of_two_have_such_a_tree(changes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world_size": 3}, "world_size=3 on system ddp_canonical: use a power of two, as 4"),
+        ({"num_shards": 6, "accumulation": 2}, "num_shards * accumulation=12 on system ddp_canon"),
+    ],
+)
+def test_only_powers_of_two_have_such_a_tree(changes: dict[str, int], message: str) -> None:
     """Others are refused by name."""
-    (name,) = changes
     run = _run(**changes)
     assert run.end.status == "failed"
-    assert (
-        f"{name}={changes[name]}: the canonical all-reduce needs a power of two" in run.end.reason
-    )
+    assert message in run.end.reason

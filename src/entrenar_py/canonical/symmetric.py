@@ -8,6 +8,7 @@ is copied by engines that do nothing else, beside the backward pass.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,19 @@ class _Piece:
     sums: Tensor  # where the others take it from
 
 
+@dataclass
+class _Plan:
+    """What is done for a bucket, and in which call it was last. The first time it is started piece
+    by piece, the second time recorded, and from then on the recording is started: that is one thing
+    for the host to do instead of fifty, and a small bucket takes no longer than that.
+    """
+
+    pieces: list[_Piece]
+    call: int
+    times: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+
+
 class Symmetric:
     """Calls follow each other on every rank in the same order."""
 
@@ -72,29 +86,49 @@ class Symmetric:
             for _ in range(2)
         )
         # Buckets come again in every step; to cut them anew takes longer than to start the copies.
-        self._plans: OrderedDict[tuple[int, int, torch.dtype, int], list[_Piece]] = OrderedDict()
-        self._last: dict[tuple[int, int, torch.dtype, int], int] = {}  # call in which it was used
+        self._plans: OrderedDict[tuple[int, int, torch.dtype, int], _Plan] = OrderedDict()
         self._calls = 0
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
         """What `buffer` becomes; it may be touched again once the future was waited for."""
         self._copying.wait_stream(torch.cuda.current_stream(self._device))
-        waiting: _Piece | None = None
         with torch.cuda.stream(self._copying):
-            for piece in self._plan(buffer):
-                _copy(piece.puts)
-                self._meet()
-                # Beside the copies that follow: of the sums before, and of what is put next.
-                self._add(piece)
-                if waiting is not None:
-                    _copy(waiting.takes)
-                waiting = piece
-            if waiting is not None:
-                self._meet()
-                _copy(waiting.takes)
+            plan = self._plan(buffer)
+            if plan.times == 1:
+                plan.graph = self._recorded(plan.pieces)
+            if plan.graph is None:
+                self._start(plan.pieces)
+            else:
+                plan.graph.replay()
+            plan.times += 1
             future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(buffer)
         return future
+
+    def _recorded(self, pieces: Sequence[_Piece]) -> torch.cuda.CUDAGraph:
+        """What `_start` would start, in one. Other threads go on as if nothing were recorded."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            self._start(pieces)
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _start(self, pieces: Sequence[_Piece]) -> None:
+        """On the copying stream, which is the current one."""
+        waiting: _Piece | None = None
+        for piece in pieces:
+            _copy(piece.puts)
+            self._meet()
+            # Beside the copies that follow: of the sums before, and of what is put next.
+            self._add(piece)
+            if waiting is not None:
+                _copy(waiting.takes)
+            waiting = piece
+        if waiting is not None:
+            self._meet()
+            _copy(waiting.takes)
 
     def _meet(self) -> None:
         """On the GPUs: every rank has put, taken and added all that it was told to by now."""
@@ -122,30 +156,31 @@ class Symmetric:
             sums=[one[middle:stop] for one in everyone],
         )
 
-    def _plan(self, buffer: Tensor) -> list[_Piece]:
-        """The pieces of `buffer`, in slots that follow on those of the call before."""
+    def _plan(self, buffer: Tensor) -> _Plan:
+        """What to do for `buffer`, in slots that follow on those of the call before."""
+        self._calls += 1
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:
             parts = torch.split(buffer, self._piece_bytes // buffer.element_size())
-            self._plans[key] = [
+            pieces = [
                 self._piece(part, self._slots[(self._next + index) % _NUM_SLOTS])
                 for index, part in enumerate(parts)
             ]
+            self._plans[key] = _Plan(pieces, self._calls)
         plan = self._plans[key]
+        plan.call = self._calls
         self._plans.move_to_end(key)
-        self._calls += 1
-        self._last[key] = self._calls
         self._forget()
-        self._next = (self._next + len(plan)) % _NUM_SLOTS
+        self._next = (self._next + len(plan.pieces)) % _NUM_SLOTS
         return plan
 
     def _forget(self) -> None:
         """Lets go of a buffer that did not come again for two steps: torch makes new buckets after
         the first step, and a plan keeps what it is of.
         """
-        oldest = next(iter(self._plans))
-        if self._calls - self._last[oldest] > 2 * len(self._plans):
-            del self._plans[oldest], self._last[oldest]
+        key, oldest = next(iter(self._plans.items()))
+        if self._calls - oldest.call > 2 * len(self._plans):
+            del self._plans[key]
 
     def _piece(self, piece: Tensor, slot: _Slot) -> _Piece:
         """`piece` cut in a chunk for each rank; the last ones may be short, or empty."""

@@ -19,6 +19,9 @@ MASKS_PER_RANK = (
     *("tensor_parallel", "sequence_parallel", "pipeline_parallel"),
 )
 
+# whose masks are keyed by shard, and drawn from torch's generators, as no single device draws them
+OTHER_MASKS = ("ddp_canonical",)
+
 # What may differ between two runs of the same training.
 SPLIT = (
     "system",
@@ -43,12 +46,14 @@ def oracle(scenario: Scenario) -> Scenario:
 def family(scenario: Scenario) -> list[Scenario]:
     """The run, the same with one worker, and the oracle.
 
-    Where masks are drawn per rank, one worker is another run: then all three without dropout too.
+    Where masks are drawn per rank, one worker is another run, and so is the oracle where they are
+    drawn from other generators: then all three without dropout too.
     """
     model = oracle(scenario)
     alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
     runs = [scenario, alone, model]
-    if scenario.dropout and scenario.system in MASKS_PER_RANK and scenario != model:
+    apart = scenario.system in (*MASKS_PER_RANK, *OTHER_MASKS)
+    if scenario.dropout and apart and scenario != model:
         runs += family(scenario.with_(dropout=0.0))
     return evidence.distinct(runs)
 
@@ -85,8 +90,8 @@ def same_masks(model: Trace, trace: Trace) -> bool:
     """Whether dropout, if any, drops in `trace` what it drops in the model.
 
     A single device draws what its logical shards would draw; who promises bits keys its dropout by
-    shard too. Of others the first stream tells, if it was recorded. Micro-batches draw in another
-    order.
+    shard too, and but for OTHER_MASKS draws the same. Of others the first stream tells, if it was
+    recorded. Micro-batches draw in another order.
     """
     if not trace.scenario.dropout:
         return True
@@ -94,7 +99,8 @@ def same_masks(model: Trace, trace: Trace) -> bool:
         return False
     mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
     known = trace.scenario.workload != "own" or None not in mine
-    return trace.draws_by_shard or (mine == theirs and known)
+    by_shard = trace.draws_by_shard and trace.scenario.system not in OTHER_MASKS
+    return by_shard or (mine == theirs and known)
 
 
 def other_masks(trace: Trace) -> str:

@@ -34,7 +34,7 @@ _TURNED = {
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
     """What can be said of a trainer: without clauses that probes of the harness itself decide."""
-    found = plan.tasks(selected, plan.Plan())
+    found, _ = plan.divide(selected, plan.Plan())
     return [one for one in found if one.check is not None and one.check.explores]
 
 

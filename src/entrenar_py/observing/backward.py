@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
 
@@ -38,6 +39,14 @@ class BackwardPass:
             draws=self.draws,
             gradient=self.gradient,
         )
+
+
+def is_reduced() -> bool:
+    """Whether the gradients of the forward pass in hand will be reduced when its backward pass is
+    over: under DistributedDataParallel's `no_sync` they will not, and that is decided now.
+    """
+    wrapper = DistributedDataParallel._active_ddp_module
+    return wrapper is None or wrapper.require_backward_grad_sync
 
 
 def call_last(call: Callable[[], None]) -> None:

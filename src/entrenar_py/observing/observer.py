@@ -80,6 +80,7 @@ class Observer(Observation):
         self._micros: list[BackwardPass] = []
         self._num_micros = 0  # of this step that are in the file
         self._overflowed = False  # whether the gradients that were reduced last are not finite
+        self._reduces = True  # whether those of the last forward pass are
         self._sharded = gathered.BackwardPasses(self._after_sharded_backward)
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
@@ -227,6 +228,7 @@ class Observer(Observation):
             self._first = self._model.register_forward_pre_hook(
                 lambda *_: self._before_forward(), prepend=True
             )
+        self._reduces = backward.is_reduced()
         self._collect()
         if not self._random[0]:
             self._random = (tensors.random_state(self._model), None)
@@ -253,7 +255,8 @@ class Observer(Observation):
         backward.call_last(self._look_at_sum)
 
     def _look_at_sum(self) -> None:
-        self._overflowed = not tensors.is_finite(self._subject.gradients().values())
+        gradients = self._subject.gradients().values()
+        self._overflowed = self._reduces and not tensors.is_finite(gradients)
 
     def _skip_step(self) -> None:
         """Gradients that were not finite are gone, and no optimizer was asked to step: as a

@@ -62,6 +62,12 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
     return [f"{label}: {text}" for label, text in rows]
 
 
+def note_lines(entry: Entry) -> list[str]:
+    """`note ID: text` for each fact worth printing beside the verdict, whatever that is."""
+    told = (f"note {entry.invariant.id}: {note}" for note in entry.finding.notes)
+    return [one_line(line) for line in told]
+
+
 def describe_scenario(record: Mapping[str, Any]) -> str:
     """A scenario's record (`Scenario.to_dict`) as `name=value, ...`.
 

@@ -71,11 +71,12 @@ def summary(report: Report) -> str:
         if entry.verdict is not Verdict.HELD:
             reason = _text(f"{entry.invariant.id} {entry.verdict}: {entry.finding.reason}")
             lines += ["", f"**{reason}**", "", _fenced(evidence.detail_lines(report, entry))]
+    notes = [line for entry in report.ranked for line in evidence.note_lines(entry)]
     gate = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
     if contract.gate is not None:
         lines += ["", f"Gate {_text(f'{contract.gate.id} ({contract.gate.name}): {gate}')}"]
-    if report.left_out:
-        lines += ["", _text(report.left_out)]
+    for line in (*notes, *report.left_out):
+        lines += ["", _text(line)]
     lines += ["", "Repeat with", "", _fenced([evidence.printable(report.command)])]
     return "\n".join(lines) + "\n"
 

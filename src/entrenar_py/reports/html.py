@@ -49,8 +49,8 @@ def _document(report: Report) -> Iterator[str]:
     if report.incomplete:
         yield f"<p><strong>{_text(report.incomplete)}</strong></p>"
     yield f"<p>{_text(_gate(report))}</p>"
-    if report.left_out:
-        yield f"<p>{_text(report.left_out)}</p>"
+    for line in report.left_out:
+        yield f"<p>{_text(line)}</p>"
     yield f"<p>Repeat with</p><pre>{_long(report.command)}</pre></header>"
     if report.entries:
         yield from _verdicts(report)

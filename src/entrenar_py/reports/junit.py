@@ -10,6 +10,7 @@ was interrupted or that selected nothing brings a test case of its own, an error
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
@@ -52,15 +53,22 @@ def _add_properties(suite: Element, report: Report) -> None:
         ("contract_digest", report.contract.digest),
         ("entrenar-py", entrenar_py.__version__),
         ("command", report.command),
-        *(
-            [("not_applying", " ".join(c.id for c in report.not_applying))]
-            * bool(report.not_applying)
-        ),
+        *_not_applying(report),
         *evidence.flatten(report.environment),
     ]
     properties = SubElement(suite, "properties")
     for name, value in dict(facts).items():
         SubElement(properties, "property", name=name, value=evidence.printable(value))
+
+
+def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
+    """The clauses left out, all at once; then each with its reason."""
+    ids = [one.invariant.id for one in report.not_applying]
+    if ids:
+        yield "not_applying", " ".join(ids)
+    for one in report.not_applying:
+        clause = one.invariant
+        yield evidence.one_line(f"not_applying {clause.id} {clause.name}"), one.reason
 
 
 def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -> None:

@@ -43,6 +43,14 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotApplying:
+    """A clause that was selected and says nothing of the system asked for, and why."""
+
+    invariant: Invariant
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What a run found about a contract.
 
@@ -50,9 +58,9 @@ class Report:
     is what finds the contract again (`--contract`), `command` what repeats the whole run; both as
     typed in a shell. `environment` holds versions and devices. `num_traces` is how many stored
     traces were judged, None if scenarios were run. `curves` are the runs that were judged, where a
-    report was asked for that draws them. `not_applying` are clauses that were selected and
-    presuppose what `system` does not promise: they have no entry. `interrupted` means that a person
-    stopped the run, so that `entries` are only what is known so far.
+    report was asked for that draws them. `not_applying` are the clauses that were selected and say
+    nothing of `system`: they have no entry. `interrupted` means that a person stopped the run, so
+    that `entries` are only what is known so far.
     """
 
     contract: Contract
@@ -66,16 +74,16 @@ class Report:
     command: str
     num_traces: int | None = None
     curves: tuple[Curve, ...] = ()
-    not_applying: tuple[Invariant, ...] = ()
+    not_applying: tuple[NotApplying, ...] = ()
 
     @property
-    def left_out(self) -> str:
-        """Which selected clauses do not apply to the system, and why; empty if all do."""
-        if not self.not_applying:
-            return ""
-        clauses = ", ".join(f"{one.id} ({one.name})" for one in self.not_applying)
-        why = "every step is one of all workers together"
-        return f"do not apply to {self.system}, since they presuppose that {why}: {clauses}"
+    def left_out(self) -> tuple[str, ...]:
+        """Which selected clauses do not apply to the system: a line for each reason."""
+        clauses: dict[str, list[str]] = {}
+        for one in self.not_applying:
+            named = f"{one.invariant.id} ({one.invariant.name})"
+            clauses.setdefault(one.reason, []).append(named)
+        return tuple(f"not applied: {', '.join(ids)}: {why}" for why, ids in clauses.items())
 
     @property
     def verdict(self) -> Verdict:

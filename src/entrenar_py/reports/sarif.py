@@ -1,14 +1,16 @@
 """The report as SARIF 2.1.0, for code scanning: a rule per invariant, a result per open one.
 
 Falsified is an `error`; inconclusive a `warning`, or a `note` where the person running it said that
-it is good enough. What held has a rule and no result. A run that was interrupted, or that selected
-nothing, was not successful, and says so: so a file without errors and warnings, of a successful
-run, is that of exit code 0.
+it is good enough. What held has a rule and no result. What does not apply, and what is worth saying
+beside a verdict, is a notification: readers take a result of any kind for an alert. A run that was
+interrupted, or that selected nothing, was not successful, and says so: so a file without errors and
+warnings, of a successful run, is that of exit code 0.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +18,7 @@ from urllib.parse import quote
 from blake3 import blake3
 
 import entrenar_py
+from entrenar_py.contract import Invariant
 from entrenar_py.reports import evidence, json_format, output_file, places
 from entrenar_py.reports.report import Entry, Report
 
@@ -65,12 +68,17 @@ def _driver(report: Report) -> dict[str, Any]:
     return {
         "name": "entrenar-check",
         "version": entrenar_py.__version__,
-        "rules": [_rule(entry) for entry in report.entries],
+        "rules": [_rule(clause) for clause in _clauses(report)],
     }
 
 
-def _rule(entry: Entry) -> dict[str, Any]:
-    clause = entry.invariant
+def _clauses(report: Report) -> list[Invariant]:
+    """Those with an entry, in its order, then those that do not apply."""
+    applied = [entry.invariant for entry in report.entries]
+    return applied + [one.invariant for one in report.not_applying]
+
+
+def _rule(clause: Invariant) -> dict[str, Any]:
     rule = {
         "id": evidence.printable(clause.id),
         "name": evidence.one_line(clause.name),
@@ -91,10 +99,24 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
         "exitCode": code,
         "commandLine": evidence.printable(report.command),
     }
+    told = [*_notes(report)]
     if report.incomplete:
-        message = {"level": "error", "message": {"text": report.incomplete}}
-        found["toolExecutionNotifications"] = [message]
+        told.insert(0, {"level": "error", "message": {"text": report.incomplete}})
+    if told:
+        found["toolExecutionNotifications"] = told
     return found
+
+
+def _notes(report: Report) -> Iterator[dict[str, Any]]:
+    """What is worth saying beside the verdicts, and why clauses do not apply; with their rules."""
+    notes = [evidence.note_lines(entry) for entry in report.entries]
+    for one in report.not_applying:
+        line = f"{one.invariant.id} ({one.invariant.name}) was not applied: {one.reason}"
+        notes.append([evidence.one_line(line)])
+    for number, (clause, lines) in enumerate(zip(_clauses(report), notes, strict=True)):
+        rule = {"id": evidence.printable(clause.id), "index": number}
+        for line in lines:
+            yield {"level": "note", "message": {"text": line}, "associatedRule": rule}
 
 
 def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -> dict[str, Any]:

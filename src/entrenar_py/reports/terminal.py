@@ -173,11 +173,11 @@ def _print_evidence(console: Console, report: Report, entry: Entry) -> None:
 
 
 def _print_notes(console: Console, report: Report) -> None:
-    noted = [(entry.invariant.id, note) for entry in report.ranked for note in entry.finding.notes]
+    noted = [line for entry in report.ranked for line in evidence.note_lines(entry)]
     if noted:
         _line(console, "")
-    for clause, note in noted:
-        _line(console, f"note {clause}: {evidence.one_line(note)}")
+    for line in noted:
+        _line(console, line)
 
 
 def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
@@ -185,8 +185,8 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
         facts = ", ".join(f"{name} {value}" for name, value in evidence.flatten(report.environment))
         _line(console, f"ran on {facts}" if facts else "ran on: nothing recorded", style="dim")
         _command(console, f"repeat with: {report.command}")
-    if report.left_out:
-        _line(console, evidence.one_line(report.left_out))
+    for line in report.left_out:
+        _line(console, evidence.one_line(line))
     if report.interrupted:
         _line(console, "interrupted: this is what is known so far", style="bold yellow")
     elif not report.entries:

@@ -5,7 +5,7 @@ A crash inside a system is a record, not an exception: the trace then ends `fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -28,7 +28,8 @@ class System:
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
     the names it knows, `only` the backends where it does not take them all; it has no others.
     `in_step` tells whether every step is one of all workers together: else they step alone for a
-    while, and clauses of such steps do not apply to it.
+    while, and clauses of such steps do not apply to it. `powers_of_two` tells whether its workers,
+    and its shards times the accumulation, must be such numbers.
     """
 
     what: str
@@ -38,6 +39,7 @@ class System:
     options: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     in_step: bool = True
+    powers_of_two: bool = False
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -138,6 +140,7 @@ SYSTEMS: dict[str, System] = {
         faults=_VALUE_FAULTS,
         options=("deadline_s",),
         only=("cpu", "cuda"),
+        powers_of_two=True,
     ),
     "fsdp": System(
         what="torch's fully_shard (FSDP2): each rank a process of its own, with a piece of all",
@@ -199,7 +202,8 @@ def require_possible(scenario: Scenario) -> None:
     """Returns if `scenario` can be run as it is written, on a machine that has its backends.
 
     Raises UsageError with what its system does not know or can't do: a backend's name, an option,
-    a fault or the place of one, a workload of that size, a worker who leaves but is not there.
+    a number of workers or shards, a fault or the place of one, a workload of that size, a worker
+    who leaves but is not there.
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
@@ -207,6 +211,7 @@ def require_possible(scenario: Scenario) -> None:
         _require("backend", backend, system.backends, where)
     for option in scenario.options:
         _require("option", option, system.options, where)
+    require_sizes(scenario)
     places = updates.places(scenario, system.places)
     for fault in scenario.faults:
         _require("fault kind", fault.kind, system.faults, where)
@@ -219,6 +224,45 @@ def require_possible(scenario: Scenario) -> None:
 
         membership.require_possible(scenario)
         models.require_places(scenario)
+
+
+def require_sizes(scenario: Scenario) -> None:
+    """Returns if so many workers and shards are possible; UsageError names the number if not."""
+    if not SYSTEMS[scenario.system].powers_of_two:
+        return
+    for name, value in (
+        ("world_size", scenario.world_size),
+        ("num_shards * accumulation", scenario.num_shards * scenario.accumulation),
+    ):
+        least = _power_of_two(value)
+        if value != least:
+            where = f"{name}={value} on system {scenario.system}"
+            raise UsageError(f"{where}: use a power of two, as {least}")
+
+
+def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
+    """`scenario` in sizes that its system takes: the next powers of two, where it needs such.
+
+    `world_size` stays as it is where that is `fixed`, possible or not. Samples are added where
+    there would be more workers than samples.
+    """
+    known = SYSTEMS.get(scenario.system)
+    if known is None or not known.powers_of_two:
+        return scenario
+    world_size = scenario.world_size
+    if "world_size" not in fixed:
+        world_size = _power_of_two(world_size)
+    return scenario.with_(
+        world_size=world_size,
+        num_shards=_power_of_two(max(scenario.num_shards, world_size)),
+        accumulation=_power_of_two(scenario.accumulation),
+        num_samples=max(scenario.num_samples, world_size),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The least one that is not less than `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") -> None:

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import entrenar_py
 from entrenar_py import trace
 from entrenar_py.canonical.reducer import Reducer
-from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import ddp, torch_module, torch_ranks
 from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
@@ -25,9 +24,6 @@ from entrenar_py.training import sharding
 
 def run(scenario: Scenario) -> trace.Trace:
     """Trains as `scenario` says, each rank a process of its own."""
-    for name, value in (("num_shards", num_leaves(scenario)), ("world_size", scenario.world_size)):
-        if value & (value - 1):
-            raise UsageError(f"{name}={value}: the canonical all-reduce needs a power of two")
     share = num_leaves(scenario) // scenario.world_size
     return torch_ranks.run(scenario, micro_batches=share, promises=("bitwise", "draws"))
 

@@ -10,6 +10,16 @@ from typing import Any
 
 from entrenar_py.errors import BackendUnavailable
 
+# Asked for as the adapter has them; WebGPU's own defaults are what the weakest device has.
+_LIMITS = (
+    "max-buffer-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroup-storage-size",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -34,7 +44,7 @@ class Device:
 
 
 def open_device() -> Device:
-    """The best adapter of this machine, opened with the adapter's own buffer limits.
+    """The best adapter of this machine, opened with the adapter's own limits.
 
     Raises BackendUnavailable without wgpu-py, without an adapter, or if it does not start.
     """
@@ -49,9 +59,8 @@ def open_device() -> Device:
         ) from error
     try:
         adapter = choose(wgpu.gpu.enumerate_adapters_sync())
-        names = ("max-storage-buffer-binding-size", "max-buffer-size")
         handle = adapter.request_device_sync(
-            required_limits={name: adapter.limits[name] for name in names}
+            required_limits={name: adapter.limits[name] for name in _LIMITS}
         )
     except (wgpu.GPUError, RuntimeError) as error:
         raise BackendUnavailable(f"backend wgpu: {error}") from error

@@ -1,0 +1,89 @@
+"""Clauses that were selected and say nothing of the system: every format names them, and why."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports.report import NotApplying, Report
+
+REASON = "every scenario is with leave, which ddp_canonical can't do"
+ALONE = "every step would have to be one of all workers together"
+
+
+def _terminal(report: Report) -> str:
+    file = io.StringIO()
+    terminal.render(report, Console(file=file, width=200, color_system=None), quiet=True)
+    return file.getvalue()
+
+
+def _junit(report: Report) -> str:
+    root = ElementTree.fromstring(junit.render(report, allow_inconclusive=False))
+    told = {one.get("name"): one.get("value") for one in root.iter("property")}
+    assert told["not_applying"] == "F-DP-006 F-DP-001"
+    return "\n".join(f"{name}: {value}" for name, value in told.items())
+
+
+def _sarif(report: Report) -> str:
+    log = sarif.dump(report, root=Path.cwd(), allow_inconclusive=False)
+    (run,) = log["runs"]
+    told = run["invocations"][0]["toolExecutionNotifications"]
+    assert {one["level"] for one in told} == {"note"}
+    rules = run["tool"]["driver"]["rules"]
+    return "\n".join(
+        f"{rules[one['associatedRule']['index']]['id']}: {one['message']['text']}" for one in told
+    )
+
+
+def _json(report: Report) -> str:
+    record = json_format.dump(report)
+    assert record["not_applying"] == ["F-DP-006", "F-DP-001"]
+    return "\n".join(f"{clause}: {why}" for clause, why in record["why_not_applying"].items())
+
+
+@pytest.mark.parametrize(
+    "render",
+    [
+        *(_terminal, _junit, _sarif, _json),
+        lambda report: unescape(github.summary(report)).replace("\\", ""),
+        lambda report: unescape(html.render(report)),
+    ],
+)
+def test_every_format_says_which_and_why(full: Report, render: Callable[[Report], str]) -> None:
+    """By id, each with its own reason; what is worth saying beside a verdict is not lost by it."""
+    applied, *_, last = full.contract.invariants
+    left_out = (
+        NotApplying(invariant=last, reason=REASON),
+        NotApplying(invariant=applied, reason=ALONE),
+    )
+    text = render(replace(full, entries=full.entries[1:], not_applying=left_out))
+    lines = [line for line in text.splitlines() if REASON in line]
+    assert lines
+    assert all("F-DP-006" in line and "F-DP-001" not in line for line in lines)
+    assert any("F-DP-001" in line for line in text.splitlines() if ALONE in line)
+
+
+def test_clauses_of_one_reason_stand_together(full: Report) -> None:
+    """A line for each reason."""
+    clauses = full.contract.invariants[:2]
+    left_out = tuple(NotApplying(invariant=clause, reason=ALONE) for clause in clauses)
+    (line,) = replace(full, not_applying=left_out).left_out
+    assert line.endswith(f"F-DP-002 (Sharding covers every sample exactly once): {ALONE}")
+    assert full.left_out == ()
+
+
+def test_notes_of_what_held_are_told(full: Report) -> None:
+    """Also in formats where what held has no lines of its own."""
+    log = sarif.dump(full, root=Path.cwd(), allow_inconclusive=False)
+    (note,) = log["runs"][0]["invocations"][0]["toolExecutionNotifications"]
+    assert note["associatedRule"] == {"id": "F-DP-004", "index": 2}
+    for text in (note["message"]["text"], github.summary(full)):
+        assert "note F-DP-004: software adapter llvmpipe" in text.replace("\\", "")
