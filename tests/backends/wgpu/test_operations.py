@@ -63,9 +63,12 @@ def test_pointwise_numbers(device: Device) -> None:
             x.exp(), size.log(), size.sqrt(), size.rsqrt(), x.sin(), x.cos(), x.tanh(),
             x.sigmoid(), x.erf(), x.floor(), x.ceil(), x.trunc(), x.square(), x**2, x**3.0,
             size**-0.5, size**1.7, x**5, x.relu(), torch.maximum(x, y), torch.minimum(x, y),
-            x.clamp(-0.5, 0.5), x.clamp(min=0.1), torch.add(x, y, alpha=3), x.add(2), 2 - x, 1 / size,
-            torch.tanh(z), torch.sigmoid(z), torch.relu(z), torch.erf(z), torch.maximum(z, z * 0),
-            torch.isnan(z), torch.isinf(z), z.clamp(0, 1), F.silu(x), F.gelu(x), torch.remainder(x, 0.7),
+            x.clamp(-0.5, 0.5), x.clamp(min=0.1), torch.add(x, y, alpha=3), x.add(2), 2 - x,
+            1 / size,
+            torch.tanh(z), torch.sigmoid(z), torch.relu(z), torch.erf(z),
+            torch.maximum(z, z.flip(0)),
+            torch.isnan(z), torch.isinf(z), z.clamp(0, 1), F.silu(x), F.gelu(x),
+            torch.remainder(x, 0.7),
         )  # fmt: skip
 
     extreme = torch.tensor([0.0, -0.0, 1e-30, 1e30, -1e30, 90.0, -90.0, torch.inf, torch.nan])
@@ -98,8 +101,10 @@ def test_constants(device: Device) -> None:
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         ones = torch.ones(3, 3, dtype=torch.bool)
         return (
-            torch.arange(17) + 0, torch.arange(3, 17, 2) * 1.0, torch.arange(0.0, 1.0, 0.25) + x[0, :4],
-            torch.full((2, 3), torch.inf), torch.zeros(3), torch.ones_like(x), torch.full_like(x, -1.5),
+            torch.arange(17) + 0, torch.arange(3, 17, 2) * 1.0,
+            torch.arange(0.0, 1.0, 0.25) + x[0, :4],
+            torch.full((2, 3), torch.inf), torch.zeros(3), torch.ones_like(x),
+            torch.full_like(x, -1.5),
             torch.where(ones.triu(1), -torch.inf, x[:3, :3]), x.tril(), torch.eye(3) + x[:3, :3],
             x + torch.tensor([[0.5], [0.25], [0.125]]),
         )  # fmt: skip
@@ -115,12 +120,15 @@ def test_views(device: Device) -> None:
         return (
             x.t(), x.reshape(31, 17), y.t().reshape(17, 31), x[3:9:2, 1:], x.select(1, 5), x[-1],
             x.unsqueeze(1).expand(17, 3, 31).reshape(51, 31), y.view(17, 31, 1).squeeze(-1),
-            y.t().contiguous().view(-1), x[:, None] * x[:3][None], x.sum(0).expand(4, 31), x.flip(1), y.repeat(2, 1, 3), x.T[2:5],
+            y.t().contiguous().view(-1), x[:, None] * x[:3][None], x.sum(0).expand(4, 31),
+            x.flip(1), y.repeat(2, 1, 3), x.T[2:5],
             x[:, :30].reshape(17, 5, 6).permute(2, 0, 1) + 1,
         )  # fmt: skip
 
     agree(device, fn, numbers(17, 31))
-    program = compile_step(device, lambda x: (x.t()[2:].t().reshape(3, 5, 1).sum(),), [numbers(3, 7)])
+    program = compile_step(
+        device, lambda x: (x.t()[2:].t().reshape(3, 5, 1).sum(),), [numbers(3, 7)]
+    )
     assert len(program.steps) == 1
 
 
@@ -134,7 +142,8 @@ def test_reductions(device: Device) -> None:
             x.amax(2), x.amin((0, 1)), y.sum(0), y.sum(1), (y * y).mean(), y.amax(0, keepdim=True),
             y.softmax(-1), y.softmax(0), y.log_softmax(1), x.softmax(-1), y.sum(1).exp() * 0.5,
             x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5), x - row, y.var(1), y.prod(1),
-            y.argmax(1), y.argmin(0), y.argmax(), i.sum(0), i.cumsum(0), x.cumsum(1), (y > 2).any(1),
+            y.argmax(1), y.argmin(0), y.argmax(), i.sum(0), i.cumsum(0), x.cumsum(1),
+            (y > 2).any(1),
             (y > -9).all(), y.max(1).values, y.min(0).indices, F.layer_norm(y, (127,)),
             y.t().softmax(-1) @ y, x.permute(2, 0, 1).sum(-1), y.max(),
         )  # fmt: skip
@@ -148,10 +157,14 @@ def test_products(device: Device) -> None:
     def fn(x: Tensor, y: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         product = x @ y
         return (
-            product, y.t() @ x.t(), x[:, ::2] @ y[::2], F.linear(x, w, w[:, 0]), product.t() * 2 + 1,
-            torch.tanh(x @ y + product), (x @ y).reshape(3, 1, 17).sum(0), w @ w.t() * 0.5 + w @ w.t(),
-            z @ z.transpose(1, 2), torch.bmm(z[:1].expand(3, 5, 17), z.transpose(1, 2)) * z[:, :, :5],
-            torch.baddbmm(z[:, :, :5], z, z.transpose(1, 2), beta=0.5, alpha=2), (x @ y).softmax(-1),
+            product, y.t() @ x.t(), x[:, ::2] @ y[::2], F.linear(x, w, w[:, 0]),
+            product.t() * 2 + 1,
+            torch.tanh(x @ y + product), (x @ y).reshape(3, 1, 17).sum(0),
+            w @ w.t() * 0.5 + w @ w.t(),
+            z @ z.transpose(1, 2),
+            torch.bmm(z[:1].expand(3, 5, 17), z.transpose(1, 2)) * z[:, :, :5],
+            torch.baddbmm(z[:, :, :5], z, z.transpose(1, 2), beta=0.5, alpha=2),
+            (x @ y).softmax(-1),
             torch.addmm(w[0, :17], x, y, beta=2, alpha=3), (x @ y)[1:, 2:], (x * 2) @ (y + 1),
         )  # fmt: skip
 
@@ -170,7 +183,8 @@ def test_lookups(device: Device) -> None:
             x.gather(1, known), x.gather(0, known), torch.cat([x, -x], 1), torch.cat([few] * 9, 0),
             F.pad(x, (1, 2, 0, 3), value=0.5), F.pad(x, (-1, -2)), x.scatter(1, known[:, :1], -1.0),
             x.slice_scatter(x[:, :5] * 2, 1, 3, 13, 2), x.select_scatter(x[0] + 1, 0, 4),
-            torch.zeros(17, 5).scatter(1, known[:, :1].remainder(5), x[:3, :1]), x.scatter(0, known, x[:3]),
+            torch.zeros(17, 5).scatter(1, known[:, :1].remainder(5), x[:3, :1]),
+            x.scatter(0, known, x[:3]),
             torch.zeros(17, 31).scatter(1, torch.arange(6).expand(17, 6) + known[0, 0], x[:, :6]),
             ATEN.embedding_dense_backward(x[:9].reshape(3, 3, 31), known, 19, 3, False),
             torch.zeros(17, 31).index_put((i.flatten(),), x[:9], accumulate=True),
@@ -183,7 +197,11 @@ def test_lookups(device: Device) -> None:
 
 def test_out_of_range_is_not_a_number(device: Device) -> None:
     """A row that a table does not have is NaN, never some other row."""
-    program = compile_step(device, lambda x, i: (F.embedding(i, x),), [numbers(3, 2), torch.zeros(2, dtype=torch.int64)])
+    program = compile_step(
+        device,
+        lambda x, i: (F.embedding(i, x),),
+        [numbers(3, 2), torch.zeros(2, dtype=torch.int64)],
+    )
     (found,) = program.run([numbers(3, 2).numpy(), np.array([1, 3])])
     np.testing.assert_array_equal(found[0], numbers(3, 2)[1].numpy())
     assert np.isnan(found[1]).all()

@@ -34,7 +34,11 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def _var(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = 1, keepdim: bool
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
 ) -> Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 

@@ -148,12 +148,14 @@ def _mean(
     return pointwise.apply(schedule, "div", [total, count], total.shape, "f32")
 
 
-def _extreme(name: str) -> Callable[..., tuple[Value, Value]]:
-    """max and min along one dim: values and where they stand."""
+def _extreme(name: str) -> Callable[..., Any]:
+    """max and min: of all, or along one dim, values and where they stand."""
 
     def both(
-        schedule: Schedule, node: Node, x: Value, dim: int, keepdim: bool = False
-    ) -> tuple[Value, Value]:
+        schedule: Schedule, node: Node, x: Value, dim: int | None = None, keepdim: bool = False
+    ) -> Any:
+        if dim is None:
+            return _fold(name)(schedule, node, x)
         schedule.realise(x)
         fold = reductions.FOLDS[name, x.dtype]
         return (
