@@ -37,14 +37,14 @@ def reduce(
     kept = [dim for dim in range(rank) if dim not in over]
     shape = [1 if dim in over else value.shape[dim] for dim in range(rank)]
     folded = sorted(over)
-    token = object()
+    token, recipe = object(), value.read
 
     def read(emitter: Emitter, indices: Indices) -> str:
         def body(inner: Indices) -> str:
             whole = list(indices)
             for dim, one in zip(folded, inner, strict=True):
                 whole[dim] = one
-            return value.read(emitter, tuple(whole))
+            return recipe(emitter, tuple(whole))
 
         sizes = [value.shape[dim] for dim in folded]
         return emitter.reduce((token, indices), fold, sizes, body)

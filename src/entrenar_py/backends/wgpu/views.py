@@ -186,10 +186,11 @@ def _never(emitter: Emitter, indices: Indices) -> str:
 
 
 def _recipe(value: Value, shape: tuple[int, ...], change: Change) -> Value:
+    recipe = value.read
     return Value(
         shape,
         value.dtype,
-        lambda emitter, indices: value.read(emitter, change(indices)),
+        lambda emitter, indices: recipe(emitter, change(indices)),
         value.reads,
         value.cost,
     )
