@@ -135,7 +135,8 @@ def _ending(
     """
     ranks = [*{one.rank: one for one in sorted(ranks, key=lambda one: one.life)}.values()]
     told = next((one.problem for one in ranks if one.problem), "")
-    last = ended.tail[-1] if ended.tail else "it printed nothing"
+    printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
+    last = printed[-1] if printed else "it printed nothing"
     how = f"{ended.how}: {told or last} (its output is in {ended.output})"
     made: dict[int, int] = defaultdict(int)
     for event in events:
