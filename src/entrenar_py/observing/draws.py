@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from entrenar_py.errors import UsageError
+
 Ids = tuple[int, ...]
 
 
@@ -32,6 +34,11 @@ class Draws:
     def __init__(self, source: Any) -> None:
         self.in_order = isinstance(source, InOrder)
         source = source.source if isinstance(source, InOrder) else source
+        if not hasattr(source, "__iter__"):
+            raise UsageError(
+                f"sampler={source!r}: give what draws the samples, the DataLoader, a batch sampler "
+                "or a sampler; or leave it out, and tell of them by samples(ids)"
+            )
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
         self._ids: Ids = ()  # of the batch that was handed out last

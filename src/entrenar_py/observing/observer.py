@@ -24,6 +24,7 @@ from entrenar_py.observing import (
     Observation,
     backward,
     gathered,
+    given,
     pieces,
     planted,
     rank_file,
@@ -58,15 +59,15 @@ class Observer(Observation):
         tied: Iterable[Iterable[str]] = (),
     ) -> None:
         self._rank, world_size = rank_file.environment_rank()
-        given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._optimizers = tuple(map(tensors.unwrapped_optimizer, given))
+        given.require_model(model)
+        self._optimizers = given.optimizers(optimizer)
         self._subject = Subject(
             model,
             self._optimizers,
             declared=pieces.declared(layout, tied, world_size),
             world_size=world_size,
         )
-        self._model, self._step = self._subject.model, step
+        self._model, self._step = self._subject.model, given.steps("step", step, least=0)
         self._buffers = Buffers(self._model)
         self._scheduler = scheduler
         self._draws = None if sampler is None else Draws(sampler)
@@ -166,7 +167,7 @@ class Observer(Observation):
             lambda *_: self._before_forward(), prepend=True
         )
         self._handles: list[Any] = [
-            self._model.register_forward_hook(lambda *given: self._after_forward(given[-1])),
+            self._model.register_forward_hook(lambda *called: self._after_forward(called[-1])),
             *(
                 hooked
                 for index, optimizer in enumerate(self._optimizers)
@@ -282,8 +283,8 @@ class Observer(Observation):
         self._random, self._ids = ("", None), []
         self._perhaps_die()
 
-    def _step_begins(self, index: int, _: Any, *given: Any) -> Arguments | None:
-        return looked_at(partial(self._before_step, index), (self._micros, self._losses), *given)
+    def _step_begins(self, index: int, _: Any, *called: Any) -> Arguments | None:
+        return looked_at(partial(self._before_step, index), (self._micros, self._losses), *called)
 
     def _before_step(self, index: int) -> None:
         self._start()

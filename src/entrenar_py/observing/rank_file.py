@@ -83,12 +83,13 @@ class RankFile:
         self._write(json.dumps({"kind": "local", "buffers": sorted(local)}) + "\n")
 
     def close(self, problem: str = "") -> None:
-        """Says that training is over, and what by; nothing can be written after that."""
-        if not self._file.closed:
-            self._write(_closing(problem))
-            self._file.close()
+        """Says that training is over, and what by; nothing is written after that."""
+        self._write(_closing(problem))
+        self._file.close()
 
     def _write(self, text: str) -> None:
+        if self._file.closed:
+            return  # training is over: what a script tells after it is no part of it
         left = memoryview(text.encode())
         while left.nbytes:
             left = left[self._file.write(left) :]
