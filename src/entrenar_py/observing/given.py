@@ -12,7 +12,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.observing import tensors
 
 
-def require_model(model: object) -> None:
+def _require_model(model: object) -> None:
     """Returns if it is a module; UsageError for anything else."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -21,8 +21,11 @@ def require_model(model: object) -> None:
         )
 
 
-def optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Those that step, out of what is around them; UsageError for what none is."""
+def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Those that step, out of what is around them; UsageError for what none is, and for a `model`
+    that is no module.
+    """
+    _require_model(model)
     several = isinstance(given, Iterable) and not hasattr(given, "step")
     found = tuple(map(tensors.unwrapped_optimizer, given if several else (given,)))
     if not found or not all(hasattr(one, "register_step_pre_hook") for one in found):

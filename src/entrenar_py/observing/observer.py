@@ -59,8 +59,7 @@ class Observer(Observation):
         tied: Iterable[Iterable[str]] = (),
     ) -> None:
         self._rank, world_size = rank_file.environment_rank()
-        given.require_model(model)
-        self._optimizers = given.optimizers(optimizer)
+        self._optimizers = given.optimizers(model, optimizer)
         self._subject = Subject(
             model,
             self._optimizers,

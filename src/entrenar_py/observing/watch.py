@@ -40,14 +40,13 @@ class Watch:
         patience: int,
         step: int,
     ) -> None:
-        given.require_model(model)
+        (self._optimizer,) = given.optimizers(model, optimizer)
         given.require_callable("on_finding", on_finding)
         self._every = given.steps("every", every, least=1)
         self._patience = given.steps("patience", patience, least=1)
         self._step = given.steps("step", step, least=0)
         self._clauses = clauses.select(contract)
         self._tell = _stop if on_finding is None else on_finding
-        (self._optimizer,) = given.optimizers(optimizer)
         self._parameters = Parameters(tensors.unwrapped(model))
         if not self._parameters.names:
             raise UsageError("a model without parameters: there is nothing to watch")
