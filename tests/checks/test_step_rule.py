@@ -199,7 +199,7 @@ def test_no_clipping_needs_no_norms() -> None:
 
 
 def test_clipping_to_a_norm_that_nobody_told() -> None:
-    """Of somebody's own trainer that tells its gradient before it clips: shortened, never longer."""
+    """Of a trainer that tells its gradient before it clips: that is shortened, never longer."""
     clipped = traces.run(SUBJECT)
     own = clipped.scenario.with_(clip_norm=None, options={"clipping": "other"})
     trace = replace(clipped, scenario=own)

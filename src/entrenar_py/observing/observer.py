@@ -239,10 +239,10 @@ class Observer(Observation):
         self._samples.collect()
         if not self._passes.made or self._subject.has_gradients():
             return
-        if self._overflowed:
-            self._skip_step()
-        elif not self._samples.ids:  # the same again, at other weights: only this pass counts
+        if not self._samples.ids:  # the same again, at other weights: only this pass counts
             self._samples.ids = self._passes.made_again()
+        if self._passes.made and self._overflowed:
+            self._skip_step()
 
     def _after_sharded_backward(self, finite: bool) -> None:
         self._start()
