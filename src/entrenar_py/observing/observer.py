@@ -78,6 +78,7 @@ class Observer(Observation):
         self._passes = Unwritten()
         self._overflowed = False  # whether the gradients that were reduced last are not finite
         self._reduces = True  # whether those of the last forward pass are
+        self._reduced = True  # whether those of the last backward pass were
         self._sharded = gathered.BackwardPasses(self._before_backward, self._after_sharded_backward)
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
@@ -239,7 +240,9 @@ class Observer(Observation):
         self._samples.collect()
         if not self._passes.made or self._subject.has_gradients():
             return
-        if not self._samples.ids:  # the same again, at other weights: only this pass counts
+        if (
+            self._reduced and not self._samples.ids
+        ):  # the same again, at other weights: only this pass counts
             self._samples.ids = self._passes.made_again()
         if self._passes.made and self._overflowed:
             self._skip_step()
@@ -258,6 +261,7 @@ class Observer(Observation):
 
     def _look_at_sum(self) -> None:
         gradients = self._subject.gradients().values()
+        self._reduced = self._reduces
         self._overflowed = self._reduces and not tensors.is_finite(gradients)
 
     def _skip_step(self) -> None:
