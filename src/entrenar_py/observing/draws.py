@@ -90,6 +90,39 @@ class Draws:
         self._hand_out()
 
 
+class Samples:
+    """Those of the forward passes since the last backward one, drawn or told."""
+
+    def __init__(self, source: Any) -> None:
+        self.draws = None if source is None else Draws(source)
+        self.ids: list[int] = []
+        self.epoch = 0
+        self._told: list[int] | None = None
+
+    def tell(self, ids: Iterable[int], epoch: int | None) -> None:
+        """The script says which are next."""
+        self._told = [*(self._told or []), *map(int, ids)]
+        self.epoch = self.epoch if epoch is None else epoch
+
+    def collect(self) -> None:
+        """Notes the samples of a forward pass; a batch that none was made of was skipped."""
+        if self._told is not None:
+            self.ids += self._told
+            self._told = None
+        elif self.draws is not None and not (self.draws.in_order and self.ids):
+            epoch, ids = self.draws.take()
+            self.ids += ids
+            self.epoch = epoch if ids else self.epoch
+
+    def facts(self) -> dict[str, Any]:
+        """What is declared of the data, as JSON can hold it."""
+        draws = self.draws
+        return {
+            "num_samples": None if draws is None else draws.num_samples,
+            "drop_last": draws is not None and draws.drop_last,
+        }
+
+
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
 _SET_CLASS = object.__dict__["__class__"].__set__
 
