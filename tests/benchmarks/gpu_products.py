@@ -32,11 +32,11 @@ import wgpu
 from torch import Tensor
 
 from entrenar_py.backends import rounding
+from entrenar_py.backends.wgpu.device import LIMITS, limits_of
 from entrenar_py.backends.wgpu.device import choose as choose_adapter
 from entrenar_py.backends.wgpu.product import (
     Kernel,
     Layout,
-    Limits,
     Product,
     Tiling,
     choose,
@@ -139,13 +139,6 @@ FLAGS = {
     "rows": {"lanes": False},
 }
 NUMBERS = {"s": "split", "u": "unroll", "r": "raster"}
-WANTED = (
-    "max-buffer-size",
-    "max-storage-buffer-binding-size",
-    "max-compute-workgroup-storage-size",
-    "max-compute-invocations-per-workgroup",
-    "max-compute-workgroup-size-x",
-)
 
 
 def parse(name: str) -> Tiling:
@@ -191,16 +184,10 @@ class Adapter:
         adapter = choose_adapter(wgpu.gpu.enumerate_adapters_sync())
         self.stamps = "timestamp-query" in adapter.features
         self.gpu = adapter.request_device_sync(
-            required_limits={name: adapter.limits[name] for name in WANTED},
+            required_limits={name: adapter.limits[name] for name in LIMITS},
             required_features=["timestamp-query"] if self.stamps else [],
         )
-        limits = self.gpu.limits
-        self.limits = Limits(
-            binding_bytes_max=limits["max-storage-buffer-binding-size"],
-            workgroup_bytes_max=limits["max-compute-workgroup-storage-size"],
-            invocations_max=limits["max-compute-invocations-per-workgroup"],
-            workgroups_max=limits["max-compute-workgroups-per-dimension"],
-        )
+        self.limits = limits_of(self.gpu)
         print(json.dumps({"adapter": dict(adapter.info), "limits": vars(self.limits)}), flush=True)
 
     def upload(self, values: Tensor) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.backends.wgpu import WgpuBackend
-from entrenar_py.backends.wgpu.device import choose, open_device
+from entrenar_py.backends.wgpu.device import LIMITS, choose, open_device
 from entrenar_py.errors import BackendUnavailable
 
 
@@ -20,9 +20,7 @@ class FakeAdapter:
 
     adapter_type: str
     backend_type: str = "Vulkan"
-    limits: dict[str, int] = field(
-        default_factory=lambda: {"max-storage-buffer-binding-size": 1, "max-buffer-size": 1}
-    )
+    limits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 1))
 
     @property
     def info(self) -> dict[str, str]:
