@@ -212,10 +212,11 @@ def _starts(product: Product, side: Side, first: str, layout: Layout) -> Iterato
 
 def _batch_start(product: Product, layout: Layout) -> str:
     terms, inner = [f"{layout.offset}u"], product.num_batches
-    for size, step in zip(product.batch, layout.batch, strict=True):
+    for i, (size, step) in enumerate(zip(product.batch, layout.batch, strict=True)):
         inner //= size
+        wrapped = f" % {size}u" if i else ""
         if step:
-            terms.append(f"batch / {inner}u % {size}u * {step}u")
+            terms.append(f"batch / {inner}u{wrapped} * {step}u")
     return " + ".join(terms)
 
 
