@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.backends.wgpu.adapters import choose, ranked
-from entrenar_py.backends.wgpu.device import open_device
+from entrenar_py.backends.wgpu.device import LIMITS, open_device
 from entrenar_py.errors import BackendUnavailable
 
 
@@ -23,7 +22,7 @@ class FakeAdapter:
     adapter_type: str
     backend_type: str = "Vulkan"
     name: str = ""
-    limits: dict[str, int] = field(default_factory=lambda: defaultdict(lambda: 1))
+    limits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 1))
 
     @property
     def info(self) -> dict[str, str]:

@@ -131,7 +131,7 @@ def test_inputs_that_do_not_fit(device: Device) -> None:
 
 def test_a_tensor_larger_than_a_binding(device: Device) -> None:
     """It is refused with its size and the line that makes it, before anything is allocated."""
-    side = int((device.binding_bytes_max / 4) ** 0.5) + 1
+    side = int((device.limits.binding_bytes_max / 4) ** 0.5) + 1
     with pytest.raises(BackendUnavailable, match=r"test_program.*a tensor of \d+ bytes, a binding"):
         compile_step(device, lambda x: (x[:, None] + x,), [torch.zeros(side)])
 
