@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
 from entrenar_py.backends.wgpu import bounds, capture
+from entrenar_py.backends.wgpu.device import Device, open_device
+from entrenar_py.backends.wgpu.program import compile_step
 
 SIZES = (1, 2, 3, 5, 7, 16, 17, 33)
 VALUES_MAX = 1e4  # what is larger soon overflows, and then there is nothing to compare
@@ -104,39 +106,38 @@ BINARY: dict[str, Operation] = {
 }
 
 
-def _along(rank: int) -> st.SearchStrategy[tuple[str, Operation]]:
-    """Operations with an axis."""
-    dim = st.integers(-rank, rank - 1)
-    kept = st.booleans()
-    names = {
-        "sum": lambda d, k: lambda x: x.sum(d, keepdim=k),
-        "mean": lambda d, k: lambda x: x.mean(d, keepdim=k),
-        "amax": lambda d, k: lambda x: x.amax(d, keepdim=k),
-        "var": lambda d, k: lambda x: x.var(d, correction=0, keepdim=k),
-        "logsumexp": lambda d, k: lambda x: x.logsumexp(d, keepdim=k),
-        "softmax": lambda d, k: lambda x: x.softmax(d),
-        "log_softmax": lambda d, k: lambda x: x.log_softmax(d),
-        "cumsum": lambda d, k: lambda x: x.cumsum(d),
-        "rms_norm": lambda d, k: lambda x: x * (x.square().mean(d, keepdim=True) + 1e-3).rsqrt(),
-        "unsqueeze": lambda d, k: lambda x: x.unsqueeze(d),
-        "flip": lambda d, k: lambda x: x.flip(d),
-        "cat_self": lambda d, k: lambda x: torch.cat([x, x * 2], d),
-        "halves": lambda d, k: lambda x: torch.cat(x.chunk(2, d)[::-1], d),
-        "repeat_interleave": lambda d, k: lambda x: x.repeat_interleave(2, d),
-        "narrow": lambda d, k: lambda x: x.narrow(d, x.shape[d] // 2, x.shape[d] - x.shape[d] // 2),
-        "every_other": lambda d, k: lambda x: x.transpose(d, 0)[::2].transpose(d, 0),
-        "select": lambda d, k: lambda x: x.select(d, x.shape[d] - 1),
-        "zero_first": lambda d, k: lambda x: _zero_first(x, d),
-    }
-    return st.tuples(st.sampled_from(sorted(names)), dim, kept).map(
-        lambda one: (f"{one[0]}[{one[1]}, {one[2]}]", names[one[0]](one[1], one[2]))  # type: ignore[no-untyped-call]
-    )
-
-
 def _zero_first(x: Tensor, dim: int) -> Tensor:
     y = x.clone()
     y.select(dim, 0).zero_()
     return y
+
+
+ALONG: dict[str, Callable[[int, bool], Operation]] = {
+    "sum": lambda d, k: lambda x: x.sum(d, keepdim=k),
+    "mean": lambda d, k: lambda x: x.mean(d, keepdim=k),
+    "amax": lambda d, k: lambda x: x.amax(d, keepdim=k),
+    "var": lambda d, k: lambda x: x.var(d, correction=0, keepdim=k),
+    "logsumexp": lambda d, k: lambda x: x.logsumexp(d, keepdim=k),
+    "softmax": lambda d, k: lambda x: x.softmax(d),
+    "log_softmax": lambda d, k: lambda x: x.log_softmax(d),
+    "cumsum": lambda d, k: lambda x: x.cumsum(d),
+    "rms_norm": lambda d, k: lambda x: x * (x.square().mean(d, keepdim=True) + 1e-3).rsqrt(),
+    "unsqueeze": lambda d, k: lambda x: x.unsqueeze(d),
+    "flip": lambda d, k: lambda x: x.flip(d),
+    "cat_self": lambda d, k: lambda x: torch.cat([x, x * 2], d),
+    "halves": lambda d, k: lambda x: torch.cat(x.chunk(2, d)[::-1], d),
+    "repeat_interleave": lambda d, k: lambda x: x.repeat_interleave(2, d),
+    "narrow": lambda d, k: lambda x: x.narrow(d, x.shape[d] // 2, x.shape[d] - x.shape[d] // 2),
+    "every_other": lambda d, k: lambda x: x.transpose(d, 0)[::2].transpose(d, 0),
+    "select": lambda d, k: lambda x: x.select(d, x.shape[d] - 1),
+    "zero_first": lambda d, k: lambda x: _zero_first(x, d),
+}
+
+
+def _along(rank: int) -> st.SearchStrategy[tuple[str, Operation]]:
+    """Operations with an axis."""
+    chosen = st.tuples(st.sampled_from(sorted(ALONG)), st.integers(-rank, rank - 1), st.booleans())
+    return chosen.map(lambda one: (f"{one[0]}[{one[1]}, {one[2]}]", ALONG[one[0]](*one[1:])))
 
 
 WHOLE: dict[str, Operation] = {
@@ -269,21 +270,54 @@ def on_cpu(graph: RandomGraph, captured: GraphModule, inputs: Sequence[Tensor]) 
     return list(captured(*(one.detach() for one in inputs)))
 
 
-def main() -> None:
-    """Tries random graphs; fails with the smallest that disagrees."""
-    num_graphs = int(sys.argv[1])
-    num_elements = [0, 0]
+def on_device(device: Device) -> Compute:
+    """What `device` makes of it, and made the same bits of again."""
 
-    @settings(max_examples=num_graphs, deadline=None, database=None, print_blob=False)
+    def compute(
+        graph: RandomGraph, captured: GraphModule, inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        del captured
+        given = [one.detach().numpy() for one in inputs]
+        program = compile_step(device, graph, inputs)
+        results = program.run(given)
+        for first, second in zip(results, program.run(given), strict=True):
+            assert first.tobytes() == second.tobytes(), "another run gave other bits"
+        return [torch.from_numpy(one) for one in results]
+
+    return compute
+
+
+def try_many(num_graphs: int, compute: Compute) -> tuple[int, int]:
+    """Tries random graphs; AssertionError with the smallest that disagrees.
+
+    How many elements were compared, and how many of them had a bound.
+    """
+    counts = [0, 0]
+
+    @settings(
+        max_examples=num_graphs,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
     @given(graph=graphs())
     def agrees(graph: RandomGraph) -> None:
-        wrong, elements, bounded = tried(graph, on_cpu)
-        num_elements[0] += elements
-        num_elements[1] += bounded
+        wrong, num_elements, num_bounded = tried(graph, compute)
+        counts[0] += num_elements
+        counts[1] += num_bounded
         assert not wrong, wrong
 
     agrees()
-    print(f"{num_graphs} graphs, {num_elements[0]} elements, {num_elements[1]} with a bound")
+    return counts[0], counts[1]
+
+
+def main() -> None:
+    """As the module says."""
+    num_graphs, where = int(sys.argv[1]), (*sys.argv, "cpu")[2]
+    compute = on_device(open_device()) if where == "wgpu" else on_cpu
+    num_elements, num_bounded = try_many(num_graphs, compute)
+    print(f"{num_graphs} graphs on {where}: {num_elements} elements, {num_bounded} with a bound")
 
 
 if __name__ == "__main__":

@@ -102,18 +102,6 @@ def _log(x: Interval) -> Interval:
     return _increasing(torch.log, lambda x: 3 * UNIT, _log_error)(Interval(low, x.high))
 
 
-def _log1p(x: Interval) -> Interval:
-    """As log(1 + x)."""
-    one = torch.ones(())
-    return _log(intervals.add(x, Interval(one.double(), one.double())))
-
-
-def _expm1(x: Interval) -> Interval:
-    """As exp(x) - 1."""
-    one = torch.full((), -1.0, dtype=torch.float64)
-    return intervals.add(_EXP(x), Interval(one, one))
-
-
 def _absolute(x: Interval) -> Interval:
     low, high = intervals.hull(x.low.abs(), x.high.abs())
     return Interval(torch.where((x.low < 0) & (x.high > 0), 0.0, low), high)
@@ -171,9 +159,7 @@ FUNCTIONS: dict[Any, Rule] = {
     # WGSL has no erf. Absolute: 1.5e-7 of Abramowitz and Stegun 7.1.26, and its evaluation.
     _ATEN.erf.default: _increasing(torch.erf, lambda x: 0.0, lambda x: 2.0**-19),
     _ATEN.exp.default: _EXP,
-    _ATEN.expm1.default: _expm1,
     _ATEN.log.default: _log,
-    _ATEN.log1p.default: _log1p,
     _ATEN.neg.default: intervals.negate,
     _ATEN.pow.Tensor_Scalar: _power,
     _ATEN.rsqrt.default: _rsqrt,

@@ -50,7 +50,7 @@ def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
     whole number or a truth value that rounding leaves undecided.
     """
     with torch.no_grad():
-        return list(_Bounds(graph).run(*(_given(one.detach()) for one in inputs)))
+        return list(Walk(graph).run(*(given(one.detach()) for one in inputs)))
 
 
 def agrees(
@@ -66,18 +66,18 @@ def agrees(
 
 
 def _compare(index: int, got: Tensor, allowed: Bounded) -> Agreement:
-    given = got.detach().double().reshape(-1)
+    found = got.detach().double().reshape(-1)
     low, high, value, error = (
         one.double().reshape(-1)
         for one in (allowed.low, allowed.high, allowed.value, allowed.error)
     )
-    assert given.shape == value.shape, f"output {index}: {list(got.shape)}"
+    assert found.shape == value.shape, f"output {index}: {list(got.shape)}"
     known = ~error.isposinf()
-    inside = (low <= given) & (given <= high)
-    used = torch.where(inside, (given - value).abs() / error.clamp(min=1e-300), torch.inf)
+    inside = (low <= found) & (found <= high)
+    used = torch.where(inside, (found - value).abs() / error.clamp(min=1e-300), torch.inf)
     used = torch.where(known, used.nan_to_num(0.0, posinf=torch.inf), -1.0)
     worst = int(used.argmax()) if len(used) else 0
-    at = [float(one[worst]) if len(used) else 0.0 for one in (given, value, low, high)]
+    at = [float(one[worst]) if len(used) else 0.0 for one in (found, value, low, high)]
     return Agreement(
         output=index,
         element=worst,
@@ -87,7 +87,7 @@ def _compare(index: int, got: Tensor, allowed: Bounded) -> Agreement:
     )
 
 
-class _Bounds(Interpreter):
+class Walk(Interpreter):
     """Each node's `Bounded`."""
 
     def run_node(self, n: Node) -> Any:
@@ -102,7 +102,7 @@ class _Bounds(Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Bounded:
         """A constant."""
-        return _given(super().get_attr(target, args, kwargs))
+        return given(super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Bounded:
         """Value and interval of one operation."""
@@ -118,7 +118,7 @@ class _Bounds(Interpreter):
         return Bounded(value, interval.low.expand(shape), interval.high.expand(shape))
 
 
-def _given(tensor: Tensor) -> Bounded:
+def given(tensor: Tensor) -> Bounded:
     """An input or a constant: exact, unless a device flushes it."""
     if not tensor.is_floating_point():
         return Bounded(tensor, tensor, tensor)
