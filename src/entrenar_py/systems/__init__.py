@@ -183,7 +183,10 @@ SYSTEMS: dict[str, System] = {
     "backend_chain": System(
         what="the fallback chain under failing backends",
         only=tuple(BACKENDS),
-        faults=("absent", "init_error", "out_of_memory", "non_finite_output"),
+        faults=(
+            *("absent", "init_error", "out_of_memory", "non_finite_output"),
+            *faults.OF_ADAPTERS,
+        ),
         options=("m", "k", "n", "layout", "magnitude"),
     ),
     "manifest": System(what="the gradients that each backend really produces"),

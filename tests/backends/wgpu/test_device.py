@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
-from entrenar_py.backends.wgpu import WgpuBackend
+from entrenar_py.backends.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.backends.wgpu.adapters import choose, ranked
 from entrenar_py.backends.wgpu.device import LIMITS, open_device
 from entrenar_py.errors import BackendUnavailable
@@ -96,3 +97,18 @@ def test_clean_exit(wgpu_backend: WgpuBackend) -> None:
     assert "Traceback" not in done.stderr
     assert "ignored" not in done.stderr
     assert wgpu_backend.device
+
+
+@pytest.mark.wgpu
+def test_a_lost_device_is_opened_again(wgpu_backend: WgpuBackend) -> None:
+    """What was destroyed fails in the adapter's words; who opens the backend gets a new device."""
+    assert wgpu_backend.device
+    first = open_wgpu(0)
+    assert open_wgpu(0) is first
+    one = torch.ones(1, 1)
+    first._device.handle.destroy()
+    with pytest.raises(BackendUnavailable, match=r"backend wgpu on .*(?s:.*)device is lost"):
+        first.matmul(one, one)
+    second = open_wgpu(0)
+    assert second is not first
+    assert float(second.matmul(one, one)) == 1.0

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.operands import check_operands
-from entrenar_py.backends.steps import Array, DropFunction, Model, Stepper
+from entrenar_py.backends.steps import Model, Stepper
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.matmul import Matmul
+from entrenar_py.backends.wgpu.resident import Programs, ResidentStep
 
 
 class WgpuBackend:
@@ -32,6 +32,7 @@ class WgpuBackend:
         self.name = name
         self._device = device
         self._kernel = Matmul(device)
+        self.programs = Programs(device)
 
     @property
     def device(self) -> str:
@@ -49,20 +50,12 @@ class WgpuBackend:
 
     @property
     def submissions(self) -> int:
-        """How many command buffers were submitted so far."""
+        """How many command buffers of products were submitted so far; `programs` count theirs."""
         return self._kernel.submissions
 
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """The step on the CPU, its dense layers' products on the device."""
-        leaves = [tensors[spec.name] for spec in workload.specs if spec.role == "trainable"]
-
-        def step(ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
-            batch = workload.batch(ids)
-            loss = workload.loss_of(tensors, batch, linear=self.linear, drop=drop)
-            gradients = torch.autograd.grad(loss, leaves, grad_outputs=torch.tensor(scale))
-            return loss.item(), [gradient.numpy() for gradient in gradients]
-
-        return step
+        """The whole step on the device, in one submission and one read-back."""
+        return ResidentStep(self.programs, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """One submission forward, one backward; the bias is added on the CPU."""
