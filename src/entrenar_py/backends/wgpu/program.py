@@ -18,7 +18,6 @@ from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES, Buffer
 from entrenar_py.backends.wgpu.lower import Lowered, lower
-from entrenar_py.backends.wgpu.product import Limits
 from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.errors import BackendUnavailable, UsageError
 
@@ -73,23 +72,11 @@ def compile_step(
     """
     started = time.perf_counter()
     graph = capture(fn, [*inputs, *resident])
-    limits = limits_of(device)
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
-    lowered = lower(graph, limits, bindings_max=bindings_max, fused=fused)
+    lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
     program = Program(device, lowered, inputs, resident)
     program.counts.compile_s = time.perf_counter() - started
     return program
-
-
-def limits_of(device: Device) -> Limits:
-    """What kernels may take of `device`."""
-    limits = device.handle.limits
-    return Limits(
-        binding_bytes_max=device.binding_bytes_max,
-        workgroup_bytes_max=limits["max-compute-workgroup-storage-size"],
-        invocations_max=limits["max-compute-invocations-per-workgroup"],
-        workgroups_max=device.workgroups_max,
-    )
 
 
 class Program:
@@ -176,11 +163,11 @@ class Program:
             default=None,
         )
         where = f"backend wgpu on {self.device.name}"
-        if largest is not None and largest.num_bytes > self.device.binding_bytes_max:
+        if largest is not None and largest.num_bytes > self.device.limits.binding_bytes_max:
             step = next(one for one in self._lowered.steps if largest in one.bindings)
             raise BackendUnavailable(
                 f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, a binding holds "
-                f"{self.device.binding_bytes_max}; use smaller tensors or another backend"
+                f"{self.device.limits.binding_bytes_max}; use smaller tensors or another backend"
             )
         for what, size in (("inputs", self._input_bytes), ("results", self._result_bytes)):
             if size > self.device.buffer_bytes_max:

@@ -37,14 +37,14 @@ def reduce(
     kept = [dim for dim in range(rank) if dim not in over]
     shape = [1 if dim in over else value.shape[dim] for dim in range(rank)]
     folded = sorted(over)
-    token = object()
+    token, recipe = object(), value.read
 
     def read(emitter: Emitter, indices: Indices) -> str:
         def body(inner: Indices) -> str:
             whole = list(indices)
             for dim, one in zip(folded, inner, strict=True):
                 whole[dim] = one
-            return value.read(emitter, tuple(whole))
+            return recipe(emitter, tuple(whole))
 
         sizes = [value.shape[dim] for dim in folded]
         return emitter.reduce((token, indices), fold, sizes, body)
@@ -95,9 +95,8 @@ def arg_extreme(
     place = pointwise.counting(0, 1, own.shape, dim, "i32")
     none = pointwise.constant(own.shape[dim] - 1, "i32")
     # Of NaNs, which equal nothing, the first is the extreme one.
-    here = pointwise.fuse(
-        *(schedule, "{0} == {1} || {0} != {0}", [own, extreme], own.shape, "bool", 2)
-    )
+    same = "{0} == {1} || is_nan({0})" if own.dtype == "f32" else "{0} == {1}"
+    here = pointwise.fuse(schedule, same, [own, extreme], own.shape, "bool", 2)
     candidates = pointwise.fuse(
         schedule, "select({1}, {0}, {2})", [place, none, here], own.shape, "i32", 1
     )
