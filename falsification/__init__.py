@@ -19,6 +19,7 @@ from . import (
     benign_protocol,
     benign_rings,
     benign_updates,
+    benign_wgpu,
     blocks,
     checkpoint,
     clipping,
@@ -44,6 +45,7 @@ from . import (
     torch_ddp,
     torch_fsdp,
     updates,
+    wgpu,
     wire,
 )
 
@@ -51,11 +53,11 @@ _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates),
-    *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
+    *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd, wgpu),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
-    *(torch_benign, benign_parallelism, benign_local_sgd),
+    *(torch_benign, benign_parallelism, benign_local_sgd, benign_wgpu),
 )
 
 

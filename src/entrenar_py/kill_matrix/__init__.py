@@ -125,8 +125,8 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Whether `clause` is of any training by `system`, and has its check for its own."""
+    """Whether `system` trains, and `clause` is of any training and has its check for its own."""
     check = checks.bind(clause)
-    if check is None or check.id != clause.id:
+    if check is None or check.id != clause.id or system not in plan.TRAINERS:
         return False
     return check.explores and plan.applies(check, system)

@@ -190,6 +190,20 @@ SYSTEMS: dict[str, System] = {
         options=("m", "k", "n", "layout", "magnitude"),
     ),
     "manifest": System(what="the gradients that each backend really produces"),
+    "wgpu_steps": System(
+        what="steps of training on a wgpu adapter: what each asks of it, what comes out",
+        only=("wgpu",),
+        options=("samples",),
+    ),
+    "wgpu_operations": System(
+        what="each operation alone on a wgpu adapter, beside float64, and with a NaN",
+        only=("wgpu",),
+        options=("operations",),
+    ),
+    "wgpu_refusals": System(
+        what="what a wgpu adapter has no kernel for, or no element of",
+        only=("wgpu",),
+    ),
     "wire": System(what="the wire's codec and its admission, on right and damaged bytes"),
     "memory": System(
         what="each worker's share in a process of its own, its memory measured",

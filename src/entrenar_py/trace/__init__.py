@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from entrenar_py.trace.device_events import Declined, Explained, Poisoned, Stepped
 from entrenar_py.trace.events import (
-    EVENTS,
     Admission,
     Attempt,
     Audit,
@@ -28,6 +28,7 @@ from entrenar_py.trace.events import (
     Traffic,
     Update,
 )
+from entrenar_py.trace.kinds import EVENTS
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
 from entrenar_py.trace.run import Trace
 from entrenar_py.trace.tensors import TensorRecord, Tensors, record_tensor
@@ -39,9 +40,11 @@ __all__ = [
     "Attempt",
     "Audit",
     "Carried",
+    "Declined",
     "E",
     "End",
     "Event",
+    "Explained",
     "Halt",
     "Held",
     "Injected",
@@ -49,12 +52,14 @@ __all__ = [
     "Membership",
     "Memory",
     "Planted",
+    "Poisoned",
     "Product",
     "Reduced",
     "Refused",
     "Saved",
     "Shard",
     "Start",
+    "Stepped",
     "Synchronised",
     "TensorRecord",
     "Tensors",

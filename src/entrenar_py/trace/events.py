@@ -361,13 +361,4 @@ class End(Event):
     reason: str = ""
 
 
-EVENTS: dict[str, type[Event]] = {
-    event.kind: event
-    for event in (
-        *(Start, Shard, Update, Synchronised, Membership, Injected, Audit, Planted, Halt, Saved),
-        *(Manifest, Attempt, Product, Memory, Held, Carried, Refused, Admission),
-        *(Reduced, Traffic, End),
-    )
-}
-
 E = TypeVar("E", bound=Event)

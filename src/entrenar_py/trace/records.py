@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from entrenar_py.trace.events import EVENTS, Event
+from entrenar_py.trace.events import Event
+from entrenar_py.trace.kinds import EVENTS
 from entrenar_py.trace.tensors import TensorRecord
 
 # What a record of other keys or types makes `from_record` raise.

@@ -25,7 +25,8 @@ SAFETY = 2.0
 class Deviation:
     """One output of a device against float64: the L1 norm of its error and what explains it.
 
-    `size` is the L1 norm of the output, `elements` how many it has.
+    `size` is the L1 norm of the output, `num_elements` how many it has. `element`, in C order, is
+    the one that is furthest off, by `element_error`, of which rounding explains `element_bound`.
     """
 
     output: int
@@ -33,11 +34,14 @@ class Deviation:
     bound: float
     size: float
     num_elements: int
+    element: int
+    element_error: float
+    element_bound: float
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains the output."""
-        return self.error <= self.bound
+        """True if rounding explains the output, and the element that is furthest off."""
+        return self.error <= self.bound and self.element_error <= self.element_bound
 
 
 def deviations(
@@ -49,6 +53,7 @@ def deviations(
     the error of s . output is the sum, over all operations, of what the operation itself is off
     by, times the derivative of s . output by its result (Linnainmaa 1976): each at most its bound
     times the derivative's absolute value. Comparisons are taken to come out as in float64.
+    The same with a single element in the place of s . output bounds that element.
     Raises UsageError as `bounds.bound` does.
     """
     walk = _Local(graph)
@@ -61,25 +66,35 @@ def deviations(
 
 
 def _deviation(index: int, got: Tensor, exact: Tensor, walk: _Local) -> Deviation:
-    difference = got - exact.detach()
-    bound = 0.0
-    if exact.requires_grad:
-        signs = torch.where(difference < 0, -1.0, 1.0).double()
-        effects = torch.autograd.grad(
-            exact, walk.results, signs, retain_graph=True, allow_unused=True
-        )
-        bound = SAFETY * sum(
-            float(torch.where(effect == 0, 0.0, effect.abs() * error).nan_to_num(torch.inf).sum())
-            for effect, error in zip(effects, walk.errors, strict=True)
-            if effect is not None
-        )
-    error = float(difference.abs().sum())
+    difference = (got - exact.detach()).nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    element = int(difference.abs().argmax())
+    only = torch.zeros_like(difference)
+    only.view(-1)[element] = 1.0
+    signs = torch.where(difference < 0, -1.0, 1.0).double()
+    bound = _explained(exact, signs, walk)
     return Deviation(
         output=index,
-        error=error if error == error else float("inf"),
+        error=float(difference.abs().sum()),
         bound=bound,
         size=float(exact.detach().abs().sum()),
         num_elements=exact.numel(),
+        element=element,
+        element_error=float(difference.abs().max()),
+        element_bound=_explained(exact, only, walk) if exact.numel() > 1 else bound,
+    )
+
+
+def _explained(exact: Tensor, weights: Tensor, walk: _Local) -> float:
+    """How far weights . exact may be off, by what every operation may be off by."""
+    if not exact.requires_grad:
+        return 0.0
+    effects = torch.autograd.grad(
+        exact, walk.results, weights, retain_graph=True, allow_unused=True
+    )
+    return SAFETY * sum(
+        float(torch.where(effect == 0, 0.0, effect.abs() * error).nan_to_num(torch.inf).sum())
+        for effect, error in zip(effects, walk.errors, strict=True)
+        if effect is not None
     )
 
 

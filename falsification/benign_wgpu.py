@@ -1,0 +1,94 @@
+"""Other ways to compute a step on a device that are right: no clause may alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from entrenar_py.backends.wgpu import lower, plan, product
+from entrenar_py.backends.wgpu.plan import Plan
+from entrenar_py.backends.wgpu.values import Step
+from entrenar_py.mutants import Variant
+from entrenar_py.scenario import Scenario
+
+from .wgpu import MLP, PACKAGE, _operations
+
+_plan, _lower = plan.plan, lower.lower
+STEPS = ("F-WGPU-002", "F-WGPU-003", "F-WGPU-005", "F-WGPU-006", "F-WGPU-007")
+
+
+def split(given: product.Product, limits: product.Limits) -> product.Tiling:
+    """Small tiles whose threads share the sum along k."""
+    return product.SMALL_SPLIT
+
+
+def unfused(*arguments: Any, **keywords: Any) -> lower.Lowered:
+    """Each operation is a dispatch of its own."""
+    return _lower(*arguments, **{**keywords, "fused": False})
+
+
+def unshared(
+    steps: Sequence[Step], changing: Any, results: Any
+) -> tuple[dict[Any, int], tuple[int, ...]]:
+    """Each buffer has memory of its own."""
+    written = list(dict.fromkeys(step.writes for step in steps))
+    return {one: number for number, one in enumerate(written)}, tuple(
+        one.num_bytes for one in written
+    )
+
+
+def late(lowered: lower.Lowered, given: Any) -> Plan:
+    """Of dispatches that do not need each other, the last that can run is the next."""
+    return _plan(replace(lowered, steps=_reordered(lowered.steps)), given)
+
+
+def _reordered(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Each after all before it that touch what it writes, or write what it reads."""
+    waiting = {
+        number: {
+            other
+            for other in range(number)
+            if steps[other].writes in steps[number].bindings
+            or steps[number].writes in steps[other].bindings
+        }
+        for number in range(len(steps))
+    }
+    order: list[int] = []
+    while waiting:
+        following = max(number for number, before in waiting.items() if not before)
+        del waiting[following]
+        for before in waiting.values():
+            before.discard(following)
+        order.append(following)
+    return tuple(steps[number] for number in order)
+
+
+def _benign(
+    name: str,
+    summary: str,
+    plants: dict[str, Callable[..., Any]],
+    scenario: Scenario = MLP,
+    tried: tuple[str, ...] = STEPS,
+) -> Variant:
+    return Variant(
+        name=f"wgpu-{name}",
+        summary=summary,
+        plants={f"{PACKAGE}.{path}": new for path, new in plants.items()},
+        scenario=scenario,
+        tried=tried,
+    )
+
+
+VARIANTS = (
+    _benign("late", "independent dispatches run in another order", {"program.planning.plan": late}),
+    _benign("unshared", "no two buffers share memory", {"plan._assign": unshared}),
+    _benign("unfused", "every operation is a dispatch of its own", {"program.lower": unfused}),
+    _benign(
+        "split",
+        "products have other tiles, and add along k in parts",
+        {"product.choose": split},
+        _operations("mm", "mm_tall", "bmm"),
+        ("F-WGPU-004", "F-WGPU-007"),
+    ),
+)

@@ -1,0 +1,101 @@
+"""F-WGPU-008: training on a device is training on the CPU, loss by loss.
+
+Source: wgpu-backend-v1; where its bound comes from is said in docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Finding, Tally
+
+CPU = ("cpu",)
+STEPS = {"mlp": 100, "decoder": 30}  # of the decoder, a software adapter takes long
+FALLEN = 0.99  # of the first loss: who does not train at all agrees with everybody who doesn't
+
+
+def plan(invariant: Invariant) -> list[Scenario]:
+    """The reference trainer on one worker, one shard a step, so that each step is a whole one."""
+    return [
+        Scenario(
+            system="reference",
+            workload=workload,
+            world_size=1,
+            seed=0,
+            num_shards=1,
+            num_samples=21,
+            batch_size=7,
+            num_steps=num_steps,
+            learning_rate=0.1,
+            backends=("wgpu",),
+        )
+        for workload, num_steps in STEPS.items()
+    ]
+
+
+def family(scenario: Scenario) -> list[Scenario]:
+    """The run, and the same on the CPU."""
+    return evidence.distinct([scenario, evidence.plain(scenario, backends=CPU)])
+
+
+def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+    """HELD if at every step the losses differ by no more than the clause's tolerance of the larger
+    of the CPU's first and its loss then, and the loss falls on both.
+    """
+    tally = Tally(invariant.id)
+    for group in evidence.groups(evidence.usable(traces, tally), "backends", "mutant"):
+        model = next((one for one in group if one.scenario.backends == CPU), None)
+        for trace in group:
+            if trace.scenario.backends == CPU:
+                continue
+            if model is None:
+                tally.miss("no run on the CPU is there to compare with")
+            else:
+                _compare(tally, model, trace, invariant.tolerance)
+    return tally.finding(nothing=missing.probed(invariant, "no training on a device was recorded"))
+
+
+def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> None:
+    what = f"{trace.scenario.workload} on {trace.scenario.backends[0]}"
+    if tolerance is None:
+        tally.miss("the clause has no tolerance")
+        return
+    expected, got = _losses(model), _losses(trace)
+    if len(expected) < trace.scenario.num_steps or expected.keys() != got.keys():
+        tally.miss(f"{what}: {len(got)} losses of {trace.scenario.num_steps} steps were recorded")
+        return
+    first = expected[min(expected)]
+    for step, right in expected.items():
+        allowed = tolerance * max(abs(first), abs(right))
+        tally.check(
+            abs(got[step] - right) <= allowed,
+            f"{what}: the loss of step {step} is {got[step]:.7g}, on the CPU {right:.7g}",
+            step=step,
+            expected=f"{right:.7g} +- {allowed:.2g}",
+            got=f"{got[step]:.7g}",
+            scenario=trace.scenario,
+        )
+    last = max(expected)
+    for name, losses in (("the CPU", expected), (trace.scenario.backends[0], got)):
+        tally.check(
+            losses[last] <= FALLEN * first,
+            f"{trace.scenario.workload} on {name} does not learn",
+            step=last,
+            expected=f"<= {FALLEN * first:.7g}",
+            got=f"{losses[last]:.7g}",
+            scenario=trace.scenario,
+        )
+
+
+def _losses(trace: Trace) -> dict[int, float]:
+    """Step -> mean loss, of the steps that have one."""
+    found = {}
+    for step, by_rank in evidence.ranks_by_step(evidence.with_losses(trace)):
+        loss = evidence.any_rank(by_rank).loss
+        if loss is not None:
+            found[step] = loss
+    return found

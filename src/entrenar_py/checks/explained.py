@@ -1,0 +1,39 @@
+"""Whether rounding explains one tensor that a device computed. Source: wgpu-backend-v1."""
+
+from __future__ import annotations
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Explained
+from entrenar_py.verdict import Tally
+
+
+def judge(tally: Tally, one: Explained, scenario: Scenario) -> None:
+    """Counts one comparison for the worst element, and one for all together if they are bounded.
+
+    A tensor of which no element has a bound is missing one, and does not pass.
+    """
+    what = f"{one.of}: {one.tensor}"
+    place = {"tensor": one.tensor, "step": one.step, "scenario": scenario}
+    if not tally.check(one.finite, f"{what} is not finite", **place):
+        return
+    if not one.num_bounded:
+        tally.miss(f"{what}: no element of {one.num_elements} has a bound")
+        return
+    tally.check(
+        one.error <= one.bound,
+        f"{what} is off by {one.error:.3g} from float64 at element {one.element}, rounding "
+        f"explains {one.bound:.3g}",
+        element=one.element,
+        expected=f"<= {one.bound:.3g}",
+        got=f"{one.error:.3g}",
+        **place,
+    )
+    if one.total_bound or one.total_error:
+        tally.check(
+            one.total_error <= one.total_bound,
+            f"{what} is off by {one.total_error:.3g} from float64, all elements together; rounding "
+            f"explains {one.total_bound:.3g}",
+            expected=f"<= {one.total_bound:.3g}",
+            got=f"{one.total_error:.3g}",
+            **place,
+        )

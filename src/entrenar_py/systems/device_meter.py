@@ -1,0 +1,137 @@
+"""What is asked of a device, counted where wgpu-py is called, and what the CPU computes meanwhile.
+
+A backend that counts itself may be wrong about itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Meter:
+    """What has been seen so far. `on_host` are operations that computed on the CPU."""
+
+    submissions: int = 0
+    read_backs: int = 0
+    uploads: int = 0
+    upload_bytes: int = 0
+    dispatches: int = 0
+    compiled: int = 0
+    traced: int = 0
+    on_host: list[str] = field(default_factory=list)
+    _resting: int = 0
+    _mapping: bool = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """What torch computes inside is not the step's."""
+        self._resting += 1
+        try:
+            yield
+        finally:
+            self._resting -= 1
+
+    def submitted(self, *arguments: Any, **keywords: Any) -> None:
+        """Not what the library submits itself: nothing, to get ahead, whenever it maps memory."""
+        self.submissions += not self._mapping
+
+    def dispatched(self, *arguments: Any, **keywords: Any) -> None:
+        self.dispatches += 1
+
+    def compiling(self, *arguments: Any, **keywords: Any) -> None:
+        self.compiled += 1
+
+    def mapped(self, *arguments: Any, **keywords: Any) -> None:
+        self.read_backs += 1
+
+    def written(self, *arguments: Any, data: Any = None, **keywords: Any) -> None:
+        """`data` is the largest thing that was given: the others are buffers and offsets."""
+        given = data if data is not None else next(one for one in arguments if _is_data(one))
+        self.uploads += 1
+        self.upload_bytes += np.asarray(given).nbytes
+
+    def computed(self, name: str, tensors: list[Tensor]) -> None:
+        """An operation on `tensors`, operands and results."""
+        if self._resting:
+            return
+        if any(isinstance(one, FakeTensor) or one.device.type == "meta" for one in tensors):
+            self.traced += 1
+        else:
+            self.on_host.append(name)
+
+
+def _is_data(one: object) -> bool:
+    return isinstance(one, np.ndarray | bytes | bytearray | memoryview)
+
+
+@contextmanager
+def watching() -> Iterator[Meter]:
+    """A meter of all that happens inside, on any wgpu device of this process."""
+    from wgpu.backends import wgpu_native as native
+
+    meter = Meter()
+    with ExitStack() as stack:
+        for owner, name, told in (
+            (native.GPUQueue, "submit", meter.submitted),
+            (native.GPUQueue, "write_buffer", meter.written),
+            (native.GPUBuffer, "write_mapped", meter.written),
+            (native.GPUBuffer, "read_mapped", meter.mapped),
+            (native.GPUDevice, "create_buffer_with_data", meter.written),
+            (native.GPUDevice, "create_shader_module", meter.compiling),
+            (native.GPUDevice, "create_compute_pipeline", meter.compiling),
+            (native.GPUComputePassEncoder, "dispatch_workgroups", meter.dispatched),
+        ):
+            told_first = _telling(getattr(owner, name), told)
+            stack.enter_context(patch.object(owner, name, told_first))
+        mapping = _mapping(native.GPUBuffer.map_async, meter)
+        stack.enter_context(patch.object(native.GPUBuffer, "map_async", mapping))
+        stack.enter_context(_Operations(meter))
+        yield meter
+
+
+def _telling(function: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    def call(owner: Any, *arguments: Any, **keywords: Any) -> Any:
+        told(*arguments, **keywords)
+        return function(owner, *arguments, **keywords)
+
+    return call
+
+
+def _mapping(function: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        meter._mapping = True
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            meter._mapping = False
+
+    return call
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of each operation that makes new data; views and shapes are no arithmetic."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        views = any(one.alias_info is not None for one in func._schema.returns)
+        if not views and func.namespace != "prim":
+            tensors = [o for o in pytree.tree_leaves((args, result)) if isinstance(o, Tensor)]
+            self._meter.computed(str(func), tensors)
+        return result

@@ -1,0 +1,159 @@
+"""Each operation that a device has kernels for, alone, on operands that its kernels find hard.
+
+Of one, sizes are odd or prime; then it is tried on a transposed view, on one with gaps and an
+offset, and on large numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+
+ROWS, COLUMNS = 17, 31
+LARGE = 1e5
+LONG = 331  # more than a workgroup has lanes, and prime
+
+Operation = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`operation` of one matrix, or of two of the same shape.
+
+    `largest`: the largest absolute value of the large operand; what is larger overflows, or has no
+    bound. `least`: the smallest absolute value in any operand, 0 for none. `sign`: of all operands,
+    or 0 for both. `rows_only`: takes [rows, columns] of this very size.
+    """
+
+    operation: Operation
+    num_operands: int = 1
+    largest: float = LARGE
+    least: float = 0.0
+    sign: int = 0
+    rows_only: bool = False
+
+
+IDS = torch.tensor([3, 0, 3, 16, 5])
+PLACES = torch.arange(ROWS * 6).reshape(ROWS, 6) % 7
+
+
+def _unary(operation: Operation, largest: float = LARGE) -> Case:
+    return Case(operation, largest=largest)
+
+
+def _binary(operation: Operation) -> Case:
+    return Case(operation, num_operands=2)
+
+
+CASES: dict[str, Case] = {
+    "abs": _unary(torch.abs),
+    "add": _binary(torch.add),
+    "add_alpha": _binary(lambda x, y: torch.add(x, y, alpha=3)),
+    "add_row": _unary(lambda x: x + x[0]),
+    "amax": _unary(lambda x: x.amax(-1)),
+    "amax_all": _unary(lambda x: x.amax()),
+    "amin": _unary(lambda x: x.amin(0)),
+    "bmm": _unary(lambda x: torch.stack([x, -x, 2 * x]) @ x.t()),
+    "cat": _binary(lambda x, y: torch.cat([x, -y, x], 1)),
+    "ceil": _unary(torch.ceil),
+    "clamp": _unary(lambda x: x.clamp(-0.5, 0.7)),
+    "clone": _unary(lambda x: x.t().clone()),
+    "constant_pad_nd": _unary(lambda x: F.pad(x, (1, 2, 0, 3), value=0.5)),
+    "cos": _unary(torch.cos, largest=3.0),
+    "cumsum": _unary(lambda x: x.cumsum(-1)),
+    "div": Case(torch.div, num_operands=2, least=0.1),
+    "embedding": Case(lambda x: F.embedding(IDS, x), rows_only=True),
+    "embedding_backward": Case(
+        lambda x: torch.ops.aten.embedding_dense_backward(x[:5], IDS, 19, -1, False), rows_only=True
+    ),
+    "erf": _unary(torch.erf),
+    "exp": _unary(torch.exp, largest=80.0),
+    "expand": _unary(lambda x: x[:, None].expand(x.shape[0], 5, x.shape[1]) + 0),
+    "eq": _binary(lambda x, y: x.floor() == y.floor()),
+    "flip": _unary(lambda x: x.flip(0)),
+    "floor": _unary(torch.floor),
+    "gather": Case(lambda x: x.gather(1, PLACES), rows_only=True),
+    "gelu": _unary(F.gelu),
+    "gt": _binary(torch.gt),
+    "index": Case(lambda x: x[IDS], rows_only=True),
+    "index_put": Case(
+        lambda x: x.new_zeros(19, COLUMNS).index_put((IDS,), x[:5], accumulate=True), rows_only=True
+    ),
+    "index_select": Case(lambda x: x.index_select(1, IDS), rows_only=True),
+    "log": Case(torch.log, least=0.01, sign=1),
+    "log_softmax": _unary(lambda x: x.log_softmax(-1)),
+    "masked": _unary(lambda x: torch.where(torch.arange(x.shape[1]) % 3 == 0, x, -x)),
+    "maximum": _binary(torch.maximum),
+    "mean": _unary(lambda x: x.mean(-1)),
+    "minimum": _binary(torch.minimum),
+    "mm": _unary(lambda x: x @ x.t()),
+    # The same shape whatever it is a view of: only strides and offsets differ.
+    "mm_square": _binary(lambda x, y: x[:3, :3] @ y[:3, :3]),
+    "mm_tall": _binary(lambda x, y: x.t() @ y),
+    "mul": _binary(torch.mul),
+    "neg": _unary(torch.neg),
+    "permute": _unary(lambda x: x.t() * 3),
+    "pow": _unary(lambda x: x**3),
+    "reciprocal": Case(torch.reciprocal, least=0.1),
+    "relu": _unary(torch.relu),
+    "repeat": _unary(lambda x: x.repeat(2, 3)),
+    "rsqrt": Case(torch.rsqrt, least=0.01, sign=1),
+    "scatter": Case(lambda x: x.scatter(1, PLACES[:, :1], -1.0), rows_only=True),
+    "scatter_add": Case(lambda x: x.scatter_add(1, PLACES, x[:, :6]), rows_only=True),
+    "select": _unary(lambda x: x.select(1, 2) + 1),
+    "sign": _unary(torch.sign),
+    "sigmoid": _unary(torch.sigmoid),
+    "silu": _unary(F.silu, largest=80.0),
+    "sin": _unary(torch.sin, largest=3.0),
+    "slice": _unary(lambda x: x[1:, 2::3] * 2),
+    "slice_scatter": Case(lambda x: x.slice_scatter(x[:, :3] * 2, 1, 2, 5), rows_only=True),
+    "softmax": _unary(lambda x: x.softmax(-1)),
+    "sqrt": Case(torch.sqrt, sign=1),
+    "sub": _binary(torch.sub),
+    "sum": _unary(lambda x: x.sum(-1)),
+    "sum_all": _unary(lambda x: x.sum()),
+    "sum_rows": _unary(lambda x: x.sum(0)),
+    "tanh": _unary(torch.tanh),
+    "trunc": _unary(torch.trunc),
+    "var": _unary(lambda x: x.var(-1, correction=0)),
+    "view": _unary(lambda x: x.t().reshape(-1) + 1),
+    "where_scalar": _unary(lambda x: torch.where(x > 0, 1.0, x)),
+    "where": _binary(lambda x, y: torch.where(x > 0, x, y)),
+}
+
+
+def operands(case: Case, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+    """What `case` is tried on, float32: usual numbers, then large ones in long rows."""
+    long = (ROWS, COLUMNS) if case.rows_only else (3, LONG)
+    return [
+        tuple(_numbers(case, shape, size, generator) for _ in range(case.num_operands))
+        for shape, size in (((ROWS, COLUMNS), 1.0), (long, case.largest))
+    ]
+
+
+def results(case: Case, usual: tuple[Tensor, ...], large: tuple[Tensor, ...]) -> list[Tensor]:
+    """What `case` makes of its operands, and of views of the usual ones where any size will do:
+    transposed, and with an offset and gaps."""
+    found = [case.operation(*usual), case.operation(*large)]
+    if not case.rows_only:
+        found.append(case.operation(*(one.t() for one in usual)))
+        found.append(case.operation(*(one[1:, 1::2] for one in usual)))
+    return found
+
+
+def poisoned(case: Case, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`given` with NaNs in the first operand, where every case looks at one."""
+    first = given[0].clone()
+    for place in [(3, 5)] if case.rows_only else [(1, 1), (2, 2)]:
+        first[place] = torch.nan
+    return first, *given[1:]
+
+
+def _numbers(case: Case, shape: tuple[int, int], size: float, generator: torch.Generator) -> Tensor:
+    found = torch.rand(shape, generator=generator) * 2 - 1
+    found = found.sign() * (found.abs() * (size - case.least) + case.least)
+    return found.abs() if case.sign > 0 else found
