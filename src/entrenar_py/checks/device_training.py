@@ -14,7 +14,7 @@ from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding, Tally
 
 CPU = ("cpu",)
-STEPS = {"mlp": 100, "decoder": 30}  # of the decoder, a software adapter takes long
+STEPS = {"mlp": 100, "decoder": 100}
 FALLEN = 0.99  # of the first loss: who does not train at all agrees with everybody who doesn't
 
 
