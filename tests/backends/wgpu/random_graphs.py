@@ -315,7 +315,7 @@ def try_many(num_graphs: int, compute: Compute) -> tuple[int, int]:
 def main() -> None:
     """As the module says."""
     num_graphs, where = int(sys.argv[1]), (*sys.argv, "cpu")[2]
-    compute = on_device(open_device()) if where == "wgpu" else on_cpu
+    compute = on_device(open_device(0)) if where == "wgpu" else on_cpu
     num_elements, num_bounded = try_many(num_graphs, compute)
     print(f"{num_graphs} graphs on {where}: {num_elements} elements, {num_bounded} with a bound")
 

@@ -20,14 +20,13 @@ def step(name: str, num_samples: int = 1) -> tuple[Function, list[Tensor]]:
     """The loss of so many samples and the gradients of what trains; all tensors as inputs."""
     model = workload.build(name, num_samples=16, width=16, data=np.random.default_rng(0))
     values = model.initial(np.random.default_rng(0))
-    ids = range(num_samples)
-    batch = model.batch(ids)  # type: ignore[attr-defined]
+    batch = model.batch(range(num_samples))
     names = [spec.name for spec in model.specs]
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         held = dict(zip(names, tensors, strict=False))
-        model.batch = lambda ids: tensors[len(names) :]  # type: ignore[attr-defined]
-        loss = model.loss_sum(held, ids, linear=F.linear, drop=dropout.none)
+        given = tensors[len(names) :]
+        loss = model.loss_of(held, given, linear=F.linear, drop=dropout.none)
         wanted = [held[spec.name] for spec in model.specs if spec.role == "trainable"]
         return loss, *torch.autograd.grad(loss, wanted)
 
