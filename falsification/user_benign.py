@@ -182,4 +182,111 @@ VARIANTS = (
             ("torch.nn.Tanh()", "Watched()"),
         ),
     ),
+    Twin(
+        name="a cycle of rates and momentum",
+        script="ddp.py",
+        changes=(
+            (
+                "obs = ent",
+                "cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)\n"
+                "obs = ent",
+            ),
+            ("        optimizer.step()\n", "        optimizer.step()\n        cycle.step()\n"),
+        ),
+    ),
+    Twin(
+        name="a layer whose rate is zero in the first epoch",
+        script="ddp.py",
+        changes=(
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                "torch.optim.Adam([{'params': model[2].parameters()}, "
+                "{'params': model[0].parameters(), 'lr': 0.0}], lr=0.05, weight_decay=0.1, "
+                "decoupled_weight_decay=True)",
+            ),
+            (
+                "    sampler.set_epoch(epoch)\n",
+                "    sampler.set_epoch(epoch)\n"
+                "    optimizer.param_groups[1]['lr'] = 0.05 * epoch\n",
+            ),
+        ),
+    ),
+    Twin(
+        name="a layer that is unfrozen after an epoch",
+        script="ddp.py",
+        changes=(
+            ("ddp = Dist", "model[0].requires_grad_(False)\nddp = Dist"),
+            (
+                "    sampler.set_epoch(epoch)\n",
+                "    sampler.set_epoch(epoch)\n"
+                "    if epoch == 1:\n"
+                "        model[0].requires_grad_(True)\n"
+                "        ddp = DistributedDataParallel(model)\n",
+            ),
+        ),
+    ),
+    Twin(
+        name="a layer that every second step leaves out, with AdamW",
+        script="ddp.py",
+        changes=(
+            (
+                "model = torch.nn.Sequential(",
+                "class Now(torch.nn.Linear):\n"
+                "    steps = 0\n"
+                "    def forward(self, x):\n"
+                "        self.steps += 1\n"
+                "        return x + super().forward(x) if self.steps % 2 else x\n"
+                "model = torch.nn.Sequential(",
+            ),
+            ("torch.nn.Tanh()", "torch.nn.Tanh(), Now(8, 8)"),
+            (
+                "DistributedDataParallel(model)",
+                "DistributedDataParallel(model, find_unused_parameters=True)",
+            ),
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
+                "torch.optim.AdamW(model.parameters(), lr=0.01)",
+            ),
+        ),
+    ),
+    Twin(
+        name="a fused optimizer that unscales the gradients itself",
+        script="ddp.py",
+        changes=(
+            ("lr=0.05, momentum=0.9)", "lr=0.05, momentum=0.9, fused=True)"),
+            ("obs = ent", "scaler = torch.amp.GradScaler(device.type)\nobs = ent"),
+            ("        loss.backward()\n", "        scaler.scale(loss).backward()\n"),
+            ("model.parameters(), 1.0, error", "model.parameters(), 1e9, error"),
+            (
+                "        optimizer.step()\n",
+                "        scaler.step(optimizer)\n        scaler.update()\n",
+            ),
+        ),
+    ),
+    Twin(
+        name="sharpness-aware: the gradient at weights that are moved, of the same samples",
+        script="ddp.py",
+        changes=(
+            (
+                "        norm = ",
+                "        moved = [p.grad / 100 for p in model.parameters()]\n"
+                "        torch._foreach_add_([*model.parameters()], moved)\n"
+                "        optimizer.zero_grad()\n"
+                "        torch.nn.functional.mse_loss("
+                "ddp(inputs.to(device)), targets.to(device)).backward()\n"
+                "        torch._foreach_sub_([*model.parameters()], moved)\n"
+                "        norm = ",
+            ),
+            (
+                "\nobs = ent",
+                "\ntorch._foreach_add_ = torch.no_grad()(torch._foreach_add_)\n"
+                "torch._foreach_sub_ = torch.no_grad()(torch._foreach_sub_)\nobs = ent",
+            ),
+        ),
+    ),
+    Twin(
+        name="batch normalisation by each rank's own samples",
+        script="ddp.py",
+        changes=(("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8)"),),
+    ),
 )

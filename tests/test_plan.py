@@ -81,6 +81,14 @@ def test_what_presupposes_common_steps_is_left_out() -> None:
         ]
 
 
+def test_the_same_bits_are_asked_of_those_that_promise_them() -> None:
+    clauses = [clause(id="F-TI-006", name="bits"), clause(id="F-TI-007", name="determinism")]
+    for system, left_out in (("ddp", ["F-TI-006"]), ("ddp_canonical", []), ("reference", [])):
+        _, not_applying = plan.divide(clauses, Plan(system=system))
+        assert [one.invariant.id for one in not_applying] == left_out
+        assert all("promises rounding" in one.reason for one in not_applying)
+
+
 def test_scenarios_with_faults_that_a_system_can_not_inject() -> None:
     """They are left out, and it is said; a clause that has no others does not apply."""
     records = ({"faults": [LEAVE]}, {"faults": [NAN], "seed": [1, 2]}, {"system": "matmul"})

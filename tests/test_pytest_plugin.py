@@ -115,6 +115,8 @@ def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch)
         ('("F-DP-001")', "of which contract? say contract=FILE, or pytest --contract FILE"),
         ('("F-DP-001", contract="small-v1.yaml", system="x")', "system='x': allowed are"),
         ('("F-DP-001", contract="small-v1.yaml", sytem="ring")', "give one clause's id, and of"),
+        ('("F-DP-001", contract="small-v1.yaml", world_size="2")', "are integers"),
+        ('("F-DP-001", contract="small-v1.yaml", examples=-1)', "examples 0 or more"),
     ],
 )
 def test_a_wrong_mark_fails(run: type[Run], mark: str, message: str) -> None:

@@ -6,6 +6,7 @@ itself failed · 4 inconclusive · 5 nothing selected.
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,13 +17,15 @@ from entrenar_py.errors import ContractError, EntrenarError, UsageError
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
+# Whoever ends a job sends one of these first; what was launched must not outlive it.
+ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with interrupts.deferred():
+        with interrupts.deferred(numbers=ENDED_BY):
             return _run(arguments)
     except KeyboardInterrupt:
         _say("interrupted before anything was known")

@@ -1,4 +1,4 @@
-"""Ctrl-C taken between runs, where nothing is half done.
+"""Ctrl-C, and being told to end, taken where nothing is half done.
 
 An interrupt in the middle of anything can be swallowed (by an import, by a callback of the garbage
 collector) and leave modules half loaded, so the first one is only noted.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -16,27 +16,30 @@ _noted = threading.Event()
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """While inside, the first SIGINT waits for `check`, and a second one interrupts at once.
+def deferred(*, numbers: Sequence[signal.Signals] = (signal.SIGINT,)) -> Iterator[None]:
+    """While inside, the first of these signals waits for `check`; a second interrupts at once.
 
-    Does nothing outside the main thread, and where SIGINT is ignored.
+    Does nothing outside the main thread, and with a signal that is ignored.
     """
-    before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    if not main or before is signal.SIG_IGN:
-        yield
-        return
-    _noted.clear()
-    signal.signal(signal.SIGINT, _note)
+    before = {number: signal.getsignal(number) for number in numbers if main}
+    taken = {number: one for number, one in before.items() if one is not signal.SIG_IGN}
+    if taken:
+        _noted.clear()
+    for number in taken:
+        signal.signal(number, _note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        _noted.clear()
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        if taken:
+            _noted.clear()
 
 
 def check() -> None:
-    """Raises KeyboardInterrupt if one was noted: called before each run and each judgement."""
+    """Raises KeyboardInterrupt if one was noted: called before each run and each judgement, and
+    while a command runs."""
     if _noted.is_set():
         _noted.clear()
         raise KeyboardInterrupt

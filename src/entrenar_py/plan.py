@@ -101,9 +101,9 @@ def divide(
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
     """What `plan` makes of each clause that applies to the system asked for; and those that do not.
 
-    Such is a clause which presupposes that every step is one of all workers together, where workers
-    step alone; and one all of whose scenarios are with a fault that the system can't inject. Raises
-    UsageError, naming the place, for what can't be run.
+    Such is a clause which presupposes what the system does not promise: steps of all workers
+    together, or bits that do not depend on their number; and one all of whose scenarios are with a
+    fault that the system can't inject. Raises UsageError, naming the place, for what can't be run.
     """
     made = [_task(invariant, plan) for invariant in invariants]
     return (
@@ -114,8 +114,17 @@ def divide(
 
 def applies(check: Check, system: str | None) -> bool:
     """Whether `check` says anything of `system`, by what that says of itself."""
+    return not _lacking(check, system)
+
+
+def _lacking(check: Check, system: str | None) -> str:
+    """What `check` presupposes and `system` does not promise; empty if there is nothing."""
     known = SYSTEMS.get(system or "")
-    return known is None or known.in_step or not check.in_step
+    if known is not None and check.in_step and not known.in_step:
+        return f"every step would have to be one of all workers together, and {system} has none"
+    if known is not None and check.bitwise and not known.bitwise:
+        return f"{system} promises rounding, not the same bits for any number of workers"
+    return ""
 
 
 def systems_of(scenarios: Iterable[Scenario]) -> str:
@@ -155,8 +164,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
     check = checks.bind(invariant)
     if check is None:
         return Task(invariant=invariant, check=None)
-    if not applies(check, plan.system):
-        why = f"every step would have to be one of all workers together, and {plan.system} has none"
+    if why := _lacking(check, plan.system):
         return NotApplying(invariant=invariant, reason=why)
     own = _own(invariant, check)
     unfit = [one for one in own if _can_not(one, plan.system)]

@@ -91,7 +91,10 @@ def wish_of(mark: pytest.Mark, usual: str | None) -> Wish:
     if given["contract"] is None:
         _refuse(f"{mark}: of which contract? say contract=FILE, or pytest --contract FILE")
     sizes = given.pop("world_size", ())
-    world_size = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    world_size = (sizes,) if isinstance(sizes, int | str) else tuple(sizes)
+    counts = (*world_size, given.get("seed", 0), given.get("examples", 0))
+    if not all(isinstance(count, int) for count in counts) or given.get("examples", 0) < 0:
+        _refuse(f"{mark}: world_size, seed and examples are integers, examples 0 or more")
     given["contract"] = str(given["contract"])
     return Wish(**given, clause=mark.args[0], world_size=world_size)
 

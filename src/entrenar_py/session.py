@@ -48,6 +48,7 @@ from entrenar_py.reports import (
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, NotApplying, Report
 from entrenar_py.runner import Listener, ignore
 from entrenar_py.trace import Trace
+from entrenar_py.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +218,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
     Clauses that probes of the harness decide say nothing of it, and are left out.
     """
     tasks = watched.tasks(selected)
+    runs.require_program(options.command[0])
     wish = runs.Plan(
         command=options.command,
         wanted={one.check.name for one in tasks if one.check is not None},
@@ -230,7 +232,12 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         if tasks:  # else no run would say anything
-            traces.update(runs.record(wish, partial(show, "runs", 0, 0)))
+            try:
+                traces.update(runs.record(wish, partial(show, "runs", 0, 0)))
+            except KeyboardInterrupt:  # what was found already stays; nothing held for want of runs
+                known = watched.judge(tasks, traces, on_judged=judged)
+                yield from (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
+                raise
         yield from watched.judge(tasks, traces, on_judged=judged)
 
     return _Work(

@@ -65,11 +65,13 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
     [
         (6, 2, "micro_batches=6: only a power of two"),
         (0, 1, "micro_batches=0"),
+        ("8", 2, "micro_batches='8': only a power of two"),
+        (8.0, 2, "micro_batches=8.0: only a power of two"),
         (8, 3, "world_size=3: the canonical all-reduce needs a power of two"),
         (2, 4, "micro_batches=2 with world_size=4: every rank needs one"),
     ],
 )
-def test_numbers_without_a_tree(micro_batches: int, world_size: int, words: str) -> None:
+def test_numbers_without_a_tree(micro_batches: Any, world_size: int, words: str) -> None:
     """Given, allowed, and what to do."""
     with pytest.raises(UsageError, match=words):
         admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
@@ -91,6 +93,20 @@ def test_models_without_a_promise(
     """Refused when it is switched on."""
     with pytest.raises(UsageError, match=words):
         entrenar_py.canonical_all_reduce(wrapped(module, **options), micro_batches=2)
+
+
+def test_a_model_that_is_not_wrapped() -> None:
+    """Is told to be."""
+    with pytest.raises(UsageError, match="model is a Linear: wrap it first"):
+        entrenar_py.canonical_all_reduce(nn.Linear(3, 2), micro_batches=2)  # type: ignore[arg-type]
+
+
+def test_a_model_that_has_a_hook(alone: None) -> None:
+    """Its own, or this one already."""
+    model = wrapped()
+    entrenar_py.canonical_all_reduce(model, micro_batches=2)
+    with pytest.raises(UsageError, match="the model has a communication hook"):
+        entrenar_py.canonical_all_reduce(model, micro_batches=2)
 
 
 def test_memory_of_peers_is_for_gpus(alone: None) -> None:

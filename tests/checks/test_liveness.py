@@ -52,6 +52,15 @@ def test_a_weight_that_never_moves() -> None:
     assert found.got == values(1).digest
 
 
+def test_a_rate_of_its_own() -> None:
+    """A tensor whose group has rate zero rests by right; the others' rate is none of its own."""
+    trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    events = [
+        replace(one, rates={"w": 0.0}) if isinstance(one, Update) else one for one in trace.events
+    ]
+    assert traces.judge("liveness", [replace(trace, events=tuple(events))]).counterexample is None
+
+
 def test_a_gradient_that_has_no_effect() -> None:
     """A weight kept in bfloat16 rests under updates that float32 would show."""
     trace = moving([1, 1, 1, 1], gradients=[0.0, 1e-3, 0.0])

@@ -83,6 +83,14 @@ def test_two_runs_differ_in_an_update() -> None:
     assert (found.step, found.rank, found.tensor) == (2, 1, "output.bias")
 
 
+def test_ranks_that_differ_alike_in_both() -> None:
+    """A rank is compared with itself: that it differs from the others is no want of repetition."""
+    weights = traces.swapped(traces.one(pair()[1], Update, step=2).weights, "output.bias", BAD)
+    place = {"step": 2, "rank": 1}
+    first, second = (altered(one, Update, place, weights=weights) for one in pair())
+    assert traces.judge("determinism", [first, second]).verdict is Verdict.HELD
+
+
 @pytest.mark.parametrize(
     "change", [{"ids": (0,)}, {"loss_sum": 0.5}, {"draws": "other"}, {"gradient": {"w": BAD}}]
 )

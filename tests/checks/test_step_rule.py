@@ -198,6 +198,16 @@ def test_no_clipping_needs_no_norms() -> None:
     assert "did not move" in broken(traces.judge("step_rule", [silent])).message
 
 
+def test_clipping_to_a_norm_that_nobody_told() -> None:
+    """Of a trainer that tells its gradient before it clips: that is shortened, never longer."""
+    clipped = traces.run(SUBJECT)
+    own = clipped.scenario.with_(clip_norm=None, options={"clipping": "other"})
+    trace = replace(clipped, scenario=own)
+    assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
+    longer = altered(trace, Update, {"step": 1}, applied_norm=1e3)
+    assert broken(traces.judge("step_rule", [longer])).step == 1
+
+
 @pytest.mark.parametrize(
     ("subject", "kind", "changes", "missing"),
     [

@@ -86,6 +86,29 @@ def test_the_formulas_are_torchs(optimizer: str) -> None:
         assert (expected.moved > 0).all()
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_step_without_a_gradient(optimizer: str) -> None:
+    """Is none of that tensor's: torch passes it over, and its moments are as many steps old. Its
+    own rate is what it moves by.
+    """
+    kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
+    more: dict[str, Any] = {} if optimizer == "adamw" else {"momentum": 0.9}
+    weight = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
+    torch_optimizer = kind([weight], lr=2 * RATE, weight_decay=DECAY, **more)
+    followed = rule(optimizer, record(weight))
+    for step in range(NUM_STEPS):
+        gradient = torch.full((7,), float(step + 1), dtype=torch.float64) if step % 3 else None
+        weight.grad = None if gradient is None else gradient * CLIP
+        torch_optimizer.step()
+        given = {} if gradient is None else record(gradient)
+        for _, expected in followed.step(
+            update(step, record(weight), given, rates={"w": 2 * RATE})
+        ):
+            got = weight.detach().numpy()
+            np.testing.assert_allclose(expected.weight, got, rtol=1e-12, atol=1e-14)
+    assert followed.moments["w"].steps == NUM_STEPS * 2 // 3
+
+
 @pytest.mark.parametrize(("optimizer", "known"), [("sgd", True), ("adamw", False)])
 def test_moments_that_are_not_known(optimizer: str, known: bool) -> None:
     """A rank that joined, or missed a step, has unknown moments; plain SGD needs none."""

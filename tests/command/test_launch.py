@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from entrenar_py import interrupts
 from entrenar_py.command import launch, runs
 from entrenar_py.command.launch import Ended
 from entrenar_py.errors import UsageError
@@ -19,6 +24,11 @@ def launched(code: str, folder: Path, *, deadline_s: float = 30.0) -> Ended:
     return launch.launch(
         [sys.executable, "-c", code], folder=folder, variables={}, deadline_s=deadline_s
     )
+
+
+def left_of(folder: Path) -> list[int]:
+    """The processes that still record to `folder`."""
+    return [*launch._Run(folder, session=-1, pipe=-1).processes()]
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
@@ -46,7 +56,7 @@ def test_one_that_hangs(tmp_path: Path) -> None:
     )
     ended = launched(code, tmp_path, deadline_s=1.0)
     assert ended.code is None
-    assert not list(launch._started_by(tmp_path))
+    assert not left_of(tmp_path)
 
 
 def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +93,44 @@ def test_children_that_outlive_it(tmp_path: Path) -> None:
     )
     ended = launched(code, tmp_path)
     assert (ended.code, ended.num_left) == (0, 1)
-    assert not list(launch._started_by(tmp_path))
+    assert not left_of(tmp_path)
+
+
+@pytest.mark.parametrize("known_by", ["its session", "its output"])
+def test_children_without_the_environment(
+    known_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Are ended, too; and nobody waits for the end of what they could print."""
+    monkeypatch.setattr(launch, "MERCY_S", 60.0)
+    rest = {"its session": "stdout=-3, stderr=-3", "its output": "start_new_session=True"}
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, pathlib\n"
+        "one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        f" env={{}}, {rest[known_by]})\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(one.pid))\n"
+    )
+    ended = launched(code, tmp_path / "run")
+    assert (ended.code, ended.num_left) == (0, 1)
+    with suppress(ProcessLookupError):  # what was killed is readable once it has ended
+        assert select.select([os.pidfd_open(int(pid.read_text()))], [], [], 30.0)[0]
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """What prints does not die of it; its last lines are known."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / launch.OUTPUT).symlink_to("/dev/full")
+    ended = launched("print('x' * 10**6); print('last')", folder)
+    assert (ended.code, ended.tail[-1]) == (0, "last")
+
+
+def test_an_interrupt(tmp_path: Path) -> None:
+    """Ends the command, and all that it started, before it goes on up."""
+    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(600)"
+    with interrupts.deferred(numbers=(signal.SIGTERM,)), pytest.raises(KeyboardInterrupt):
+        launched(code, tmp_path, deadline_s=60.0)
+    assert not left_of(tmp_path)
 
 
 def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,3 +235,14 @@ def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="of no run; give another folder"):
         scripts.record((sys.executable, "-c", ""), {"replica_identity"}, tmp_path)
     assert (tmp_path / "2-workers" / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    "program", ["/no/such/prog", "no-such-prog", "", str(Path(__file__).parent)]
+)
+def test_a_program_that_is_not_there(program: str) -> None:
+    """Is told before anything runs; one that a placeholder names is not known yet."""
+    with pytest.raises(UsageError, match="can't be started: there is no such program"):
+        runs.require_program(program)
+    runs.require_program(sys.executable)
+    runs.require_program("{workdir}/train")

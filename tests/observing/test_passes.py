@@ -15,12 +15,13 @@ def told(*, alone: bool) -> list[tuple[bool, ...]]:
     `alone`: by torch.autograd.grad.
     """
     heard: list[tuple[bool, ...]] = []
+    begun: list[int] = []
 
     def tell(gradients: Sequence[Tensor | None]) -> None:
         heard.append(tuple(one is not None for one in gradients))
 
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
-    passes = Passes([first, second], tell)
+    passes = Passes([first, second], lambda: begun.append(len(heard)), tell)
     for loss, inputs in (((first * second).sum(), [first, second]), (first.sum(), [first])):
         if alone:
             torch.autograd.grad(loss, inputs)
@@ -28,6 +29,7 @@ def told(*, alone: bool) -> list[tuple[bool, ...]]:
             loss.backward()  # type: ignore[no-untyped-call]
     passes.remove()
     (first * second).sum().backward()  # type: ignore[no-untyped-call]
+    assert begun == [0, 1], "each was told to begin, before it was told what it gave"
     return heard
 
 

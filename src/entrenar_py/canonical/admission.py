@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.errors import UsageError
 
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
-
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+def require_wrapped(model: object) -> None:
+    """Returns if it is the wrapper whose hook is used; UsageError for any other model."""
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"model is a {type(model).__name__}: wrap it first, "
+            "canonical_all_reduce(DistributedDataParallel(model), micro_batches=...)"
+        )
 
 
 def require_numbers(*, micro_batches: int, world_size: int) -> None:
     """Returns if the tree divides evenly; UsageError if not."""
     if not _is_power_of_two(micro_batches):
         raise UsageError(
-            f"micro_batches={micro_batches}: only a power of two has a tree that ranks can share "
+            f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
             "evenly; take 1, 2, 4, 8 ..., the same for every world size"
         )
     if not _is_power_of_two(world_size):
@@ -86,8 +91,8 @@ def _require_module(name: str, module: torch.nn.Module) -> None:
         raise UsageError(f"module {name} makes sparse gradients: set sparse=False")
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
+def _is_power_of_two(number: object) -> bool:
+    return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
 def _is_dense(one: Tensor) -> bool:

@@ -35,6 +35,7 @@ class Reducer:
     def __init__(
         self, model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None
     ) -> None:
+        admission.require_wrapped(model)
         group = model.process_group
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
@@ -55,7 +56,13 @@ class Reducer:
             symmetric_memory = settings.share_memory(device, group)
         self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
         # A lambda, for torch reads a function's annotations and knows no postponed ones.
-        model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+        try:
+            model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+        except RuntimeError as error:
+            raise UsageError(
+                f"the model has a communication hook ({error}): it can have one, and the canonical "
+                "all-reduce is one; leave the other out, and switch it on once a model"
+            ) from error
 
     @property
     def shard(self) -> int:

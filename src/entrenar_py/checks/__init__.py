@@ -55,7 +55,8 @@ class Check:
     `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds` are
     those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where it
     does not it allows no difference. `in_step` tells whether it presupposes that every step is one
-    of all workers together; it says nothing of those that step alone.
+    of all workers together; it says nothing of those that step alone. `bitwise` tells whether it is
+    of trainers whose bits do not depend on the number of workers.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Check:
     tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
     takes_tolerance: bool = False
     in_step: bool = False
+    bitwise: bool = False
 
 
 _TABLE = (
@@ -201,6 +203,7 @@ _TABLE = (
         judge=same_bits.judge_worker_count,
         plan=plans.training,
         family=same_bits.worker_counts,
+        bitwise=True,
         in_step=True,
     ),
     Check(

@@ -68,13 +68,13 @@ def _frozen(
 def _moving(
     tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
 ) -> None:
-    live = [update for update in updates if update.learning_rate > 0]
     if not start.trainable:
         why = "named no trainable tensor"
         gaps.add(why, "Start.trainable", rank=start.rank, step=start.step - 1)
-    if len(live) < STEPS_TO_MOVE:
-        return
     for name in start.trainable:
+        live = [update for update in updates if update.rate_of(name) > 0]
+        if len(live) < STEPS_TO_MOVE:
+            continue
         first = [start.weights, *(update.weights for update in live[:STEPS_TO_MOVE])]
         if not all(name in weights for weights in first):
             why = f"recorded no weights of {name}"
@@ -148,7 +148,7 @@ def _may_rest(
                 f"Update.gradient {missing.WITH_VALUES}"
             )
             return True
-        step = update.learning_rate * _shrunk(update) * np.abs(gradient.astype(np.float64))
+        step = update.rate_of(name) * _shrunk(update) * np.abs(gradient.astype(np.float64))
         if (step > HALF_ULP * np.abs(weight)).any():
             return False
         some_gradient |= bool(gradient.any())

@@ -68,7 +68,7 @@ def missing_model(traces: Sequence[Trace]) -> str:
             if model is not None and same_masks(model, trace):
                 return ""
             if model is not None:
-                return f"{other_masks(trace)}: use dropout 0 in both runs"
+                return other_masks(trace) + _instead(trace)
     others = [trace for trace in traces if trace.scenario != oracle(trace.scenario)]
     why = "no run of the same training on one worker to compare with: record one with world_size=1"
     if others and all(trace.scenario.world_size == 1 for trace in others):
@@ -91,8 +91,11 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
     A single device draws what its logical shards would draw; who promises bits keys its dropout by
     shard too, and but for OTHER_MASKS draws the same. Of others the first stream tells, if it was
-    recorded. Micro-batches draw in another order.
+    recorded. Micro-batches draw in another order. Batch normalisation
+    by each rank's own samples is like a mask: another one on one worker.
     """
+    if trace.scenario.options.get("batch_norm"):
+        return False
     if not trace.scenario.dropout:
         return True
     if trace.scenario.accumulation > 1:
@@ -104,7 +107,12 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
 
 def other_masks(trace: Trace) -> str:
-    """Why a trace under dropout is not compared with a single device."""
+    """Why a trace under dropout, or batch normalisation, is not compared with a single device."""
+    if trace.scenario.options.get("batch_norm"):
+        return (
+            "batch normalisation is by each rank's own samples: on one worker it is another run, "
+            "and was not compared"
+        )
     if trace.draws_by_shard:
         return "not compared with a single device, whose dropout draws other masks"
     system = trace.scenario.system
@@ -114,6 +122,12 @@ def other_masks(trace: Trace) -> str:
         f"under dropout {system} draws its masks per rank: on one worker it is another run, and "
         "was not compared"
     )
+
+
+def _instead(trace: Trace) -> str:
+    if trace.scenario.options.get("batch_norm"):
+        return ": use SyncBatchNorm, or leave its layers in eval()"
+    return ": use dropout 0 in both runs"
 
 
 def without_dropout(scenario: Scenario) -> Scenario:

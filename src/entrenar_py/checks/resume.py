@@ -93,8 +93,9 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
     for step, by_rank in evidence.ranks_by_step(trace):
         for rank, update in by_rank.items():
             if step in expected:
+                model = expected[step].get(rank, evidence.any_rank(expected[step]))
                 tally.equal(
-                    evidence.any_rank(expected[step]).learning_rate,
+                    model.learning_rate,
                     update.learning_rate,
                     "the resumed run has another learning rate",
                     step=step,

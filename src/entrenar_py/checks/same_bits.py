@@ -98,9 +98,11 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 
 
 def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
-    """Every rank of `trace` against the lowest rank of `model`, each step, bit for bit.
+    """Every rank of `trace` against itself in `model`, each step, bit for bit: ranks that differ
+    from each other, but alike in both, are another clause's. Against the lowest rank of `model`
+    where other workers made it.
 
-    Of workers that step alone each against itself, and what they go on from when brought together.
+    Of workers that step alone also what they go on from when brought together.
     Where a trainer reveals the gradients of its logical shards these come first: they name the
     worker that computed another one from the same samples. What one run never recorded is missing;
     what it recorded, and then no more, is a difference.
@@ -123,7 +125,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
             missing.ask(tally, why, "an Update for every rank and step in both")
         lowest = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
-            one = expected[step].get(rank, lowest) if apart else lowest
+            one = expected[step].get(rank, lowest) if apart or same_workers else lowest
             place = {"step": step, "rank": rank, "scenario": trace.scenario}
             for part in ("gradient", "weights", "optimizer", "buffers"):
                 left, right = getattr(one, part), getattr(update, part)

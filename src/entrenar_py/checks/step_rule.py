@@ -159,6 +159,15 @@ def _clipping(
             got=repr(update.grad_norm),
             **place,
         )
+    if scenario.options.get("clipping") == "other":  # to a norm that nobody told
+        tally.check(
+            update.applied_norm <= update.grad_norm * (1 + relative),
+            "the applied gradient is longer than the averaged one",
+            expected=f"at most {update.grad_norm!r}",
+            got=repr(update.applied_norm),
+            **place,
+        )
+        return
     limit = math.inf if scenario.clip_norm is None else scenario.clip_norm
     expected = min(update.grad_norm, limit)
     if update.grad_norm > limit:

@@ -43,8 +43,12 @@ class Expected:
 
 @dataclass
 class Moments:
-    """What the optimizer remembers of one tensor; `size` is `first` with every term's size."""
+    """What the optimizer remembers of one tensor; `size` is `first` with every term's size.
 
+    `steps` are those in which it was given a gradient: torch's optimizers pass over the others.
+    """
+
+    steps: int = 0
     first: Vector | float = 0.0
     second: Vector | float = 0.0
     size: Vector | float = 0.0
@@ -97,7 +101,7 @@ class Rule:
             decay = self._decay(name)
             if decay is not None:
                 gradient = factor * slope.astype(np.float64)
-                rate, held = update.learning_rate, weight.astype(np.float64)
+                rate, held = update.rate_of(name), weight.astype(np.float64)
                 yield name, self._expected(name, held, gradient, rate, decay)
 
     def _decay(self, name: str) -> float | None:
@@ -113,6 +117,7 @@ class Rule:
         self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
+        moments.steps += 1
         coupled_adam = self.scenario.options.get("decay") == "coupled"
         if self.scenario.optimizer == "adamw" and coupled_adam:
             coupled = gradient + decay * weight
@@ -135,7 +140,7 @@ class Rule:
     def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
         """The direction of torch.optim.SGD with momentum, and the size of its terms."""
         keep = self._constant("momentum")
-        new = 1.0 if self.step_made == 1 else 1 - self._constant("dampening")
+        new = 1.0 if moments.steps == 1 else 1 - self._constant("dampening")
         moved = keep * moments.first + new * gradient
         size = keep * moments.size + new * terms
         moments.first, moments.size = moved, size
@@ -149,8 +154,8 @@ class Rule:
         moments.first = beta1 * moments.first + (1 - beta1) * gradient
         moments.size = beta1 * moments.size + (1 - beta1) * terms
         moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
-        root = np.sqrt(moments.second / (1 - beta2**self.step_made)) + self._constant("eps")
-        correction = 1 - beta1**self.step_made
+        root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self._constant("eps")
+        correction = 1 - beta1**moments.steps
         return moments.first / correction / root, moments.size / correction / root
 
 

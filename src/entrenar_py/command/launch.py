@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from entrenar_py import interrupts
 from entrenar_py.command import stacks
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import FOLDER
@@ -64,7 +66,7 @@ def launch(
 
     Once training `is_over` it has LEAVING_S to end, as at its deadline it has none.
     Its ranks keep what they record in `folder`, and its output goes to OUTPUT there. Raises
-    UsageError where it can't be started.
+    UsageError where it can't be started; KeyboardInterrupt, if one was noted, when it is ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
@@ -80,17 +82,20 @@ def launch(
         )
     except OSError as error:
         raise UsageError(f"{shlex.join(command)}: can't be started ({error.strerror})") from error
+    assert process.stdout is not None, "it was asked for"
+    run = _Run(folder, process.pid, os.fstat(process.stdout.fileno()).st_ino)
     keeper = _Keeper(process.stdout, output)
     try:
         code = _wait(process, deadline_s, is_over)
+        seconds = time.monotonic() - started
         if code is None:
-            stacks.ask(folder, set(_started_by(folder)))
+            stacks.ask(folder, set(run.processes()))
     finally:
-        num_left = _end(process, folder)
-        keeper.join()
+        num_left = _end(process, run)
+        keeper.join(MERCY_S)  # else somebody can print whom nobody here may see, or end
     return Ended(
         code=code,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         tail=keeper.tail,
         output=output,
         num_left=num_left,
@@ -103,6 +108,7 @@ def _wait(
     """The exit code; None where it did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
     while (left_s := deadline - time.monotonic()) > 0:
+        interrupts.check()
         with suppress(subprocess.TimeoutExpired):
             return process.wait(min(left_s, LOOK_EVERY_S))
         if not leaving and is_over():
@@ -110,17 +116,19 @@ def _wait(
     return None
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> int:
+def _end(process: subprocess.Popen[bytes], run: _Run) -> int:
     """Ends the command, if it has not ended, and all that it started; how many were left."""
     over = process.poll() is not None
-    if not over:
-        _signal(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(MERCY_S)
-    left = set(_started_by(folder)) - {process.pid}
-    for pid in (process.pid, *left):
-        _signal(pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if not over:
+            _signal(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(MERCY_S)
+    finally:  # also if an interrupt ends the waiting
+        left = set(run.processes()) - {process.pid}
+        for pid in (process.pid, *left):
+            _signal(pid, signal.SIGKILL)
+        process.wait()
     return len(left) if over else 0
 
 
@@ -129,20 +137,43 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _started_by(folder: Path) -> Iterator[int]:
-    """The processes whose environment names `folder`: whoever is their parent by now."""
-    mark = f"{FOLDER}={folder}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile, or is somebody else's
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
+@dataclass(frozen=True)
+class _Run:
+    """By what the processes of a run are known, whoever is their parent by now."""
+
+    folder: Path  # named by their environment
+    session: int  # who has cleared that may be in the command's session still
+    pipe: int  # or print where the command does: the inode
+
+    def processes(self) -> Iterator[int]:
+        """Those that are left, the command itself among them."""
+        mark = f"{FOLDER}={self.folder}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            if int(entry.name) == os.getpid():
+                continue  # it may be a command of a run itself
+            with suppress(OSError):  # it has ended meanwhile, or is somebody else's
+                named = mark in (entry / "environ").read_bytes().split(b"\0")
+                if named or self._is_in_session(entry) or self._can_print(entry):
+                    yield int(entry.name)
+
+    def _is_in_session(self, entry: Path) -> bool:
+        *_, told = (entry / "stat").read_text(errors="replace").rpartition(")")
+        state, _, _, session, *_ = told.split()
+        return int(session) == self.session and state not in "ZX"  # dead, and nobody asked how
+
+    def _can_print(self, entry: Path) -> bool:
+        """Whether it has the pipe open to write: who only reads it keeps the output."""
+        for link in (entry / "fd").iterdir():
+            with suppress(OSError):
+                if link.lstat().st_mode & 0o200 and link.stat().st_ino == self.pipe:
+                    return stat.S_ISFIFO(link.stat().st_mode)
+        return False
 
 
 class _Keeper(threading.Thread):
     """Keeps the head of what a command prints in a file, and its last lines."""
 
-    def __init__(self, source: IO[bytes] | None, path: Path) -> None:
-        assert source is not None, "it was asked for"
+    def __init__(self, source: IO[bytes], path: Path) -> None:
         super().__init__(daemon=True)
         self._source, self._path = source, path
         self._lines: deque[bytes] = deque(maxlen=TAIL_LINES + 1)
@@ -151,15 +182,16 @@ class _Keeper(threading.Thread):
     @property
     def tail(self) -> tuple[str, ...]:
         """The last lines, without those that are empty."""
-        told = (line.decode(errors="replace").rstrip() for line in self._lines)
+        told = (line.decode(errors="replace").rstrip() for line in [*self._lines])
         return tuple(line for line in told if line)[-TAIL_LINES:]
 
     def run(self) -> None:
         """Until nobody can print any more."""
         kept, rest = 0, b""
-        with self._source, self._path.open("wb") as file:
+        with self._source, self._path.open("wb", buffering=0) as file:
             while piece := self._source.read1(PIECE_BYTES):  # type: ignore[attr-defined]
-                file.write(piece[: max(0, OUTPUT_BYTES_MAX - kept)])
+                with suppress(OSError):  # a full disk: who prints is not to die of that
+                    file.write(piece[: max(0, OUTPUT_BYTES_MAX - kept)])
                 kept += len(piece)
                 *lines, rest = (rest + piece).split(b"\n")
                 self._lines.extend(lines[-TAIL_LINES:])

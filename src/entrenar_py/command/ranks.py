@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -135,7 +136,8 @@ def _ending(
     """
     ranks = [*{one.rank: one for one in sorted(ranks, key=lambda one: one.life)}.values()]
     told = next((one.problem for one in ranks if one.problem), "")
-    last = ended.tail[-1] if ended.tail else "it printed nothing"
+    printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
+    last = printed[-1] if printed else "it printed nothing"
     how = f"{ended.how}: {told or last} (its output is in {ended.output})"
     made: dict[int, int] = defaultdict(int)
     for event in events:
@@ -213,9 +215,15 @@ def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size:
     accumulation = max((shard.shard for shard in shards_of), default=0) + 1
     num_samples = max(num_samples, world_size)
     num_parts = len({*assembly.places(ranks).values()})
-    told = _optimizer(header, [e.learning_rate for e in events if isinstance(e, Update)])
+    told = _optimizer(
+        header,
+        [event.learning_rate for event in events if isinstance(event, Update)],
+        changed=any(one.changed for one in ranks) or len({_constants(one) for one in ranks}) > 1,
+    )
     if any(one.layout is not None for one in ranks):
         told["options"]["shared"] = True  # ranks that draw the same samples share a shard
+    if header.get("batch_norm") and any(one.local for one in ranks):
+        told["options"]["batch_norm"] = True  # whose statistics forward passes changed
     return Scenario(
         system=SYSTEM,
         workload="own",
@@ -232,8 +240,11 @@ def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size:
     )
 
 
-def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, Any]:
-    """The scenario's fields on the optimizer, and in its `options` what differs from the usual.
+def _optimizer(
+    header: Mapping[str, Any], rates: Sequence[float], *, changed: bool
+) -> dict[str, Any]:
+    """The scenario's fields on the optimizer, and in its `options` what differs from the usual;
+    `changed`: its constants were not the same all the time.
 
     `rule: other` where no check knows what the optimizer makes of a gradient, `schedule: other`
     where the learning rate changes.
@@ -247,8 +258,9 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
     strange = (
         name not in _RULES
         or len(decays) > 1
+        or changed
         or any(group.get("maximize") or group.get("amsgrad") for group in groups)
-        or any(group.get(key) != first.get(key) for group in groups for key in (*DEFAULTS, "lr"))
+        or any(group.get(key) != first.get(key) for group in groups for key in DEFAULTS)
     )
     options: dict[str, Any] = {"clipping": "other"}  # gradients are recorded as they are applied
     options |= {"drop_last": True} if header.get("drop_last") else {}
@@ -256,7 +268,8 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
         if key in first and rule != "sgd" and _plain(first[key]) != _plain(usual):
             options[key] = _plain(first[key])
     options |= {"rule": "other"} if strange else {}
-    options |= {"decay": "coupled"} if name == "Adam" and decays else {}
+    coupled = name == "Adam" and not first.get("decoupled_weight_decay")
+    options |= {"decay": "coupled"} if coupled and decays else {}
     rate = float(first.get("initial_lr", first.get("lr", 0.0)))
     options |= {"schedule": "other"} if any(one != rate for one in rates) else {}
     return {
@@ -265,6 +278,13 @@ def _optimizer(header: Mapping[str, Any], rates: Sequence[float]) -> dict[str, A
         "weight_decay": max(decays, default=0.0),
         "options": options,
     }
+
+
+def _constants(one: RankTrace) -> str:
+    """What a rank declared of its optimizer when it began, but for rates."""
+    groups: Sequence[Mapping[str, Any]] = one.header.get("groups") or ()
+    told = [[group.get(key) for key in (*DEFAULTS, "weight_decay")] for group in groups]
+    return json.dumps([one.header.get("optimizer", ""), told])
 
 
 def _plain(value: Any) -> Any:

@@ -221,3 +221,12 @@ def require_placeholders(command: Sequence[str]) -> None:
         for name in re.findall(r"(?<!\$)\{(\w+)\}", word):  # not a shell's ${...}
             if name.isidentifier() and name not in PLACEHOLDERS:
                 raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}")
+
+
+def require_program(word: str) -> None:
+    """Returns if it can be started, as far as can be known; UsageError, with what to do."""
+    if "{" not in word and shutil.which(word) is None:
+        raise UsageError(
+            f"the command {word!r} can't be started: there is no such program that may be "
+            "executed; give its path, or the name of one on PATH (for a script: python my_train.py)"
+        )

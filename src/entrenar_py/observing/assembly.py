@@ -32,7 +32,23 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
             ranks.append(rank_file.load(path))
         except TraceError as error:
             problems.append(str(error))
-    return ranks, problems
+    return ranks, problems + list(_at_once(ranks))
+
+
+def _at_once(ranks: Sequence[RankTrace]) -> Iterator[str]:
+    """Where a process observed again from a step on that it had already recorded."""
+    made: dict[tuple[int, int], int] = {}  # of a rank and a process: the steps
+    for one in sorted(ranks, key=lambda one: one.life):
+        place = one.rank, int(one.header.get("pid", 0))
+        begun = min((event.step for event in one.events if isinstance(event, Start)), default=0)
+        if place in made and begun < made[place]:
+            yield (
+                f"rank {one.rank} called observe() again, from step {begun} on, after "
+                f"{made[place]} steps that another call had recorded: observe two models as one, "
+                "observe(torch.nn.ModuleList([a, b]), [optimizer_a, optimizer_b]); or say step="
+            )
+        steps = [event.step + 1 for event in one.events if isinstance(event, Update)]
+        made[place] = max([made.get(place, 0), *steps])
 
 
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
@@ -50,7 +66,7 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 
     told = [one.local for one in ranks if one.local is not None]
     local = frozenset[str]().union(*told) if told else None
-    ranks = [replace(one, events=tuple(_without(one.events, local))) for one in ranks]
+    ranks = [replace(one, events=tuple(_without(_thawed(one.events), local))) for one in ranks]
     lives = sorted({one.life for one in ranks})
     return [
         event
@@ -102,6 +118,15 @@ def _without(events: Iterable[Event], local: Set[str] | None) -> Iterator[Event]
             yield event
 
 
+def _thawed(events: Sequence[Event]) -> Iterator[Event]:
+    """`events` without what is frozen at first and given a gradient later: the script says so."""
+    given = {name for one in events if isinstance(one, Shard | Update) for name in one.gradient}
+    for event in events:
+        if isinstance(event, Start):
+            event = replace(event, frozen=tuple(n for n in event.frozen if n not in given))
+        yield event
+
+
 def _arranged(ranks: Sequence[RankTrace]) -> Layout | None:
     """As any rank says that they are arranged; None where none does."""
     return next((one.layout for one in ranks if one.layout is not None), None)
@@ -147,7 +172,15 @@ def _seen(
         for kind in ("trainable", "frozen", "decayed"):
             names = (name for one in beside for name in getattr(one, kind) or ())
             parts[kind] = tuple(dict.fromkeys(map(arranged.first_name, names)))
-    elif own.grad_norm is not None:
+        return replace(own, **parts)
+    made = [
+        one
+        for other, one in by_rank.items()
+        if isinstance(one, Update) and arranged.replica(other) == arranged.replica(rank)
+    ]
+    rates = {arranged.first_name(n): one.rate_of(n) for one in made for n in one.weights}
+    parts["rates"] = {n: rate for n, rate in rates.items() if rate != own.learning_rate}
+    if own.grad_norm is not None:
         norm = wholes.norm(parts["gradient"])
         kept = [
             one.applied_norm / one.grad_norm

@@ -1,9 +1,9 @@
-"""A backward pass: what is known of it, and when it is over."""
+"""Backward passes: what is known of one, and of those of a step; and when one is over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +47,44 @@ def is_reduced() -> bool:
     """
     wrapper = DistributedDataParallel._active_ddp_module
     return wrapper is None or wrapper.require_backward_grad_sync
+
+
+@dataclass
+class Unwritten:
+    """The backward passes of a step, `made` and not yet written; the `losses` told, one each, may
+    be ahead of them. `num_written` is how many of this step were written.
+    """
+
+    made: list[BackwardPass] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    num_written: int = 0
+
+    def excuse(self) -> None:
+        """Of their gradients only a scale that was too large is known to be at fault."""
+        for one in self.made:
+            one.finite, one.gradient = True, {}
+
+    def made_again(self) -> list[int]:
+        """Forgets those of which the samples are known, since only what comes of these samples next
+        counts: the samples.
+        """
+        ids = [sample for one in self.made for sample in one.ids]
+        if ids:
+            self.made.clear()
+        return ids
+
+    def taken(self, *, step: int, rank: int) -> list[trace.Shard]:
+        """Their records, with the losses that were told of them; they are written now."""
+        for one, loss in zip(self.made, self.losses, strict=False):
+            one.loss = loss
+        first = self.num_written
+        found = [
+            one.shard(step=step, rank=rank, index=first + n) for n, one in enumerate(self.made)
+        ]
+        self.num_written += len(found)
+        self.made.clear()
+        self.losses.clear()
+        return found
 
 
 def call_last(call: Callable[[], None]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from entrenar_py.errors import UsageError
+
 Ids = tuple[int, ...]
 
 
@@ -32,6 +34,11 @@ class Draws:
     def __init__(self, source: Any) -> None:
         self.in_order = isinstance(source, InOrder)
         source = source.source if isinstance(source, InOrder) else source
+        if not hasattr(source, "__iter__"):
+            raise UsageError(
+                f"sampler={source!r}: give what draws the samples, the DataLoader, a batch sampler "
+                "or a sampler; or leave it out, and tell of them by samples(ids)"
+            )
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
         self._ids: Ids = ()  # of the batch that was handed out last
@@ -81,6 +88,39 @@ class Draws:
     def _draw_batch(self, drawn: Any) -> None:
         self._draw(drawn)
         self._hand_out()
+
+
+class Samples:
+    """Those of the forward passes since the last backward one, drawn or told."""
+
+    def __init__(self, source: Any) -> None:
+        self.draws = None if source is None else Draws(source)
+        self.ids: list[int] = []
+        self.epoch = 0
+        self._told: list[int] | None = None
+
+    def tell(self, ids: Iterable[int], epoch: int | None) -> None:
+        """The script says which are next."""
+        self._told = [*(self._told or []), *map(int, ids)]
+        self.epoch = self.epoch if epoch is None else epoch
+
+    def collect(self) -> None:
+        """Notes the samples of a forward pass; a batch that none was made of was skipped."""
+        if self._told is not None:
+            self.ids += self._told
+            self._told = None
+        elif self.draws is not None and not (self.draws.in_order and self.ids):
+            epoch, ids = self.draws.take()
+            self.ids += ids
+            self.epoch = epoch if ids else self.epoch
+
+    def facts(self) -> dict[str, Any]:
+        """What is declared of the data, as JSON can hold it."""
+        draws = self.draws
+        return {
+            "num_samples": None if draws is None else draws.num_samples,
+            "drop_last": draws is not None and draws.drop_last,
+        }
 
 
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True

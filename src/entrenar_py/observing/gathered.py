@@ -42,11 +42,12 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
 
 class BackwardPasses:
     """Those of a model in pieces: `ended` is told of each, when it is over, whether what it added
-    to whole parameters is finite. Of a piece of the sum nobody can say whose term was not.
+    to whole parameters is finite. Of a piece of the sum nobody can say whose term was not. `begun`
+    is called before it adds anything.
     """
 
-    def __init__(self, ended: Callable[[bool], None]) -> None:
-        self._ended = ended
+    def __init__(self, begun: Callable[[], None], ended: Callable[[bool], None]) -> None:
+        self._begun, self._ended = begun, ended
         self._ending = False  # whether the end of this one will be heard of
         self._finite = True
 
@@ -69,6 +70,7 @@ class BackwardPasses:
     def _begin(self, _: Tensor) -> None:
         if not self._ending:
             self._ending = True
+            self._begun()
             backward.call_last(self._end)
 
     def _end(self) -> None:

@@ -24,15 +24,17 @@ from entrenar_py.observing import (
     Observation,
     backward,
     gathered,
+    given,
     pieces,
     planted,
     rank_file,
+    scaling,
     tensors,
 )
-from entrenar_py.observing.backward import BackwardPass
+from entrenar_py.observing.backward import BackwardPass, Unwritten
 from entrenar_py.observing.buffers import Buffers
 from entrenar_py.observing.closures import Arguments, looked_at
-from entrenar_py.observing.draws import Draws
+from entrenar_py.observing.draws import Samples
 from entrenar_py.observing.passes import Passes
 from entrenar_py.observing.rank_file import RankFile
 from entrenar_py.observing.subject import Subject
@@ -58,30 +60,26 @@ class Observer(Observation):
         tied: Iterable[Iterable[str]] = (),
     ) -> None:
         self._rank, world_size = rank_file.environment_rank()
-        given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._optimizers = tuple(map(tensors.unwrapped_optimizer, given))
+        self._optimizers = given.optimizers(model, optimizer)
         self._subject = Subject(
             model,
             self._optimizers,
             declared=pieces.declared(layout, tied, world_size),
             world_size=world_size,
         )
-        self._model, self._step = self._subject.model, step
+        self._model, self._step = self._subject.model, given.steps("step", step, least=0)
         self._buffers = Buffers(self._model)
         self._scheduler = scheduler
-        self._draws = None if sampler is None else Draws(sampler)
+        self._constants = tensors.constants(self._optimizers)
+        self._samples = Samples(sampler)
         self._faults = [Fault.from_dict(one) for one in json.loads(os.environ.get(FAULTS, "[]"))]
         self._struck: set[Fault] = set()
         self._started = False
-        self._ids: list[int] = []  # of the forward passes since the last backward
-        self._epoch = 0
-        self._told: list[int] | None = None  # samples, by the script
-        self._losses: list[tuple[float, float]] = []
-        self._micros: list[BackwardPass] = []
-        self._num_micros = 0  # of this step that are in the file
+        self._passes = Unwritten()
         self._overflowed = False  # whether the gradients that were reduced last are not finite
         self._reduces = True  # whether those of the last forward pass are
-        self._sharded = gathered.BackwardPasses(self._after_sharded_backward)
+        self._reduced = True  # whether those of the last backward pass were
+        self._sharded = gathered.BackwardPasses(self._before_backward, self._after_sharded_backward)
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
         self._gradient: dict[str, trace.TensorRecord] = {}
@@ -96,9 +94,8 @@ class Observer(Observation):
                 "world_size": world_size,
                 "pid": os.getpid(),
                 "values": self._subject.values,
-                "num_samples": None if self._draws is None else self._draws.num_samples,
-                "drop_last": self._draws is not None and self._draws.drop_last,
                 "versions": {"torch": str(torch.__version__)},
+                **self._samples.facts(),
                 **tensors.facts(self._model, self._optimizers),
             },
         )
@@ -111,12 +108,11 @@ class Observer(Observation):
     # --- what the script tells --------------------------------------------------------------------
 
     def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
-        self._told = [*(self._told or []), *map(int, ids)]
-        self._epoch = self._epoch if epoch is None else epoch
+        self._samples.tell(ids, epoch)
 
     def loss(self, value: float | Tensor, weight: float) -> None:
         mean = value.detach() if isinstance(value, Tensor) else value
-        self._losses.append((float(mean), float(weight)))
+        self._passes.losses.append((float(mean), float(weight)))
 
     def reduced(self) -> None:
         gradients = self._subject.gradients()
@@ -166,7 +162,7 @@ class Observer(Observation):
             lambda *_: self._before_forward(), prepend=True
         )
         self._handles: list[Any] = [
-            self._model.register_forward_hook(lambda *given: self._after_forward(given[-1])),
+            self._model.register_forward_hook(lambda *called: self._after_forward(called[-1])),
             *(
                 hooked
                 for index, optimizer in enumerate(self._optimizers)
@@ -196,13 +192,15 @@ class Observer(Observation):
         if self._subject.is_fully_sharded:
             self._parameter_handles += self._sharded.watch(self._model)
         else:
-            self._parameter_handles.append(Passes(trained, self._after_backward))
+            self._parameter_handles.append(
+                Passes(trained, self._before_backward, self._after_backward)
+            )
 
     def _strikes(self, fault: Fault) -> bool:
         """Whether `fault` is of this micro-batch, a shard being one of this rank, of this step, and
         has not struck before: now it has, and that is noted.
         """
-        place = self._num_micros + len(self._micros)
+        place = self._passes.num_written + len(self._passes.made)
         if fault.step != self._step or fault.shard not in (None, place) or fault in self._struck:
             return False
         self._struck.add(fault)
@@ -216,11 +214,6 @@ class Observer(Observation):
         self._buffers.before_forward()
         if not (self._model.training and torch.is_grad_enabled()):
             return
-        if self._overflowed and not any(
-            one is not None and pieces.local(one).any()
-            for one in self._subject.gradients().values()
-        ):
-            self._skip_step()
         if next(iter(self._model._forward_pre_hooks)) == self._first.id:
             self._start()
         else:  # wrapped since: seen when its parameters are its own again, at the step at last
@@ -229,7 +222,7 @@ class Observer(Observation):
                 lambda *_: self._before_forward(), prepend=True
             )
         self._reduces = backward.is_reduced()
-        self._collect()
+        self._samples.collect()
         if not self._random[0]:
             self._random = (tensors.random_state(self._model), None)
 
@@ -241,6 +234,18 @@ class Observer(Observation):
             self._random = (before, before)
         if self._model.training and pieces.is_fully_sharded(self._model):
             self._sharded.expect(output)
+
+    def _before_backward(self) -> None:
+        """Looks whether gradients of passes before are gone, and no optimizer was asked to step."""
+        self._samples.collect()
+        if not self._passes.made or self._subject.has_gradients():
+            return
+        if (
+            self._reduced and not self._samples.ids
+        ):  # the same again, at other weights: only this pass counts
+            self._samples.ids = self._passes.made_again()
+        if self._passes.made and self._overflowed:
+            self._skip_step()
 
     def _after_sharded_backward(self, finite: bool) -> None:
         self._start()
@@ -256,59 +261,60 @@ class Observer(Observation):
 
     def _look_at_sum(self) -> None:
         gradients = self._subject.gradients().values()
+        self._reduced = self._reduces
         self._overflowed = self._reduces and not tensors.is_finite(gradients)
 
     def _skip_step(self) -> None:
         """Gradients that were not finite are gone, and no optimizer was asked to step: as a
-        `GradScaler` does whose scale was too large. That is a step that moves nothing, and of the
-        gradients only the scale is known to be at fault; of a loss or a planted value it is told.
+        `GradScaler` does whose scale was too large. That is a step that moves nothing.
         """
-        for micro in self._micros:
-            micro.finite, micro.gradient = True, {}
+        ahead = self._passes.losses[len(self._passes.made) :]  # of a pass that is about to begin
+        self._excuse()
         self._stepped.add(0)
         self._end_step()
+        self._passes.losses.extend(ahead)
+
+    def _excuse(self) -> None:
+        """Only the scale is known to be at fault; of a loss or a planted value it is told."""
+        self._passes.excuse()
+        self._gradient, self._norm = {}, None
 
     def _end_micro(self, records: trace.Tensors, *, finite: bool) -> None:
-        self._collect()
-        self._micros.append(
+        self._samples.collect()
+        self._passes.made.append(
             BackwardPass(
-                epoch=self._epoch,
-                ids=tuple(self._ids),
+                epoch=self._samples.epoch,
+                ids=tuple(self._samples.ids),
                 draws=self._random[1],
                 finite=finite,
                 gradient=records,
             )
         )
-        self._random, self._ids = ("", None), []
+        self._random, self._samples.ids = ("", None), []
         self._perhaps_die()
 
-    def _step_begins(self, index: int, _: Any, *given: Any) -> Arguments | None:
-        return looked_at(partial(self._before_step, index), (self._micros, self._losses), *given)
+    def _step_begins(self, index: int, _: Any, *called: Any) -> Arguments | None:
+        kept = (self._passes.made, self._passes.losses)
+        return looked_at(partial(self._before_step, index), kept, *called)
 
     def _before_step(self, index: int) -> None:
         self._start()
         if index in self._stepped:
             self._end_step()
+        optimizer, due = self._optimizers[index], list[str]()
+        if scaling.has_overflowed(optimizer):
+            self._excuse()
+        else:
+            due = self._subject.stepped_by(index, alone=not self._stepped)
         self._write_shards()
-        due = self._subject.stepped_by(index, alone=not self._stepped)
-        gradients = self._subject.gradients()
+        gradients = scaling.unscaled(self._subject.gradients(), optimizer)
         if self._norm is None:
             self._gradient |= self._subject.record({name: gradients[name] for name in due})
         elif not self._stepped:
             self._applied_norm = tensors.norm(gradients.values())
 
     def _write_shards(self) -> None:
-        for micro, loss in zip(self._micros, self._losses, strict=False):
-            micro.loss = loss
-        self._write(
-            [
-                one.shard(step=self._step, rank=self._rank, index=self._num_micros + n)
-                for n, one in enumerate(self._micros)
-            ]
-        )
-        self._num_micros += len(self._micros)
-        self._micros.clear()
-        self._losses.clear()
+        self._write(self._passes.taken(step=self._step, rank=self._rank))
 
     def _after_step(self, index: int, *_: Any) -> None:
         self._stepped.add(index)
@@ -320,7 +326,10 @@ class Observer(Observation):
         if not self._stepped:
             return
         self._write_shards()
-        parameters = self._subject.parameters
+        if self._constants != tensors.constants(self._optimizers):
+            self._constants = tensors.constants(self._optimizers)
+            self._file.change()
+        parameters, (rate, rates) = self._subject.parameters, self._subject.rates()
         self._write(
             [
                 trace.Update(
@@ -328,7 +337,8 @@ class Observer(Observation):
                     rank=self._rank,
                     loss=None,
                     weight=0.0,  # of all ranks together: known when their files are
-                    learning_rate=float(self._optimizers[0].param_groups[0]["lr"]),
+                    learning_rate=rate,
+                    rates=rates,
                     finite=tensors.is_finite(parameters.values()),
                     gradient=self._gradient,
                     grad_norm=self._norm,
@@ -343,7 +353,7 @@ class Observer(Observation):
         self._gradient = {}
         self._together.stepped()
         self._norm = self._applied_norm = None
-        self._num_micros = 0
+        self._passes.num_written = 0
         self._overflowed = False
         self._step += 1
 
@@ -383,16 +393,6 @@ class Observer(Observation):
             buffers=subject.buffers(self._buffers.held()),
         )
         self._write([start])
-
-    def _collect(self) -> None:
-        """Notes the samples of a forward pass; a batch that none was made of was skipped."""
-        if self._told is not None:
-            self._ids += self._told
-            self._told = None
-        elif self._draws is not None and not (self._draws.in_order and self._ids):
-            epoch, ids = self._draws.take()
-            self._ids += ids
-            self._epoch = epoch if ids else self._epoch
 
     def _leave(self) -> None:
         """The process ends by itself, well or by an exception."""

@@ -13,17 +13,17 @@ Tell = Callable[[Sequence[Tensor | None]], None]
 
 
 class Passes:
-    """Has `tell` called with the gradients that a backward pass gives `tensors`, None where it
-    gives none.
+    """Has `begin` called before a backward pass gives any of `tensors` a gradient, and `tell` with
+    those that it gives, None where it gives none.
 
     As `torch.autograd.graph.register_multi_grad_hook`, which raises in a pass that computes some
     gradients alone (`torch.autograd.grad`), as pipelines without bubbles do: there it is told at
     the pass's end.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], tell: Tell) -> None:
+    def __init__(self, tensors: Sequence[Tensor], begin: Callable[[], None], tell: Tell) -> None:
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in tensors]
-        self._tell = tell
+        self._begins, self._tell = begin, tell
         self._expected: dict[int, int] = {}  # by pass
         self._found: dict[int, dict[int, Tensor]] = {}
         self._handles: list[Any] = [
@@ -46,6 +46,7 @@ class Passes:
 
     def _begin(self, task: int) -> None:
         self._found[task] = {}
+        self._begins()
         try:
             count = sum(map(torch._C._will_engine_execute_node, self._nodes))
         except RuntimeError:  # not to be known of this kind of pass

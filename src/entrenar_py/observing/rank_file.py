@@ -1,8 +1,8 @@
 """The file in which one rank of somebody's own trainer keeps what it records, line by line.
 
 A header, an event a line, between them lines on how ranks are arranged, which pieces of tensors
-this one holds and which buffers no other shares, and a last line if training came to its end: what
-is there when the process dies stays.
+this one holds, which buffers no other shares and whether the optimizer's constants changed, and a
+last line if training came to its end: what is there when the process dies stays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RankTrace:
 
     `header` is how it was launched and what it declared; `layout` how the ranks are arranged, None
     where it did not say, and `pieces` the place of each tensor of which it holds a part, by name;
-    `local` names buffers that follow its own samples, None where none can be told. `ended` is
+    `local` names buffers that follow its own samples, None where none can be told. `changed` is
+    whether the optimizer's constants are others than in the header, but for its rates. `ended` is
     whether training came to its end, and `problem` what it ended by, empty if by nothing.
     """
 
@@ -52,6 +53,7 @@ class RankTrace:
     layout: Layout | None = None
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     local: frozenset[str] | None = None
+    changed: bool = False
 
     @property
     def rank(self) -> int:
@@ -82,13 +84,18 @@ class RankFile:
         """
         self._write(json.dumps({"kind": "local", "buffers": sorted(local)}) + "\n")
 
+    def change(self) -> None:
+        """Writes that the optimizer's constants are others from here on than in the header."""
+        self._write(json.dumps({"kind": "changed"}) + "\n")
+
     def close(self, problem: str = "") -> None:
-        """Says that training is over, and what by; nothing can be written after that."""
-        if not self._file.closed:
-            self._write(_closing(problem))
-            self._file.close()
+        """Says that training is over, and what by; nothing is written after that."""
+        self._write(_closing(problem))
+        self._file.close()
 
     def _write(self, text: str) -> None:
+        if self._file.closed:
+            return  # training is over: what a script tells after it is no part of it
         left = memoryview(text.encode())
         while left.nbytes:
             left = left[self._file.write(left) :]
@@ -119,6 +126,7 @@ def load(path: Path) -> RankTrace:
     arranged: Layout | None = None
     pieces: dict[str, Piece] = {}
     local: frozenset[str] | None = None
+    changed = False
     for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
         try:
             if records[number - 1].get("kind") == "layout":
@@ -126,6 +134,8 @@ def load(path: Path) -> RankTrace:
                 pieces |= fresh
             elif records[number - 1].get("kind") == "local":
                 local = (local or frozenset()).union(records[number - 1].get("buffers", ()))
+            elif records[number - 1].get("kind") == "changed":
+                changed = True
             else:
                 events += trace.load_events(line)
         except UsageError as error:
@@ -134,6 +144,7 @@ def load(path: Path) -> RankTrace:
         layout=arranged,
         pieces=pieces,
         local=local,
+        changed=changed,
         life=life_of(path),
         header=header,
         events=tuple(events),

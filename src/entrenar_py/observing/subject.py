@@ -34,12 +34,14 @@ class Subject:
         self.model, self.optimizers = tensors.unwrapped(model), optimizers
         self._declared, self._world_size = declared, world_size
         self.parameters: dict[str, Tensor] = {}
+        self.trained: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
         self.look_up()
 
     def look_up(self) -> bool:
-        """Whether names stand for other objects now than when they were looked up last.
+        """Whether names stand for other objects now than when they were looked up last, or others
+        of them are trained.
 
         Where whole parameters are in the place of pieces, for a while, those are left as known.
         """
@@ -47,7 +49,9 @@ class Subject:
             tensors.plain_name(n): p for n, p in self.model.named_parameters()
         }
         known = [(p, found.get(name)) for name, p in self.parameters.items()]
+        trained = {name: p for name, p in found.items() if p.requires_grad}
         same = len(found) == len(known) and all(now is before for before, now in known)
+        same = same and trained.keys() == self.trained.keys()
         gathered = any(
             isinstance(before, DTensor) and not isinstance(now, DTensor) for before, now in known
         )
@@ -55,7 +59,7 @@ class Subject:
             return False
         self.parameters = found
         self.is_fully_sharded = pieces.is_fully_sharded(self.model)
-        self.trained = {name: p for name, p in found.items() if p.requires_grad}
+        self.trained = trained
         self._names = {p: name for name, p in found.items()}
         self.layout = self._arranged()
         self.values = sum(p.numel() for p in found.values()) <= tensors.VALUES_MAX
@@ -106,6 +110,10 @@ class Subject:
         """The gradient of each parameter that is trained, as far as there is one."""
         return {name: p.grad for name, p in self.trained.items()}
 
+    def has_gradients(self) -> bool:
+        """Whether there is any, and not all are zero."""
+        return any(one is not None and pieces.local(one).any() for one in self.gradients().values())
+
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:
         """The names that an optimizer steps; `alone`: and those that none does, which are
         nobody's.
@@ -128,6 +136,15 @@ class Subject:
         """The parameters that weight decay acts on."""
         groups = [group for one in self.optimizers for group in one.param_groups]
         return {p for group in groups if group.get("weight_decay") for p in group["params"]}
+
+    def rates(self) -> tuple[float, dict[str, float]]:
+        """The learning rate of the first group, and of parameters that have another one their own,
+        by name.
+        """
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        first = float(groups[0]["lr"])
+        rates = {self._names.get(p): float(g["lr"]) for g in groups for p in g["params"]}
+        return first, {n: rate for n, rate in rates.items() if n is not None and rate != first}
 
     def news(self) -> Mapping[str, Any] | None:
         """What is to be told of layout and pieces and was not told before; None if nothing is."""

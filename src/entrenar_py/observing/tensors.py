@@ -15,6 +15,10 @@ from entrenar_py import trace
 from entrenar_py.observing import pieces
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
+_CONSTANTS = {
+    *("momentum", "dampening", "nesterov", "betas", "eps", "weight_decay", "maximize", "amsgrad"),
+    "decoupled_weight_decay",
+}
 VALUES_MAX = 2**16  # elements of a model up to which values are kept beside digests
 
 
@@ -101,9 +105,22 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
-def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What is declared of the optimizers and of dropout, as JSON can hold it."""
-    groups = [
+def _is_alone(module: torch.nn.Module) -> bool:
+    """Whether it normalises by the samples of its own rank, where it is trained."""
+    kinds = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm
+    return isinstance(module, kinds[0]) and not isinstance(module, kinds[1])
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class, and of its module where that is not torch's: its rule may differ."""
+    kind = type(optimizer)
+    own = getattr(torch.optim, kind.__name__, None) is not kind
+    return f"{kind.__module__}.{kind.__name__}" if own else kind.__name__
+
+
+def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """The parameter groups without their parameters, as JSON can hold them."""
+    return [
         {
             name: _plain(value)
             for name, value in group.items()
@@ -112,9 +129,21 @@ def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
+
+
+def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Of each parameter group what its optimizer's rule has beside the learning rate."""
+    return [{key: group[key] for key in _CONSTANTS & group.keys()} for group in groups(optimizers)]
+
+
+def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What is declared of the optimizers, of dropout and of batch normalisation, as JSON can hold
+    it.
+    """
     dropouts = [one.p for one in model.modules() if isinstance(one, torch.nn.Dropout)]
     return {
-        "optimizer": " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers)),
-        "groups": groups,
+        "optimizer": " and ".join(dict.fromkeys(map(_kind, optimizers))),
+        "groups": groups(optimizers),
         "dropout": max(dropouts, default=0.0),
+        "batch_norm": any(map(_is_alone, model.modules())),
     }

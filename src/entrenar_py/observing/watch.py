@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py.errors import UsageError, WatchFinding
-from entrenar_py.observing import clauses, digest, exchange, tensors
+from entrenar_py.observing import clauses, digest, exchange, given, tensors
 from entrenar_py.observing.digest_table import ROW_WORDS, DigestTable, places
 from entrenar_py.observing.exchange import Exchange
 from entrenar_py.observing.held import Parameters, local
@@ -40,13 +40,13 @@ class Watch:
         patience: int,
         step: int,
     ) -> None:
-        for name, given in (("every", every), ("patience", patience)):
-            if given < 1:
-                raise UsageError(f"{name}={given}: give a number of steps, 1 or more")
-        self._every, self._patience, self._step = every, patience, step
+        (self._optimizer,) = given.optimizers(model, optimizer)
+        given.require_callable("on_finding", on_finding)
+        self._every = given.steps("every", every, least=1)
+        self._patience = given.steps("patience", patience, least=1)
+        self._step = given.steps("step", step, least=0)
         self._clauses = clauses.select(contract)
         self._tell = _stop if on_finding is None else on_finding
-        self._optimizer = optimizer
         self._parameters = Parameters(tensors.unwrapped(model))
         if not self._parameters.names:
             raise UsageError("a model without parameters: there is nothing to watch")
@@ -55,7 +55,7 @@ class Watch:
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
         atexit.register(self._leave)
 
     def watched(self) -> tuple[Watched, ...]:

@@ -29,8 +29,9 @@ class System:
     the names it knows, `only` the backends where it does not take them all, each by this very name;
     it has no others.
     `in_step` tells whether every step is one of all workers together: else they step alone for a
-    while, and clauses of such steps do not apply to it. `powers_of_two` tells whether its workers,
-    and its shards times the accumulation, must be such numbers.
+    while, and clauses of such steps do not apply to it. `bitwise` tells whether the number of
+    workers leaves the bits as they are; where it does not, no clause asks for that. `powers_of_two`
+    tells whether its workers, and its shards times the accumulation, must be such numbers.
     """
 
     what: str
@@ -40,6 +41,7 @@ class System:
     options: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     in_step: bool = True
+    bitwise: bool = True
     powers_of_two: bool = False
 
     @property
@@ -77,6 +79,7 @@ SYSTEMS: dict[str, System] = {
         what="a plain torch data-parallel loop, independent of the reference",
         trains=True,
         faults=_TRAINING_FAULTS,
+        bitwise=False,
     ),
     "parameter_server": System(
         what="a parameter server over TCP, each worker a process of its own",
@@ -122,6 +125,7 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s",),
         only=("cpu", "cuda"),  # gloo, NCCL
+        bitwise=False,
     ),
     "tensor_parallel": System(
         what="layers cut over ranks by torch's parallelize_module, groups of them data-parallel",
@@ -129,6 +133,7 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s", "tp"),
         only=("cpu", "cuda"),
+        bitwise=False,
     ),
     "sequence_parallel": System(
         what="the same, and between the layers each rank has a part of each sequence",
@@ -136,6 +141,7 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s", "tp"),
         only=("cpu", "cuda"),
+        bitwise=False,
     ),
     "pipeline_parallel": System(
         what="layers in stages, a rank each, by torch's pipelining, groups of them data-parallel",
@@ -143,6 +149,7 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s", "pp", "schedule"),
         only=("cpu", "cuda"),
+        bitwise=False,
     ),
     "ddp_canonical": System(
         what="the same with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
@@ -158,6 +165,7 @@ SYSTEMS: dict[str, System] = {
         faults=_TRAINING_FAULTS,
         options=("deadline_s", "precision"),
         only=("cpu", "cuda"),  # gloo, NCCL
+        bitwise=False,
     ),
     "local_sgd": System(
         what="DiLoCo: workers that step alone, brought together by an outer optimizer",
@@ -166,6 +174,7 @@ SYSTEMS: dict[str, System] = {
         options=("deadline_s", "inner_steps", "outer_learning_rate", "outer_momentum"),
         only=("cpu", "cuda"),  # gloo, NCCL
         in_step=False,
+        bitwise=False,
     ),
     "matmul": System(
         what="matrix products on one backend against the CPU and float64",

@@ -202,6 +202,7 @@ class Replicas:
             loss=average.loss,
             weight=average.weight,
             learning_rate=average.rate,
+            rates={},
             finite=engine.non_finite(replica.parameters) is None,
             gradient=average.record,
             grad_norm=average.norm,

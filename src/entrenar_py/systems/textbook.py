@@ -233,6 +233,7 @@ def apply(setup: Setup, replica: Replica, step: int, loss: float, weight: float)
             loss=loss,
             weight=weight,
             learning_rate=rate,
+            rates={},
             finite=all(bool(t.isfinite().all()) for t in replica.tensors.values()),
             gradient=gradient,
             grad_norm=norm,

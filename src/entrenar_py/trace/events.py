@@ -75,8 +75,8 @@ class Update(Event):
 
     `loss` is the mean it reports over `weight` samples (or tokens); None if it reports none.
     `gradient` is the averaged gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the
-    norm after clipping. `learning_rate` is the one used in this step. `finite`: no NaN or Inf in
-    the new weights.
+    norm after clipping. `learning_rate` is the one used in this step, `rates` those of tensors
+    that have another one. `finite`: no NaN or Inf in the new weights.
     """
 
     kind: ClassVar[str] = "update"
@@ -92,6 +92,11 @@ class Update(Event):
     gradient: Tensors = field(default_factory=lambda: _NONE)
     grad_norm: float | None = None
     applied_norm: float | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def rate_of(self, name: str) -> float:
+        """The learning rate of a tensor."""
+        return self.rates.get(name, self.learning_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,6 +127,12 @@ def _words(value: Any) -> dict[str, Any]:
     return value
 
 
+def _floats(value: Any) -> dict[str, float]:
+    if type(value) is not dict:
+        raise ValueError("use a mapping from names to numbers")
+    return {name: _float(item) for name, item in value.items()}
+
+
 def _depth(value: Any, left: int) -> int:
     """How many levels of lists and mappings there are; no more than one beyond `left`."""
     if not isinstance(value, dict | list) or left < 0:
@@ -141,6 +147,7 @@ _BY_ANNOTATION: dict[str, Reader] = {
     "int | None": _optional(_int),
     "float": _float,
     "float | None": _optional(_float),
+    "Mapping[str, float]": _floats,
     "str": _str,
     "str | None": _optional(_str),
     "tuple[int, ...]": _tuple_of(_int),

@@ -12,7 +12,7 @@ import torch
 
 from entrenar_py.backends.wgpu import WgpuBackend, open_wgpu
 from entrenar_py.backends.wgpu.adapters import choose, ranked
-from entrenar_py.backends.wgpu.device import open_device
+from entrenar_py.backends.wgpu.device import LIMITS, open_device
 from entrenar_py.errors import BackendUnavailable
 
 
@@ -23,9 +23,7 @@ class FakeAdapter:
     adapter_type: str
     backend_type: str = "Vulkan"
     name: str = ""
-    limits: dict[str, int] = field(
-        default_factory=lambda: {"max-storage-buffer-binding-size": 1, "max-buffer-size": 1}
-    )
+    limits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 1))
 
     @property
     def info(self) -> dict[str, str]:

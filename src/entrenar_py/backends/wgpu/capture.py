@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entrenar_py.backends.wgpu import decompositions
+from entrenar_py.backends.wgpu import decompositions, tables
 from entrenar_py.errors import UsageError
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -42,7 +42,8 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     """The graph of `fn(*inputs)`, a flat tuple of tensors; it may call `torch.autograd.grad`.
 
     Shapes, dtypes, strides and `requires_grad` are those of `inputs`; their values are not looked
-    at. Tensors that `fn` takes from elsewhere become constants. No operation of the graph writes
+    at. Tensors that `fn` takes from elsewhere become constants, and so do small tables that follow
+    from nothing else. No operation of the graph writes
     to its operands. Every node has `meta["val"]`, a fake tensor, and `meta["line"]`, the model's
     line that it came from (`decoder.py:12 in forward`), also if autograd made it.
     Raises UsageError for what can't be in a graph.
@@ -55,6 +56,7 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     _drop_identities(graph.graph)
     graph.graph.eliminate_dead_code()
     _check(graph.graph)
+    tables.fold(graph)
     graph.recompile()
     return graph
 

@@ -1,7 +1,7 @@
 """WGSL of the kernels that are no matrix products: a result per thread, or a row per workgroup.
 
 Thread kernels run every loop alone, in order. Row kernels share each loop between the lanes of a
-workgroup: a lane folds every `LANES`-th element in order, then the lanes are folded along a fixed
+workgroup: each folds every 64th (256th) element in order, then the lanes are folded along a fixed
 binary tree. Both give the same bits in every run.
 """
 
@@ -17,7 +17,8 @@ from entrenar_py.backends.wgpu.index import Atom, Index
 from entrenar_py.backends.wgpu.intrinsics import functions_of
 
 THREADS = 64
-LANES = 64
+LANES_MIN, LANES_MAX = 64, 256  # every WebGPU device has 256
+LONG_LOOP = 512
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: 
     body = [
         f"let i = (i32(group.y) * {x} + i32(group.x)) * {THREADS} + i32(local.x);",
         f"if (i >= {size}) {{ return; }}",
-        *_body(emitter, cooperative=False),
+        *_body(emitter, lanes=1),
         *([f"out[i] = {_stored(value, out)};"] if value else []),
     ]
     return _shader(emitter, out, body, (x, -(-groups // x), 1), THREADS)
@@ -49,15 +50,17 @@ def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: 
 def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
     """Each workgroup computes one row; if `value` is given it is the row's only element."""
     size = math.prod(emitter.rows)
+    longest = max(item.size for item in emitter.body if isinstance(item, Loop))
+    lanes = LANES_MAX if longest > LONG_LOOP else LANES_MIN
     x = min(size, workgroups_max)
     body = [
         f"let i = i32(group.y) * {x} + i32(group.x);",
         f"if (i >= {size}) {{ return; }}",
         "let lane = i32(local.x);",
-        *_body(emitter, cooperative=True),
+        *_body(emitter, lanes=lanes),
         *([f"if (lane == 0) {{ out[i] = {_stored(value, out)}; }}"] if value else []),
     ]
-    return _shader(emitter, out, body, (x, -(-size // x), 1), LANES)
+    return _shader(emitter, out, body, (x, -(-size // x), 1), lanes)
 
 
 def epilogue(emitter: Emitter, value: str) -> str:
@@ -85,7 +88,7 @@ def _shader(
         *_bindings(emitter.buffers, 0),
         f"@group(0) @binding({number}) var<storage, read_write> out: array<{STORAGE[out.dtype]}>;",
         *(
-            f"var<workgroup> partial_{dtype}: array<{dtype}, {LANES}>;"
+            f"var<workgroup> partial_{dtype}: array<{dtype}, {threads}>;"
             for dtype in ("f32", "i32", "bool")
             if f"partial_{dtype}[" in text
         ),
@@ -115,8 +118,10 @@ def _stored(value: str, out: Buffer) -> str:
     return f"select(0u, 1u, {value})" if out.dtype == "bool" else value
 
 
-def _body(emitter: Emitter, *, cooperative: bool) -> list[str]:
-    """The statements and loops of a kernel, rows and loop variables decoded from `i` and `c`."""
+def _body(emitter: Emitter, *, lanes: int) -> list[str]:
+    """The statements and loops of a kernel, rows and loop variables decoded from `i` and `c`.
+
+    Loops are shared by `lanes` threads."""
     indices = [one for item in emitter.body for index in _indices(item) for one in at.leaves(index)]
     rows = _atoms(emitter.variables)
     change, decoding = _merge(rows, indices, "i")
@@ -125,12 +130,12 @@ def _body(emitter: Emitter, *, cooperative: bool) -> list[str]:
         if isinstance(item, Statement):
             lines += _statements([item], change)
         else:
-            lines += _loop(item, indices, change, cooperative=cooperative)
+            lines += _loop(item, indices, change, lanes)
     return lines
 
 
 def _loop(
-    loop: Loop, indices: Sequence[Index], rows: Callable[[Index], Index], *, cooperative: bool
+    loop: Loop, indices: Sequence[Index], rows: Callable[[Index], Index], lanes: int
 ) -> list[str]:
     columns, decoding = _merge(_atoms(loop.variables()), indices, f"c{loop.number}")
 
@@ -138,7 +143,7 @@ def _loop(
         return columns(rows(index))
 
     variable = f"c{loop.number}"
-    start, step = ("lane", LANES) if cooperative else ("0", 1)
+    start = "lane" if lanes > 1 else "0"
     inside = [*decoding, *_statements(loop.body, change)]
     lines = []
     if loop.fold is None:
@@ -148,14 +153,14 @@ def _loop(
         combined = loop.fold.combine.format(loop.total, loop.value)
         inside.append(f"{loop.total} = {combined};")
     lines += [
-        f"for (var {variable} = {start}; {variable} < {loop.size}; {variable} += {step}) {{",
+        f"for (var {variable} = {start}; {variable} < {loop.size}; {variable} += {lanes}) {{",
         *(f"    {line}" for line in inside),
         "}",
     ]
-    return lines + (_tree(loop) if cooperative and loop.fold is not None else [])
+    return lines + (_tree(loop, lanes) if lanes > 1 and loop.fold is not None else [])
 
 
-def _tree(loop: Loop) -> list[str]:
+def _tree(loop: Loop, lanes: int) -> list[str]:
     """Folds the lanes' totals; all lanes have the result."""
     assert loop.fold is not None
     partial = f"partial_{loop.fold.dtype}"
@@ -163,7 +168,7 @@ def _tree(loop: Loop) -> list[str]:
     return [
         f"{partial}[lane] = {loop.total};",
         "workgroupBarrier();",
-        f"for (var half = {LANES // 2}; half > 0; half /= 2) {{",
+        f"for (var half = {lanes // 2}; half > 0; half /= 2) {{",
         f"    if (lane < half) {{ {partial}[lane] = {combined}; }}",
         "    workgroupBarrier();",
         "}",

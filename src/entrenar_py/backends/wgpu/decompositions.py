@@ -34,7 +34,11 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def _var(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = 1, keepdim: bool
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
 ) -> Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
@@ -114,6 +118,12 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return _ATEN.alias.default(source) if source.shape == x.shape else source.expand(x.shape)
 
 
+def _flip(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        x = torch.index_select(x, dim, torch.arange(x.shape[dim] - 1, -1, -1))
+    return x
+
+
 def _full_like(x: Tensor, value: float, *, dtype: Any = None, **_: Any) -> Tensor:
     return torch.full(x.shape, value, dtype=dtype or x.dtype)
 
@@ -128,6 +138,10 @@ _OURS: dict[Any, Callable[..., Any]] = {
     _ATEN.copy.default: _copy,
     _ATEN.div.Scalar: _ATEN.div.Tensor,
     _ATEN.embedding_dense_backward.default: _embedding_dense_backward,
+    # WGSL has neither, and so neither is better than this near zero.
+    _ATEN.expm1.default: lambda x: torch.exp(x) - 1,
+    _ATEN.log1p.default: lambda x: torch.log(x + 1),
+    _ATEN.flip.default: _flip,
     _ATEN.full_like.default: _full_like,
     _ATEN.gelu.default: _gelu,
     _ATEN.mean.default: _mean,

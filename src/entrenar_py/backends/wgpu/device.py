@@ -8,29 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.backends.wgpu import adapters
+from entrenar_py.backends.wgpu.product import Limits
 from entrenar_py.errors import BackendUnavailable
 
-# Asked for as the adapter has them; WebGPU's own defaults are what the weakest device has.
-_LIMITS = (
-    "max-buffer-size",
-    "max-compute-invocations-per-workgroup",
-    "max-compute-workgroup-size-x",
-    "max-compute-workgroup-storage-size",
+# What is asked for as large as the adapter has it; WebGPU's defaults are small.
+LIMITS = (
     "max-storage-buffer-binding-size",
     "max-storage-buffers-per-shader-stage",
+    "max-buffer-size",
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroups-per-dimension",
 )
 
 
 @dataclass(frozen=True)
 class Device:
-    """An open adapter. `handle` is a wgpu.GPUDevice; the limits are in bytes and workgroups."""
+    """An open adapter. `handle` is a wgpu.GPUDevice."""
 
     handle: Any
     name: str
     software: bool
-    binding_bytes_max: int
+    limits: Limits
     buffer_bytes_max: int
-    workgroups_max: int
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -63,7 +64,7 @@ def open_device(index: int) -> Device:
 
     try:
         handle = adapter.request_device_sync(
-            required_limits={name: adapter.limits[name] for name in _LIMITS}
+            required_limits={name: adapter.limits[name] for name in LIMITS}
         )
     except (wgpu.GPUError, RuntimeError) as error:
         raise BackendUnavailable(f"backend wgpu: {error}") from error
@@ -71,7 +72,19 @@ def open_device(index: int) -> Device:
         handle=handle,
         name=adapters.title(adapter),
         software=adapters.is_software(adapter),
-        binding_bytes_max=handle.limits["max-storage-buffer-binding-size"],
+        limits=limits_of(handle),
         buffer_bytes_max=handle.limits["max-buffer-size"],
-        workgroups_max=handle.limits["max-compute-workgroups-per-dimension"],
+    )
+
+
+def limits_of(handle: Any) -> Limits:
+    """What kernels must keep to on a wgpu.GPUDevice."""
+    limits = handle.limits
+    return Limits(
+        binding_bytes_max=limits["max-storage-buffer-binding-size"],
+        workgroup_bytes_max=limits["max-compute-workgroup-storage-size"],
+        invocations_max=min(
+            limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
+        ),
+        workgroups_max=limits["max-compute-workgroups-per-dimension"],
     )

@@ -20,12 +20,23 @@ fn infinity() -> f32 { return bitcast<f32>(infinity_bits); }
 var<private> nan_bits: u32 = 0x7fc00000u;
 fn nan() -> f32 { return bitcast<f32>(nan_bits); }
 """,
+    # `x != x` is false for a compiler that takes NaN for impossible; bits are not.
+    "is_nan": """
+fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u; }
+""",
+    "is_infinite": """
+fn is_infinite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) == 0x7f800000u; }
+""",
     # NaN if either is, as torch has it.
     "larger": """
-fn larger(a: f32, b: f32) -> f32 { return select(max(a, b), a + b, a != a || b != b); }
+fn larger(a: f32, b: f32) -> f32 {
+    return select(select(max(a, b), b, is_nan(b)), a, is_nan(a));
+}
 """,
     "smaller": """
-fn smaller(a: f32, b: f32) -> f32 { return select(min(a, b), a + b, a != a || b != b); }
+fn smaller(a: f32, b: f32) -> f32 {
+    return select(select(min(a, b), b, is_nan(b)), a, is_nan(a));
+}
 """,
     # Some drivers give NaN for large numbers; near 0 the quotient would lose digits.
     "tangent": """
@@ -36,7 +47,7 @@ fn tangent(x: f32) -> f32 {
     let large = sign(x) * ((1.0 - e) / (1.0 + e));
     let small = x * (1.0 + square * (-0.33333334 + square * (0.13333334
         + square * (-0.053968255 + square * 0.021869488))));
-    return select(select(large, small, size < 0.25), x, x != x);
+    return select(select(large, small, size < 0.25), x, is_nan(x));
 }
 """,
     "sigmoid": """
@@ -56,7 +67,7 @@ fn error_function(x: f32) -> f32 {
     let series = x * (1.1283792 + square * (-0.37612638 + square * (0.11283792
         + square * (-0.026866170 + square * (0.0052239776 + square * (-0.00085483270
         + square * 0.00012055333))))));
-    return select(select(sign(x) * (1.0 - tail), series, size < 0.5), x, x != x);
+    return select(select(sign(x) * (1.0 - tail), series, size < 0.5), x, is_nan(x));
 }
 """,
     # WGSL's pow knows no negative base.
@@ -76,7 +87,10 @@ fn floor_divide_i32(a: i32, b: i32) -> i32 {
 }
 """,
 }
-_NEEDS = {"power": ("nan",)}
+_NEEDS = {
+    "power": ("nan",),
+    **dict.fromkeys(("larger", "smaller", "tangent", "error_function"), ("is_nan",)),
+}
 
 
 def functions_of(text: str) -> list[str]:

@@ -27,21 +27,25 @@ def look_up(
     _settle(schedule, value)
     for one in indices.values():
         _settle(schedule, one)
+    schedule.make_room([value, *indices.values()], 4 * len(indices))
     num_looked = len(next(iter(indices.values())).shape)
+    recipe = value.read
+    ids = {dim: (one.read, one.shape) for dim, one in indices.items()}
 
     def read(emitter: Emitter, found: Indices) -> str:
         inner = found[first : first + num_looked]
         around = list(found[:first] + found[first + num_looked :])
         places, wrong = [], []
         for dim, size in enumerate(value.shape):
-            if dim not in indices:
+            if dim not in ids:
                 places.append(around.pop(0))
                 continue
-            one = indices[dim]
-            place, outside = _position(emitter, one, views.broadcast(inner, one.shape), size)
+            number, own = ids[dim]
+            raw = number(emitter, views.broadcast(inner, own))
+            place, outside = _position(emitter, raw, size)
             places.append(place)
             wrong.append(outside)
-        text = value.read(emitter, tuple(places))
+        text = recipe(emitter, tuple(places))
         for one_wrong in wrong if value.dtype == "f32" else ():
             text = emitter.op("select({0}, nan(), {1})", text, one_wrong)
         return text
@@ -54,18 +58,19 @@ def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
     dim %= max(1, len(value.shape))
     _settle(schedule, value)
     _settle(schedule, index)
+    schedule.make_room([value, index], 4)
+    recipe, number = value.read, index.read
 
     def read(emitter: Emitter, found: Indices) -> str:
-        place, wrong = _position(emitter, index, found, value.shape[dim])
-        text = value.read(emitter, (*found[:dim], place, *found[dim + 1 :]))
+        place, wrong = _position(emitter, number(emitter, found), value.shape[dim])
+        text = recipe(emitter, (*found[:dim], place, *found[dim + 1 :]))
         return emitter.op("select({0}, nan(), {1})", text, wrong) if value.dtype == "f32" else text
 
     return _recipe([value, index], index.shape, value.dtype, read, 4)
 
 
-def _position(emitter: Emitter, index: Value, found: Indices, size: int) -> tuple[Index, str]:
-    """The index as one, and the name of whether it is out of range."""
-    raw = index.read(emitter, found)
+def _position(emitter: Emitter, raw: str, size: int) -> tuple[Index, str]:
+    """The i32 value `raw` as an index, and the name of whether it is out of range."""
     wrapped = emitter.op(f"select({{0}}, {{0}} + {size}, {{0}} < 0)", raw)
     wrong = emitter.op(f"{{0}} < 0 || {{0}} >= {size}", wrapped)
     inside = emitter.op(f"clamp({{0}}, 0, {size - 1})", wrapped)
@@ -83,12 +88,13 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
         return values[0]
     total = sum(one.shape[dim] for one in values)
     shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
+    for one in values:
+        _settle(schedule, one)
     found = values[-1]
     start = total - found.shape[dim]
     # From the last to the first: each stands before what has been joined.
     rest, rest_start = _shifted(found, dim, start, shape), start
     for one in reversed(values[:-1]):
-        _settle(schedule, one)
         rest_start -= one.shape[dim]
         rest = _choose(one, rest, dim, rest_start, 1, shape, schedule)
     return rest
@@ -96,10 +102,11 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
 
 def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
     """`value` from index `start` on, and anything elsewhere."""
+    recipe = value.read
 
     def read(emitter: Emitter, found: Indices) -> str:
         place, _ = _within(emitter, found[dim], start, value.shape[dim], 1)
-        return value.read(emitter, (*found[:dim], place, *found[dim + 1 :]))
+        return recipe(emitter, (*found[:dim], place, *found[dim + 1 :]))
 
     return _recipe([value], shape, value.dtype, read, 2)
 
@@ -125,13 +132,15 @@ def _choose(
     for one in (above, below):
         if one.pending:
             schedule.realise(one)
+    schedule.make_room([above, below], 3)
+    upper, lower = above.read, below.read
 
     def read(emitter: Emitter, found: Indices) -> str:
         place, inside = _within(emitter, found[dim], start, above.shape[dim], step)
-        first = above.read(emitter, (*found[:dim], place, *found[dim + 1 :]))
+        first = upper(emitter, (*found[:dim], place, *found[dim + 1 :]))
         if inside == "true":
             return first
-        return emitter.op("select({1}, {0}, {2})", first, below.read(emitter, found), inside)
+        return emitter.op("select({1}, {0}, {2})", first, lower(emitter, found), inside)
 
     return _recipe([above, below], shape, above.dtype, read, 3)
 
@@ -180,14 +189,16 @@ def scatter(
     count = index.shape[dim]
     if count > _UNROLLED_MAX:
         return _scatter_many(schedule, value, dim, index, source, add=add)
+    schedule.make_room([value, index, source], 4 * count)
+    below, pointed, above = value.read, index.read, source.read
 
     def read(emitter: Emitter, found: Indices) -> str:
-        text = value.read(emitter, found)
+        text = below(emitter, found)
         here = emitter.number(found[dim], "i32")
         for number in range(count):
             place = (*found[:dim], Index(number), *found[dim + 1 :])
-            hit = emitter.op("{0} == {1}", index.read(emitter, place), here)
-            one = source.read(emitter, views.broadcast(place, source.shape))
+            hit = emitter.op("{0} == {1}", pointed(emitter, place), here)
+            one = above(emitter, views.broadcast(place, source.shape))
             one = emitter.op("{0} + {1}", text, one) if add else one
             text = emitter.op("select({1}, {0}, {2})", one, text, hit)
         return text

@@ -16,10 +16,12 @@ from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import pointwise, views
 from entrenar_py.backends.wgpu.emitter import Buffer
 from entrenar_py.backends.wgpu.nodes import dtype_of, line_of, name_of, shape_of
-from entrenar_py.backends.wgpu.operations import OPERATIONS, VIEWS
+from entrenar_py.backends.wgpu.operations import FUSING, OPERATIONS, VIEWS
 from entrenar_py.backends.wgpu.product import Limits
-from entrenar_py.backends.wgpu.values import CHEAP, Schedule, Step, Stored, Value
+from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Step, Stored, Value
 from entrenar_py.errors import UsageError
+
+REGION_MAX = 12  # operations between a value and where all that is made of it meets
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class Lowered:
 def lower(graph: GraphModule, limits: Limits, *, bindings_max: int, fused: bool = True) -> Lowered:
     """The dispatches of `graph`; without `fused` one or more for each operation that is no view.
 
+    What `graph` computes twice is computed once from now on.
     Raises UsageError for an operation or a type that has no kernel, with the line it came from.
     """
+    _merge_equals(graph)
     return _Lowering(graph, Schedule(limits, bindings_max), fused).run()
 
 
@@ -60,6 +64,7 @@ class _Lowering:
         self._fused = fused
         self._values: dict[Node, Value | tuple[Value, ...]] = {}
         self._uses = _uses(graph)
+        self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
 
     def run(self) -> Lowered:
         inputs: list[Buffer] = []
@@ -130,9 +135,28 @@ class _Lowering:
         """Stores what several users would compute again at a cost."""
         if name in VIEWS or value.stored is not None:
             return
-        cheap = not value.pending and value.cost <= CHEAP and len(value.reads) <= 1
-        if not self._fused or (self._uses[node] > 1 and not cheap):
+        if not self._fused or (self._uses[node] > 1 and not self._may_stay(node, value)):
             self.schedule.realise(value)
+
+    def _may_stay(self, node: Node, value: Value) -> bool:
+        """True if what several users compute again costs little, or is computed in one kernel."""
+        if not value.pending and value.cost <= CHEAP and len(value.reads) <= 1:
+            return True
+        fits = value.product is None and value.cost <= COST_MAX // 2
+        return fits and self._converges(node)
+
+    def _converges(self, node: Node) -> bool:
+        """True if all that is made of `node` goes, through few operations that fuse, into one."""
+        ahead = {user for user in node.users if self._uses[user]}
+        for _ in range(REGION_MAX):
+            first = min(ahead, key=self._order.__getitem__)
+            if name_of(first) not in FUSING:
+                return False
+            if len(ahead) == 1:
+                return True
+            ahead.remove(first)
+            ahead |= {user for user in first.users if self._uses[user]}
+        return False
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Node):
@@ -140,6 +164,30 @@ class _Lowering:
         if isinstance(argument, list | tuple):
             return [self._argument(one) for one in argument]
         return argument
+
+
+def _merge_equals(graph: GraphModule) -> None:
+    """Makes one node of those that are the same operation of the same operands."""
+    known: dict[Any, Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        # The types, too: 1, 1.0 and True are equal.
+        arguments = _hashable(node.args), _hashable(node.kwargs)
+        key = (node.target, repr(arguments), arguments)
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+
+
+def _hashable(argument: Any) -> Any:
+    """`argument` of a node so that it can be a key."""
+    if isinstance(argument, list | tuple):
+        return tuple(_hashable(one) for one in argument)
+    if isinstance(argument, dict):
+        return tuple((key, _hashable(one)) for key, one in argument.items())
+    return argument
 
 
 def _uses(graph: GraphModule) -> dict[Node, int]:

@@ -14,6 +14,11 @@ DTYPES = {
     torch.bool: "bool",
 }
 
+# torch counts in these where numbers are few, and only compares what it counted; arithmetic would
+# wrap around earlier than ours does.
+_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
+_COUNTING = frozenset({"arange", "unsqueeze", "view", "expand"})
+
 
 def name_of(node: Node) -> str:
     if node.op != "call_function":
@@ -37,6 +42,8 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 def dtype_of(node: Node) -> str:
     dtype = node.meta["val"].dtype
+    if dtype in _NARROW and name_of(node) in _COUNTING:
+        return "i32"
     if dtype not in DTYPES:
         raise UsageError(
             f"{node.target} at {line_of(node)}: dtype={dtype}; backend wgpu computes in "

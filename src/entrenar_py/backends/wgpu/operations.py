@@ -6,13 +6,12 @@ no kernel serves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from entrenar_py.backends.wgpu import lookups, pointwise, reductions, views
+from entrenar_py.backends.wgpu import indexing, pointwise, reductions, views
 from entrenar_py.backends.wgpu.emitter import Emitter
 from entrenar_py.backends.wgpu.nodes import dtype_of, name_of, shape_of
 from entrenar_py.backends.wgpu.values import Operands, Schedule, Value
@@ -42,6 +41,14 @@ def _turn(schedule: Schedule, node: Node, value: Value) -> Value:
 
 def _expand(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
     return views.expand(schedule, value, shape_of(node))
+
+
+def _repeat(schedule: Schedule, node: Node, value: Value, times: Sequence[int]) -> Value:
+    return views.repeat(schedule, value, times)
+
+
+def _flip(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
+    return views.flip(schedule, value, dims)
 
 
 def _slice(
@@ -140,12 +147,14 @@ def _mean(
     return pointwise.apply(schedule, "div", [total, count], total.shape, "f32")
 
 
-def _extreme(name: str) -> Callable[..., tuple[Value, Value]]:
-    """max and min along one dim: values and where they stand."""
+def _extreme(name: str) -> Callable[..., Any]:
+    """max and min: of all, or along one dim, values and where they stand."""
 
     def both(
-        schedule: Schedule, node: Node, x: Value, dim: int, keepdim: bool = False
-    ) -> tuple[Value, Value]:
+        schedule: Schedule, node: Node, x: Value, dim: int | None = None, keepdim: bool = False
+    ) -> Any:
+        if dim is None:
+            return _fold(name)(schedule, node, x)
         schedule.realise(x)
         fold = reductions.FOLDS[name, x.dtype]
         return (
@@ -205,117 +214,6 @@ def _need(value: Value | None) -> Value:
     return value
 
 
-def _embedding(schedule: Schedule, node: Node, table: Value, ids: Value, *_: Any) -> Value:
-    return lookups.look_up(schedule, table, {0: ids}, shape_of(node), 0)
-
-
-def _index_select(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value) -> Value:
-    dim %= len(x.shape)
-    return lookups.look_up(schedule, x, {dim: ids}, shape_of(node), dim)
-
-
-def _index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None]) -> Value | None:
-    given = {dim: one for dim, one in enumerate(indices) if one is not None}
-    if any(one.dtype == "bool" for one in given.values()):
-        return None  # how many elements there are is known only when it runs
-    dims = sorted(given)
-    together = dims == list(range(dims[0], dims[-1] + 1))
-    common = lookups.broadcast_shape([one.shape for one in given.values()])
-    spread = {dim: views.expand(schedule, one, common) for dim, one in given.items()}
-    return lookups.look_up(schedule, x, spread, shape_of(node), dims[0] if together else 0)
-
-
-def _gather(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, **_: Any) -> Value:
-    return lookups.gather(schedule, x, dim, ids)
-
-
-def _index_put(
-    schedule: Schedule,
-    node: Node,
-    x: Value,
-    indices: list[Value | None],
-    rows: Value,
-    accumulate: bool = False,
-    *_: Any,
-) -> Value | None:
-    given = [one for one in indices if one is not None]
-    known = len(given) == len(indices) and all(one.dtype == "i32" for one in given)
-    if not (accumulate and known and x.dtype == "f32"):
-        return None
-    ids = lookups.flatten_index(schedule, x.shape[: len(given)], given)
-    width = math.prod(x.shape[len(given) :])
-    whole = views.reshape(schedule, x, [x.size // width, width])
-    looked = lookups.broadcast_shape([one.shape for one in given])
-    added = views.expand(schedule, rows, (*looked, *x.shape[len(given) :]))
-    added = views.reshape(schedule, added, [ids.size, width])
-    return views.reshape(schedule, lookups.add_rows(schedule, whole, ids, added), x.shape)
-
-
-def _embedding_backward(
-    schedule: Schedule, node: Node, gradient: Value, ids: Value, count: int, padding: int, *_: Any
-) -> Value | None:
-    if _[0]:
-        return None  # by frequency
-    width = gradient.shape[-1]
-    rows = views.reshape(schedule, gradient, [ids.size, width])
-    flat = views.reshape(schedule, ids, [ids.size])
-    if padding >= 0:  # an id that is in no row
-        flat = pointwise.fuse(
-            *(schedule, f"select({{0}}, {count}, {{0}} == {padding})", [flat], flat.shape),
-            *("i32", 2),
-        )
-    zeros = pointwise.constant(0, "f32", (count, width))
-    return lookups.add_rows(schedule, zeros, flat, rows)
-
-
-def _scatter(
-    schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, source: Any, **kwargs: Any
-) -> Value | None:
-    add = name_of(node) == "scatter_add"
-    dim %= max(1, len(x.shape))
-    around = [size == ids.shape[d] for d, size in enumerate(x.shape) if d != dim]
-    if kwargs or not all(around):
-        return None
-    if isinstance(source, Value):
-        for d, size in enumerate(ids.shape):
-            source = views.take(schedule, source, d, 0, size, 1)
-    else:
-        source = pointwise.constant(source, x.dtype, (1,) * len(ids.shape))
-    return lookups.scatter(schedule, x, dim, ids, source, add=add)
-
-
-def _cat(schedule: Schedule, node: Node, values: list[Value], dim: int = 0) -> Value:
-    dtype = dtype_of(node)
-    return lookups.join(schedule, [pointwise.cast(schedule, one, dtype) for one in values], dim)
-
-
-def _pad(schedule: Schedule, node: Node, x: Value, widths: Sequence[int], value: Any = 0) -> Value:
-    return lookups.pad(schedule, x, widths, value)
-
-
-def _slice_scatter(
-    schedule: Schedule,
-    node: Node,
-    x: Value,
-    source: Value,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Value:
-    dim %= len(x.shape)
-    first, _, _ = slice(start, end, step).indices(x.shape[dim])
-    return lookups.overlay(schedule, x, source, dim, first, step)
-
-
-def _select_scatter(
-    schedule: Schedule, node: Node, x: Value, source: Value, dim: int, index: int
-) -> Value:
-    dim %= len(x.shape)
-    one = views.reshape(schedule, source, [*x.shape[:dim], 1, *x.shape[dim + 1 :]])
-    return lookups.overlay(schedule, x, one, dim, index % x.shape[dim], 1)
-
-
 # By the part of aten's name before the dot; pointwise.SCALARS has the rest.
 VIEWS: dict[str, Callable[..., Value]] = {
     "alias": _same,
@@ -332,6 +230,8 @@ VIEWS: dict[str, Callable[..., Value]] = {
     "transpose": _transpose,
     "t": _turn,
     "expand": _expand,
+    "repeat": _repeat,
+    "flip": _flip,
     "slice": _slice,
     "select": _select,
 }
@@ -364,16 +264,31 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "bmm": _multiply,
     "addmm": _add_product,
     "baddbmm": _add_product,
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
-    "index": _index,
-    "index_select": _index_select,
-    "index_put": _index_put,
-    "gather": _gather,
-    "scatter": _scatter,
-    "scatter_add": _scatter,
-    "cat": _cat,
-    "constant_pad_nd": _pad,
-    "slice_scatter": _slice_scatter,
-    "select_scatter": _select_scatter,
+    "embedding": indexing.embedding,
+    "embedding_dense_backward": indexing.embedding_backward,
+    "index": indexing.index,
+    "index_select": indexing.index_select,
+    "index_put": indexing.index_put,
+    "gather": indexing.gather,
+    "scatter": indexing.scatter,
+    "scatter_add": indexing.scatter,
+    "cat": indexing.cat,
+    "constant_pad_nd": indexing.pad,
+    "slice_scatter": indexing.slice_scatter,
+    "select_scatter": indexing.select_scatter,
+}
+# What becomes part of its users' kernels, if its shape allows.
+FUSING = frozenset(pointwise.SCALARS) | {
+    *(
+        "alias",
+        "clone",
+        "detach",
+        "_to_copy",
+        "clamp",
+        "clamp_min",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+    ),
+    *("sum", "mean", "amax", "amin"),
 }

@@ -10,7 +10,7 @@ from entrenar_py.backends.wgpu import views
 from entrenar_py.backends.wgpu.emitter import Emitter
 from entrenar_py.backends.wgpu.index import Index, Indices
 from entrenar_py.backends.wgpu.intrinsics import literal
-from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Value, join_rows
+from entrenar_py.backends.wgpu.values import CHEAP, Schedule, Value, join_rows
 
 Operand = Value | float | int | bool
 
@@ -81,8 +81,8 @@ SCALARS = {
     "le": _compare("<="),
     "gt": _compare(">"),
     "ge": _compare(">="),
-    "isnan": Scalar("{0} != {0}", "false", COMPARING),
-    "isinf": Scalar("abs({0}) == infinity()", "false", COMPARING, 2),
+    "isnan": Scalar("is_nan({0})", "false", COMPARING),
+    "isinf": Scalar("is_infinite({0})", "false", COMPARING),
     "logical_and": Scalar("", "", LOGICAL, bool="{0} && {1}"),
     "logical_or": Scalar("", "", LOGICAL, bool="{0} || {1}"),
     "logical_xor": Scalar("", "", LOGICAL, bool="{0} != {1}"),
@@ -120,12 +120,13 @@ def apply(
     """The operation `name` of SCALARS, broadcast to `shape`; None if it has no such type."""
     scalar = SCALARS[name]
     template, inner = _template(name, scalar, operands, dtype)
+    cost = 2 if template in _POWERS.values() else scalar.cost
     if not template:
         return None
     taken = [cast(schedule, one, inner) for one in operands]
     if name == "where":
         taken = [*taken[:2], cast(schedule, operands[2], "bool")]
-    return fuse(schedule, template, taken, shape, dtype, scalar.cost)
+    return fuse(schedule, template, taken, shape, dtype, cost)
 
 
 def _template(
@@ -187,10 +188,11 @@ def fuse(
     for one in operands:
         if one.size < math.prod(to) and not one.pending and one.cost > CHEAP:
             schedule.realise(one)
-    _make_room(schedule, operands, cost)
+    schedule.make_room(operands, cost)
+    recipes = [(one.read, one.shape) for one in operands]
 
     def read(emitter: Emitter, indices: Indices) -> str:
-        names = [one.read(emitter, views.broadcast(indices, one.shape)) for one in operands]
+        names = [recipe(emitter, views.broadcast(indices, own)) for recipe, own in recipes]
         return emitter.op(template, *names) if template != "{0}" else names[0]
 
     return Value(
@@ -217,19 +219,6 @@ def _settle_products(schedule: Schedule, operands: Sequence[Value], size: int) -
         else:
             found = one
     return found
-
-
-def _make_room(schedule: Schedule, operands: Sequence[Value], cost: int) -> None:
-    """Stores operands, the costliest first, until one kernel takes what is left."""
-    while True:
-        reads = frozenset[object]().union(*(one.reads for one in operands))
-        total = cost + sum(one.cost for one in operands)
-        products = any(one.product is not None for one in operands)
-        room = schedule.bindings_max - (3 if products else 1)
-        recipes = [one for one in operands if one.stored is None and one.cost > 1]
-        if (len(reads) <= room and total <= COST_MAX) or not recipes:
-            return
-        schedule.realise(max(recipes, key=lambda one: (len(one.reads), one.cost)))
 
 
 def counting(start: float, step: float, shape: Sequence[int], dim: int, dtype: str) -> Value:

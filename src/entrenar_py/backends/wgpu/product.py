@@ -134,7 +134,7 @@ BLOCKED = (
     Tiling(m=128, n=128, k=8, thread_m=8, thread_n=8),
     Tiling(m=64, n=64, k=16, thread_m=8, thread_n=4),
 )
-TILED = Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4)
+TILED = Tiling(m=32, n=32, k=8, thread_m=4, thread_n=4)
 # Few rows or few columns: all threads of a workgroup share the same sums along k.
 THIN_ROWS = (
     Tiling(m=4, n=32, k=64, thread_m=4, thread_n=4, split=16),
@@ -144,7 +144,7 @@ THIN_COLUMNS = (
     Tiling(m=32, n=4, k=64, thread_m=4, thread_n=4, split=16),
     Tiling(m=32, n=16, k=32, thread_m=4, thread_n=4, split=8),
 )
-SMALL_SPLIT = Tiling(m=32, n=32, k=32, thread_m=4, thread_n=4, split=4)
+SMALL_SPLIT = Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4, split=4)
 BUSY = 128  # workgroups that keep a large GPU's processors busy
 LONG = 256  # a sum along k worth splitting
 

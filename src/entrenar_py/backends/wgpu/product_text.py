@@ -202,10 +202,9 @@ def _starts(product: Product, side: Side, first: str, layout: Layout) -> Iterato
             inner, outer = outer, inner
         yield f"let {name}_k_{i} = {inner}{f' * {k_width}u' if k_width > 1 else ''};"
         yield f"let {name}_t_{i} = {outer}{f' * {outer_width}u' if outer_width > 1 else ''};"
+        # Rows past a ragged edge are read like others, from wherever that is: WebGPU keeps a read
+        # within its binding, and sums of theirs are not stored.
         at = f"{first} + {name}_t_{i}"
-        if side.size % side.tile:
-            # Past the edge the last elements are read again; their sums are not stored.
-            at = f"min({at}, {side.size - outer_width}u)"
         start = f"{name}_0 + ({at}) * {side.step}u + {name}_k_{i} * {side.step_k}u"
         yield f"let {name}_at_{i} = ({start}) / {width}u;"
         yield f"var {name}_next_{i}: {side.type};"
@@ -213,10 +212,11 @@ def _starts(product: Product, side: Side, first: str, layout: Layout) -> Iterato
 
 def _batch_start(product: Product, layout: Layout) -> str:
     terms, inner = [f"{layout.offset}u"], product.num_batches
-    for size, step in zip(product.batch, layout.batch, strict=True):
+    for i, (size, step) in enumerate(zip(product.batch, layout.batch, strict=True)):
         inner //= size
+        wrapped = f" % {size}u" if i else ""
         if step:
-            terms.append(f"batch / {inner}u % {size}u * {step}u")
+            terms.append(f"batch / {inner}u{wrapped} * {step}u")
     return " + ".join(terms)
 
 

@@ -18,7 +18,6 @@ from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES, Buffer
 from entrenar_py.backends.wgpu.lower import Lowered, lower
-from entrenar_py.backends.wgpu.product import Limits
 from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.errors import BackendUnavailable, UsageError
 
@@ -73,23 +72,11 @@ def compile_step(
     """
     started = time.perf_counter()
     graph = capture(fn, [*inputs, *resident])
-    limits = limits_of(device)
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
-    lowered = lower(graph, limits, bindings_max=bindings_max, fused=fused)
+    lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
     program = Program(device, lowered, inputs, resident)
     program.counts.compile_s = time.perf_counter() - started
     return program
-
-
-def limits_of(device: Device) -> Limits:
-    """What kernels may take of `device`."""
-    limits = device.handle.limits
-    return Limits(
-        binding_bytes_max=device.binding_bytes_max,
-        workgroup_bytes_max=limits["max-compute-workgroup-storage-size"],
-        invocations_max=limits["max-compute-invocations-per-workgroup"],
-        workgroups_max=device.workgroups_max,
-    )
 
 
 class Program:
@@ -110,7 +97,8 @@ class Program:
             [_num_bytes(one.shape) for one in lowered.results]
         )
         self._check_sizes()
-        self._places: dict[Buffer, tuple[Any, int]] = {}  # buffer -> (GPU buffer, byte offset)
+        # Where each buffer lies: in which GPU buffer, from which byte on.
+        self.places: dict[Buffer, tuple[Any, int]] = {}
         with device.failures():
             self._allocate(resident)
             once = [self._prepare(step) for step in self._plan.once]
@@ -176,11 +164,11 @@ class Program:
             default=None,
         )
         where = f"backend wgpu on {self.device.name}"
-        if largest is not None and largest.num_bytes > self.device.binding_bytes_max:
+        if largest is not None and largest.num_bytes > self.device.limits.binding_bytes_max:
             step = next(one for one in self._lowered.steps if largest in one.bindings)
             raise BackendUnavailable(
                 f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, a binding holds "
-                f"{self.device.binding_bytes_max}; use smaller tensors or another backend"
+                f"{self.device.limits.binding_bytes_max}; use smaller tensors or another backend"
             )
         for what, size in (("inputs", self._input_bytes), ("results", self._result_bytes)):
             if size > self.device.buffer_bytes_max:
@@ -196,15 +184,15 @@ class Program:
         storage = usage.STORAGE | usage.COPY_SRC
         self._inputs = gpu.create_buffer(size=self._host.nbytes, usage=storage | usage.COPY_DST)
         for buffer, start in zip(self._given, self._starts, strict=True):
-            self._places[buffer] = (self._inputs, start)
+            self.places[buffer] = (self._inputs, start)
         given = zip(self._lowered.inputs[len(self._given) :], resident, strict=True)
         for buffer, tensor in (*given, *self._lowered.constants):
             array = _device_array(tensor.detach().contiguous().numpy(), buffer)
-            self._places[buffer] = (gpu.create_buffer_with_data(data=array, usage=storage), 0)
+            self.places[buffer] = (gpu.create_buffer_with_data(data=array, usage=storage), 0)
         for buffer in self._plan.kept:
-            self._places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
+            self.places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
         shared = [gpu.create_buffer(size=size, usage=storage) for size in self._plan.slot_bytes]
-        self._places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
+        self.places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
         self._staging = gpu.create_buffer(
             size=max(ELEMENT_BYTES, self._result_bytes), usage=usage.MAP_READ | usage.COPY_DST
         )
@@ -213,7 +201,7 @@ class Program:
         pipeline = self._pipeline(step.source)
         entries = []
         for number, buffer in enumerate(step.bindings):
-            memory, start = self._places[buffer]
+            memory, start = self.places[buffer]
             resource = {"buffer": memory, "offset": start, "size": buffer.num_bytes}
             entries.append({"binding": number, "resource": resource})
         group = self.device.handle.create_bind_group(
@@ -255,7 +243,7 @@ class Program:
     def _collect(self, encoder: Any) -> None:
         """Copies all results to where they are read back from."""
         for start, one in zip(self._result_starts, self._lowered.results, strict=True):
-            memory, offset = self._places[one.buffer]
+            memory, offset = self.places[one.buffer]
             encoder.copy_buffer_to_buffer(
                 *(memory, offset + one.offset * ELEMENT_BYTES, self._staging, start),
                 _num_bytes(one.shape),

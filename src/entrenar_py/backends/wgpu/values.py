@@ -149,6 +149,18 @@ class Schedule:
         assert copy.stored is not None
         return copy.stored
 
+    def make_room(self, values: Sequence[Value], cost: int) -> None:
+        """Stores some of `values`, the costliest first, until one kernel takes what is left."""
+        products = any(one.product is not None for one in values)
+        room = self.bindings_max - (3 if products else 1)
+        while True:
+            reads = frozenset[Buffer]().union(*(one.reads for one in values))
+            total = cost + sum(one.cost for one in values)
+            recipes = [one for one in values if one.stored is None and one.reads]
+            if (len(reads) <= room and total <= COST_MAX) or not recipes:
+                return
+            self.realise(max(recipes, key=lambda one: (len(one.reads), one.cost)))
+
     def _write(self, value: Value) -> None:
         out = self.buffer(value.dtype, value.size)
         if value.product is not None:

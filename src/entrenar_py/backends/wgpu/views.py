@@ -89,6 +89,28 @@ def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step
     return _view(schedule, value, shape, change, restride)
 
 
+def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
+    """The tensor side by side, so many times along each dim; new dims in front."""
+    own = (1,) * (len(times) - len(value.shape)) + value.shape
+    apart = [one for size in own for one in (1, size)]
+    spread = [one for pair in zip(times, own, strict=True) for one in pair]
+    found = expand(schedule, reshape(schedule, value, apart), spread)
+    return reshape(schedule, found, [n * size for n, size in zip(times, own, strict=True)])
+
+
+def flip(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
+    """The elements in reverse order along `dims`."""
+    turned = {dim % len(value.shape) for dim in dims}
+
+    def change(found: Indices) -> Indices:
+        return tuple(
+            one * -1 + Index(size - 1) if dim in turned else one
+            for dim, (one, size) in enumerate(zip(found, value.shape, strict=True))
+        )
+
+    return _view(schedule, value, value.shape, change, lambda stored: None)
+
+
 def broadcast(indices: Indices, shape: Sequence[int]) -> Indices:
     """Indices into a tensor of `shape` that is broadcast to what `indices` are of."""
     own = indices[len(indices) - len(shape) :]
@@ -164,10 +186,11 @@ def _never(emitter: Emitter, indices: Indices) -> str:
 
 
 def _recipe(value: Value, shape: tuple[int, ...], change: Change) -> Value:
+    recipe = value.read
     return Value(
         shape,
         value.dtype,
-        lambda emitter, indices: value.read(emitter, change(indices)),
+        lambda emitter, indices: recipe(emitter, change(indices)),
         value.reads,
         value.cost,
     )

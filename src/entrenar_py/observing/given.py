@@ -1,0 +1,61 @@
+"""What `observe` was given: refused where it can't be meant, before any hook is set."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from entrenar_py.errors import UsageError
+from entrenar_py.observing import tensors
+
+
+def _require_model(model: object) -> None:
+    """Returns if it is a module; UsageError for anything else."""
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"model={_told(model)}: give the torch.nn.Module that is trained, and its optimizer "
+            "after it: observe(model, optimizer)"
+        )
+
+
+def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Those that step, out of what is around them; UsageError for what none is, and for a `model`
+    that is no module.
+    """
+    _require_model(model)
+    several = isinstance(given, Iterable) and not hasattr(given, "step")
+    found = tuple(map(tensors.unwrapped_optimizer, given if several else (given,)))
+    if not found or not all(hasattr(one, "register_step_pre_hook") for one in found):
+        raise UsageError(
+            f"optimizer={_told(given)}: give the torch.optim.Optimizer of the model, or several: "
+            "observe(model, [first, second])"
+        )
+    return found
+
+
+def steps(name: str, count: Any, *, least: int) -> int:
+    """`count` as an integer (numpy's and torch's are, too); UsageError where it is none, or less
+    than `least`.
+    """
+    try:
+        found = operator.index(count)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise UsageError(f"{name}={count!r}: give a number of steps, {least} or more")
+    return found
+
+
+def require_callable(name: str, one: Callable[..., object] | None) -> None:
+    """Returns if it can be called, or is None; UsageError, by its name, where not."""
+    if one is not None and not callable(one):
+        raise UsageError(f"{name}={_told(one)}: give a function of one finding")
+
+
+def _told(one: object) -> str:
+    """Short: a module or an optimizer tells all of itself."""
+    told = repr(one)
+    return told if len(told) <= 40 and "\n" not in told else f"a {type(one).__name__}"

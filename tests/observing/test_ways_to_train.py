@@ -1,0 +1,192 @@
+"""Ways to train that are right, and not the tutorial's: what is recorded of them is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import entrenar_py
+from entrenar_py.observing import FOLDER, assembly
+from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.trace import Event, Shard, Start, Update
+
+TOO_LARGE = 2.0**127
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a rank records."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def read(folder: Path) -> tuple[RankTrace, list[Event]]:
+    """What the one life of the one rank recorded, and what became of it."""
+    (rank,), problems = assembly.load(folder)
+    assert not problems
+    return rank, assembly.ordered([rank])
+
+
+def updates(folder: Path) -> list[Update]:
+    """Those of the one life of the one rank."""
+    return [event for event in read(folder)[1] if isinstance(event, Update)]
+
+
+def backward(model: nn.Module, *, scale: float = 1.0, sample: int = 9) -> None:
+    """One pass, of a loss that is not zero."""
+    loss = (model(torch.tensor([[float(sample)]])) + 1).square().mean()
+    (scale * loss).backward()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Plain ones."""
+    for _ in range(num_steps):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_optimizer_that_unscales(folder: Path) -> None:
+    """A fused one is given scaled gradients, and infinite ones: recorded is what it applies."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE)
+    obs = entrenar_py.observe(model, optimizer)
+    applied = []
+    for step in range(2):
+        backward(model, scale=float(scaler.scale(torch.tensor(1.0))))
+        assert model.weight.grad is not None
+        applied.append(model.weight.grad.item() / 4)
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        optimizer.zero_grad()
+        assert step or not torch.tensor(applied).isfinite().all(), "the first is to overflow"
+    obs.close()
+    skipped, made = updates(folder)
+    assert not skipped.gradient
+    got = made.gradient["weight"].values()
+    assert got is not None
+    assert got.item() == pytest.approx(applied[1])
+    assert all(one.finite for one in read(folder)[1] if isinstance(one, Shard))
+
+
+def test_gradients_that_are_cleared_behind_the_forward_pass(folder: Path) -> None:
+    """A step that a scaler skipped is one, and the loss told ahead is the next one's; so of two
+    that are skipped one after the other.
+    """
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(4):
+        obs.samples([step])
+        loss = (model(torch.tensor([[9.0]])) + 1).square().mean()
+        obs.loss(float(step), 1)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update(TOO_LARGE if step == 0 else 1.0)
+    obs.close()
+    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    told = [(one.step, one.ids, one.loss_sum, one.finite) for one in shards]
+    assert told == [(step, (step,), step, True) for step in range(4)]
+    assert [bool(one.gradient) for one in updates(folder)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
+    """At other weights, as sharpness-aware minimisation has it: its gradient alone counts. What is
+    cleared between different samples is lost, and stays a finding.
+    """
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    obs.samples([5])
+    backward(model)
+    optimizer.zero_grad()
+    if not again:
+        obs.samples([6])
+    backward(model, sample=3)
+    optimizer.step()
+    obs.close()
+    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    assert [one.ids for one in shards] == ([(5,)] if again else [(5,), (6,)])
+    assert shards[-1].gradient == updates(folder)[0].gradient
+
+
+def test_what_is_unfrozen_later(folder: Path) -> None:
+    """Has gradients from there on, and was never declared frozen."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    for part in (model[0], model[1]):
+        part.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    steps(model, optimizer, 1)
+    model[1].requires_grad_(True)
+    steps(model, optimizer, 1)
+    obs.close()
+    (start,) = [event for event in read(folder)[1] if isinstance(event, Start)]
+    assert (start.trainable, start.frozen) == (("2.weight", "2.bias"), ("0.weight", "0.bias"))
+    assert [next(iter(one.gradient)) for one in updates(folder)] == ["2.weight", "1.weight"]
+
+
+def test_rates_of_groups(folder: Path) -> None:
+    """Each step has those of tensors that have another one than the first group."""
+    model = nn.Linear(1, 1)
+    groups: list[dict[str, Any]] = [
+        {"params": [model.weight]},
+        {"params": [model.bias], "lr": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    obs = entrenar_py.observe(model, optimizer)
+    steps(model, optimizer, 1)
+    optimizer.param_groups[1]["lr"] = 0.5
+    steps(model, optimizer, 1)
+    obs.close()
+    assert [one.rates for one in updates(folder)] == [{"bias": 0.0}, {}]
+    assert [one.rate_of("weight") for one in updates(folder)] == [0.5, 0.5]
+
+
+class AdamW(torch.optim.SGD):
+    """Another's, of the same name."""
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (lambda group: group.update(lr=0.5, extra=1), False),
+        (lambda group: group.update(momentum=0.5), True),
+    ],
+)
+def test_constants_that_change(
+    folder: Path, change: Callable[[dict[str, object]], None], changed: bool
+) -> None:
+    """As a cycle of momentum does: no rule is known for these; a rate is none of them."""
+    model = nn.Linear(1, 1)
+    optimizer = AdamW(model.parameters(), lr=0.1, momentum=0.9)
+    obs = entrenar_py.observe(model, optimizer)
+    steps(model, optimizer, 1)
+    change(optimizer.param_groups[0])
+    steps(model, optimizer, 1)
+    obs.close()
+    rank, _ = read(folder)
+    assert rank.changed is changed
+    assert rank.header["optimizer"] == f"{__name__}.AdamW", "and no rule is known for this one"
+
+
+def test_two_models_at_once(folder: Path) -> None:
+    """Each observed by itself are no two lives of one training; one after the other are."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for begins in (0, 2, 1):
+        assert assembly.load(folder)[1] == [], "the second goes on where the first has ended"
+        obs = entrenar_py.observe(model, optimizer, step=begins)
+        steps(model, optimizer, 2)
+        obs.close()
+    (problem,) = assembly.load(folder)[1]
+    assert "called observe() again, from step 1 on, after 4 steps" in problem
