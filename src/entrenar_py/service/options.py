@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _add_coordinator(commands)
     _add_worker(commands)
     _add_ledger(commands)
+    _add_doctor(commands)
     return cli
 
 
@@ -140,6 +141,12 @@ def _add_ledger(commands: _Commands) -> None:
         action="store_true",
         help="also train again, in this process, and compare the weights after every step",
     )
+
+
+def _add_doctor(commands: _Commands) -> None:
+    one = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
+    one.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
+    one.add_argument("--no-color", action="store_true", help="no colours")
 
 
 def _address(text: str) -> address.Address:
