@@ -62,8 +62,10 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.fuzz --seconds $(FUZZ_S)
 
 # Random small functions and their gradients on a wgpu adapter: each element within its bound.
+# And whole steps of the workloads, beside torch's.
 GRAPHS ?= 500
 graphs: setup
+	$(BIN)/python -m tests.backends.wgpu.whole_steps
 	$(BIN)/python -m tests.backends.wgpu.random_graphs $(GRAPHS) wgpu
 
 # Ours beside the peer's, as ratios.
