@@ -25,7 +25,7 @@ coverage: setup
 # their examples are left alone, and the broken twins of these are found. Not part of `make test`.
 integrations: setup
 	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]'
-	$(BIN)/python -m pytest tests/command/test_integrations.py
+	$(BIN)/python -m pytest tests/command/test_integrations.py tests/backends/wgpu/test_qwen3.py
 
 # Every planted bug, and what kills it.
 mutants: setup

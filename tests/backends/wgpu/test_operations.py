@@ -151,6 +151,15 @@ def test_reductions(device: Device) -> None:
     agree(device, fn, numbers(3, 17, 1, 5).squeeze(2), numbers(5, 127), torch.arange(17) - 4)
 
 
+def test_long_reductions_to_few_results(device: Device) -> None:
+    """What one workgroup would take long for is folded in parts; a prime length in one."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(), x.amax((0, 2), keepdim=True), (x * x).mean((0, 2)), y.sum(), y.argmax()
+
+    agree(device, fn, numbers(130, 3, 256), numbers(20_011))
+
+
 def test_products(device: Device) -> None:
     """Products of views, in batches, with what is added and multiplied after them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
+from entrenar_py.backends.wgpu.capture import capture
 from entrenar_py.backends.wgpu.device import Device, open_device
+from entrenar_py.backends.wgpu.lower import lower
 from entrenar_py.backends.wgpu.program import Array, Program, compile_step
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.training import dropout, workload
@@ -134,6 +137,14 @@ def test_a_tensor_larger_than_a_binding(device: Device) -> None:
     side = int((device.limits.binding_bytes_max / 4) ** 0.5) + 1
     with pytest.raises(BackendUnavailable, match=r"test_program.*a tensor of \d+ bytes, a binding"):
         compile_step(device, lambda x: (x[:, None] + x,), [torch.zeros(side)])
+
+
+def test_a_shader_that_the_adapter_rejects(device: Device) -> None:
+    """It is reported in the adapter's words."""
+    lowered = lower(capture(lambda x: (x + 1,), [torch.zeros(3)]), device.limits, bindings_max=8)
+    broken = dataclasses.replace(lowered.steps[0], source="fn main() { let x: f32 = 1u; }")
+    with pytest.raises(BackendUnavailable, match=r"(?s)backend wgpu on .*f32"):
+        Program(device, dataclasses.replace(lowered, steps=(broken,)), [torch.zeros(3)], [])
 
 
 def test_a_device_that_is_lost() -> None:
