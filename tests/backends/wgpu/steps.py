@@ -20,7 +20,8 @@ def step(name: str, num_samples: int = 1) -> tuple[Function, list[Tensor]]:
     """The loss of so many samples and the gradients of what trains; all tensors as inputs."""
     model = workload.build(name, num_samples=16, width=16, data=np.random.default_rng(0))
     values = model.initial(np.random.default_rng(0))
-    batch = model.batch(range(num_samples))
+    ids = range(num_samples)
+    batch = model.batch(ids)
     names = [spec.name for spec in model.specs]
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
