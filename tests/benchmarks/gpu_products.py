@@ -3,26 +3,26 @@
     python tests/benchmarks/gpu_products.py
     python tests/benchmarks/gpu_products.py --shapes square-4096 --variants chosen,128x128x8/8x8
 
-One JSON line each. `ms` is the GPU's time of one product: of `--repeats` dispatches in one
-submission less that of none, by the wall; `stamp_ms` the same by the GPU's own clock, where the
-adapter has one. Every result is compared with float64 in every element: `of_bound` is the largest
-part of the bound that rounding explains (docs/numerics.md) that was used up, and a result past it
-is an error. Without CUDA there is nothing beside it, and the ratio is null.
+One JSON line each. `ms` is the GPU's time of one product: of as many in a row as take `ROUND_S`,
+each after the one before, the fastest of three rounds. Ours are the dispatches of one compute pass,
+by the timestamps at its beginning and end (`clock` says wall where an adapter has no timestamps:
+then with the submission). cuBLAS's are the nodes of one CUDA graph, by the events around its
+replay, so that on neither side a host is in between. `of_cublas` is cuBLAS's time by ours; null
+without CUDA.
+
+Every result is compared with float64 in every element: `of_bound` is the largest part of the bound
+that rounding explains (docs/numerics.md) that was used up, and a result past it is an error.
 
 A variant is `chosen` (what a shape gets by itself) or m x n x k / thread_m x thread_n and any of:
-s8 (8 groups of threads share k), double (two copies of the tiles), nofetch (no loads ahead), u1,
-u2, ... (so many steps of k written out), r1, r2, ... (rows of tiles in a band), muladd (no fma),
-rows (threads numbered row by row), trusted (no bounds checks by naga).
+s8 (8 groups of threads share k), double (two copies of the tiles).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,89 +67,42 @@ SHAPES = {
     "attention-scores": (512, 64, 512, "nt", 64),
     "attention-mix": (512, 512, 64, "nn", 64),
     "ragged": (1021, 1031, 1019, "nt", 1),
+    "small": (256, 1024, 256, "nt", 1),
 }
-LARGE = "128x128x8/8x8"
+LARGE, MEDIUM = "128x128x16/8x8", "64x64x16/8x4"
 VARIANTS = {
-    "square-4096-nn": (
-        LARGE,
-        f"{LARGE}/trusted",
-        f"{LARGE}/double",
-        f"{LARGE}/nofetch",
-        f"{LARGE}/u1",
-        f"{LARGE}/u2",
-        f"{LARGE}/u4",
-        f"{LARGE}/muladd",
-        f"{LARGE}/rows",
-        f"{LARGE}/r1",
-        f"{LARGE}/r16",
-        "128x128x16/8x8",
-        "128x128x16/8x8/double",
-        "128x128x16/8x8/double/trusted",
-        "128x128x32/8x8",
-        "128x256x8/8x16",
-        "128x256x8/8x16/double",
-        "128x256x8/8x16/double/trusted",
-        "128x256x16/8x16",
-        "256x128x8/16x8",
-        "256x128x16/16x8/double",
-        "128x128x8/8x16",
-        "128x128x8/16x8",
-        "128x128x16/8x16/double",
-        "64x128x16/8x8",
-        "64x128x16/8x8/double",
-        "64x64x16/8x8",
-        "64x64x16/8x4",
-        "64x64x16/4x4",
-        "32x32x16/4x4",
-    ),
-    "square-4096-nt": (LARGE, "128x256x8/8x16", f"{LARGE}/double", "128x128x16/8x8"),
-    "square-4096-tn": (LARGE, "128x256x8/8x16"),
-    "square-1024-nt": (
-        LARGE,
-        f"{LARGE}/double",
-        "64x128x8/8x8",
-        "64x64x16/8x8",
-        "64x64x16/8x4",
-        "64x64x16/4x4",
-        "64x64x8/8x4",
-        "64x64x32/8x4/s2",
-        "64x64x16/8x4/double",
-        "32x64x16/4x4",
-    ),
-    "mlp-up": (LARGE, f"{LARGE}/double", "64x128x16/8x8", "64x64x16/8x4", "128x64x16/8x4"),
-    "mlp-down": (LARGE, "64x128x16/8x8", "64x64x16/8x4", "64x64x16/8x4/double", "64x64x16/4x4"),
-    "projection-dw": ("64x64x16/8x4", "64x64x16/4x4", "64x64x16/4x4/s2", "32x32x32/4x4/s4"),
-    "lora-a": (
-        "32x16x32/4x4/s8",
-        "32x16x64/4x4/s8",
-        "16x16x64/4x4/s16",
-        "16x16x32/4x4/s8",
-        "32x16x16/4x4",
-    ),
-    "lora-b": ("32x32x16/4x4", "64x64x16/8x4", LARGE, "64x64x16/4x4"),
-    "lora-a-dw": ("16x32x32/4x4/s8", "16x32x64/4x4/s8", "16x16x64/4x4/s16"),
-    "lora-b-dw": ("32x16x32/4x4/s8", "16x16x64/4x4/s16"),
-    "attention-scores": (LARGE, "64x64x16/8x4"),
-    "attention-mix": (LARGE, "64x64x16/8x4", "128x64x8/8x4"),
+    "square-4096-nn": (LARGE, f"{MEDIUM}/double", "128x256x8/8x16"),
+    "square-4096-nt": (LARGE, f"{MEDIUM}/double", "128x256x8/8x16"),
+    "square-4096-tn": (LARGE, f"{MEDIUM}/double", "128x256x8/8x16"),
+    "square-1024-nn": (MEDIUM, "64x64x16/8x8"),
+    "square-1024-nt": (MEDIUM, "64x64x16/8x8"),
+    "mlp-up": (LARGE, f"{MEDIUM}/double"),
+    "mlp-up-dx": (f"{LARGE}/double", MEDIUM),
+    "mlp-up-dw": (f"{LARGE}/double", MEDIUM),
+    "mlp-down": (f"{LARGE}/double", MEDIUM),
+    "mlp-down-dx": (LARGE, f"{MEDIUM}/double"),
+    "projection": (f"{LARGE}/double", MEDIUM),
+    "projection-dx": (f"{LARGE}/double", MEDIUM),
+    "lora-a": ("16x16x32/4x4/s8", "16x16x32/4x4/s8/double"),
+    "lora-b": ("64x64x16/4x4", "32x32x8/4x4"),
+    "lora-a-dw": ("16x16x32/4x4/s8", "16x16x32/4x4/s8/double"),
+    "lora-b-dw": ("16x16x32/4x4/s8", "16x16x32/4x4/s8/double"),
+    "attention-scores": (MEDIUM, f"{LARGE}/double"),
+    "attention-mix": (MEDIUM,),
+    "small": ("32x32x8/4x4", "32x32x16/4x4/s4"),
 }
-FLAGS = {
-    "double": {"double": True},
-    "nofetch": {"prefetch": False},
-    "muladd": {"fused": False},
-    "rows": {"lanes": False},
-}
-NUMBERS = {"s": "split", "u": "unroll", "r": "raster"}
+ROUND_S = 0.02
+REPEATS_MAX = 2000
 
 
 def parse(name: str) -> Tiling:
     """The tiling that a variant's name describes."""
-    tile, thread, *rest = name.removesuffix("/trusted").split("/")
+    tile, thread, *rest = name.split("/")
     m, n, k = map(int, tile.split("x"))
     thread_m, thread_n = map(int, thread.split("x"))
     more: dict[str, Any] = {}
     for flag in rest:
-        found = re.fullmatch(r"([sur])(\d+)", flag)
-        more |= {NUMBERS[found[1]]: int(found[2])} if found else FLAGS[flag]
+        more |= {"double": True} if flag == "double" else {"split": int(flag.removeprefix("s"))}
     return Tiling(m=m, n=n, k=k, thread_m=thread_m, thread_n=thread_n, **more)
 
 
@@ -195,18 +148,17 @@ class Adapter:
         data = values.numpy().reshape(-1)
         return self.gpu.create_buffer_with_data(data=data, usage=wgpu.BufferUsage.STORAGE)
 
-    def compile(self, kernel: Kernel, *, trusted: bool) -> tuple[Any, float]:
+    def compile(self, kernel: Kernel) -> tuple[Any, float]:
         """Pipeline, and seconds it took."""
         start = time.perf_counter()
-        with unchecked() if trusted else checked():
-            module = self.gpu.create_shader_module(code=kernel.source)
+        module = self.gpu.create_shader_module(code=kernel.source)
         pipeline = self.gpu.create_compute_pipeline(
             layout="auto", compute={"module": module, "entry_point": "main"}
         )
         return pipeline, time.perf_counter() - start
 
-    def run(self, pipeline: Any, kernel: Kernel, group: Any, repeats: int) -> tuple[float, float]:
-        """Seconds by the wall and by the GPU's clock, of so many dispatches in one submission."""
+    def run(self, pipeline: Any, kernel: Kernel, group: Any, repeats: int) -> float:
+        """Seconds of so many dispatches in one pass: by the GPU's clock, else by the wall."""
         usage = wgpu.BufferUsage
         encoder = self.gpu.create_command_encoder()
         found = self.gpu.create_buffer(size=16, usage=usage.QUERY_RESOLVE | usage.COPY_SRC)
@@ -232,29 +184,7 @@ class Adapter:
         stamps = np.frombuffer(self.gpu.queue.read_buffer(found), dtype=np.uint64)  # and waits
         wall = time.perf_counter() - start
         # A tick is 1 ns on NVIDIA and on llvmpipe.
-        return wall, float(stamps[1] - stamps[0]) * 1e-9 if self.stamps else float("nan")
-
-
-@contextmanager
-def checked() -> Iterator[None]:
-    """Shaders as wgpu makes them."""
-    yield
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Shaders without naga's clamps and loop bounds: what they cost is the difference."""
-    from wgpu.backends.wgpu_native import _api
-
-    library = _api.libf
-    kept = library.wgpuDeviceCreateShaderModule
-    library.wgpuDeviceCreateShaderModule = lambda device, text: (
-        library.wgpuDeviceCreateShaderModuleTrusted(device, text, 0)
-    )
-    try:
-        yield
-    finally:
-        library.wgpuDeviceCreateShaderModule = kept
+        return float(stamps[1] - stamps[0]) * 1e-9 if self.stamps else wall
 
 
 def prepare(name: str, adapter: Adapter) -> Case:
@@ -290,60 +220,62 @@ def peer_ms(a: Tensor, b: Tensor) -> float | None:
     if a.shape[0] == 1:
         a, b = a[0], b[0]
     out = a @ b
-    found: list[float] = []
-    for repeats in (3, 20, 20, 20):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        start, end = events
+
+    def timed(repeats: int) -> float:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                torch.matmul(a, b, out=out)
+        graph.replay()  # the first one uploads it
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        for _ in range(repeats):
-            torch.matmul(a, b, out=out)
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / repeats)
-    return min(found[1:])
+        return float(start.elapsed_time(end)) * 1e-3
+
+    return least(timed)[0]
 
 
-def measure(case: Case, variant: str, adapter: Adapter, repeats: int) -> dict[str, object]:
+def measure(case: Case, variant: str, adapter: Adapter) -> dict[str, object]:
     """One line: times, ratios, and how much of its bound the result uses."""
     tiling = choose(case.product, adapter.limits) if variant == "chosen" else parse(variant)
     kernel = product_kernel(case.product, adapter.limits, tiling=tiling)
-    pipeline, compile_s = adapter.compile(kernel, trusted=variant.endswith("/trusted"))
+    pipeline, compile_s = adapter.compile(kernel)
     group = adapter.gpu.create_bind_group(
         layout=pipeline.get_bind_group_layout(0),
         entries=[{"binding": i, "resource": {"buffer": x}} for i, x in enumerate(case.buffers)],
     )
 
-    def timed(count: int) -> tuple[float, float]:
+    def timed(count: int) -> float:
         return adapter.run(pipeline, kernel, group, count)
 
     case.clear(adapter)  # or a kernel that writes nothing would show its predecessor's result
-    first, _ = timed(1)
+    timed(1)
     used = of_bound(case, adapter)
     if used > 1:
         raise SystemExit(f"{case.name} by {variant}: {used} of what rounding explains")
-    repeats = max(2, min(repeats, int(0.3 / first))) if first > 0 else repeats
-    ms, stamp_ms = least(timed, repeats)
+    ms, repeats = least(timed)
     return {
         "shape": case.name,
         "variant": variant,
         "tiling": str(tiling) if variant == "chosen" else None,
         "tflops": round(case.flops / ms / 1e9, 2),
         "of_cublas": case.peer_ms and round(case.peer_ms / ms, 3),
-        "ms": round(ms, 4),
-        "stamp_ms": round(stamp_ms, 4),
-        "cublas_ms": case.peer_ms and round(case.peer_ms, 4),
+        "ms": round(ms, 5),
+        "cublas_ms": case.peer_ms and round(case.peer_ms, 5),
+        "clock": "gpu" if adapter.stamps else "wall",
         "of_bound": round(used, 6),
         "compile_s": round(compile_s, 3),
         "repeats": repeats,
     }
 
 
-def least(timed: Callable[[int], tuple[float, float]], repeats: int) -> tuple[float, float]:
-    """Milliseconds of one dispatch, by both clocks: the fastest of three rounds each."""
-    empty = min(timed(0)[0] for _ in range(3))
-    rounds = [timed(repeats) for _ in range(3)]
-    wall = (min(wall for wall, _ in rounds) - empty) / repeats
-    return wall * 1e3, min(stamp for _, stamp in rounds) / repeats * 1e3
+def least(timed: Callable[[int], float]) -> tuple[float, int]:
+    """Milliseconds of one product, in the fastest of three rounds, and how many a round had."""
+    one = min(timed(4) for _ in range(2)) / 4
+    repeats = max(2, min(REPEATS_MAX, int(ROUND_S / one)))
+    return min(timed(repeats) for _ in range(3)) / repeats * 1e3, repeats
 
 
 def of_bound(case: Case, adapter: Adapter) -> float:
@@ -363,7 +295,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(SHAPES), help="beginnings of names")
     parser.add_argument("--variants", default="", help="instead of each shape's own")
-    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=90, help="no case begins after that")
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
@@ -378,7 +309,7 @@ def main() -> None:
         if name not in cases:
             cases[name] = prepare(name, adapter)
         try:
-            line = measure(cases[name], variant, adapter, given.repeats)
+            line = measure(cases[name], variant, adapter)
         except (BackendUnavailable, wgpu.GPUError, RuntimeError) as error:  # too large for it
             line = {"shape": name, "variant": variant, "error": str(error)[:300]}
         print(json.dumps(line), flush=True)

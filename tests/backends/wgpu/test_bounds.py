@@ -14,7 +14,7 @@ from entrenar_py.errors import UsageError
 from tests.backends.wgpu import random_graphs
 from tests.backends.wgpu.steps import captured, plain, step
 
-NUM_GRAPHS = 25  # `make graphs` tries 500, on a wgpu adapter
+NUM_GRAPHS = 15  # `make graphs` tries 500, on a wgpu adapter
 
 
 def test_random_graphs_on_the_cpu_stay_within_their_bounds() -> None:

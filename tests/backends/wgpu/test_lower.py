@@ -75,12 +75,11 @@ def sum_of_all(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.wgpu
-@pytest.mark.parametrize("bindings_max", [4, 8])
-def test_few_bindings(device: Device, bindings_max: int) -> None:
+def test_few_bindings(device: Device) -> None:
     """No dispatch binds more than the device takes; the results are the same."""
     given = [torch.randn(3, 5) for _ in range(11)]
-    steps = lowered(sum_of_all, *given, bindings_max=bindings_max)
-    assert max(len(step.bindings) for step in steps.steps) == bindings_max
+    steps = lowered(sum_of_all, *given, bindings_max=4)
+    assert max(len(step.bindings) for step in steps.steps) == 4
     found = Program(device, steps, given, []).run([one.numpy() for one in given])
     for one, right in zip(found, sum_of_all(*given), strict=True):
         np.testing.assert_allclose(one, right.numpy(), rtol=1e-4, atol=1e-4)

@@ -5,7 +5,7 @@ Operations of a family are one program: a driver takes longer to compile than to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.operations import OPERATIONS
 from entrenar_py.backends.wgpu.pointwise import SCALARS
-from entrenar_py.backends.wgpu.program import compile_step
+from entrenar_py.backends.wgpu.program import Array, compile_step
 from entrenar_py.errors import UsageError
 
 pytestmark = pytest.mark.wgpu
@@ -34,16 +34,20 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def agree(device: Device, fn: Function, *inputs: Tensor) -> None:
-    """Raises AssertionError where a result of `fn` differs, or differs from itself run again."""
-    program = compile_step(device, fn, inputs)
+def agree(device: Device, fn: Function, *inputs: Tensor, packed: bool = False) -> None:
+    """Raises AssertionError where a result of `fn` differs, or differs from itself run again.
+
+    If `packed`, a kernel makes several results: for what would be a kernel of its own each.
+    """
+    program = compile_step(device, (lambda *given: pack(fn(*given))) if packed else fn, inputs)
     arrays = [one.numpy() for one in inputs]
     found, again = program.run(arrays), program.run(arrays)
-    expected = fn(*inputs)
-    assert len(found) == len(expected)
-    wrong = []
-    for number, (one, twice, right) in enumerate(zip(found, again, expected, strict=True)):
+    for one, twice in zip(found, again, strict=True):
         np.testing.assert_array_equal(one, twice)
+    expected = fn(*inputs)
+    found = unpack(found, expected) if packed else found
+    wrong = []
+    for number, (one, right) in enumerate(zip(found, expected, strict=True)):
         wanted = right.numpy()
         assert one.shape == wanted.shape, number
         assert one.dtype == wanted.dtype, number
@@ -51,6 +55,32 @@ def agree(device: Device, fn: Function, *inputs: Tensor) -> None:
         if not np.allclose(one, wanted, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True):
             wrong.append(f"result {number}: {one}, not {wanted}")
     assert not wrong, "\n".join(wrong)
+
+
+def groups(results: Sequence[Tensor]) -> list[list[int]]:
+    """Which results are packed together: up to six of one type."""
+    found = []
+    for dtype in dict.fromkeys(one.dtype for one in results):
+        same = [number for number, one in enumerate(results) if one.dtype == dtype]
+        found += [same[start : start + 6] for start in range(0, len(same), 6)]
+    return found
+
+
+def pack(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One flat tensor for each group."""
+    return tuple(
+        torch.cat([results[number].reshape(-1) for number in group]) for group in groups(results)
+    )
+
+
+def unpack(packed: Sequence[Array], like: Sequence[Tensor]) -> list[Array]:
+    """The results, of the shapes of `like`, in their order."""
+    found = {}
+    for group, flat in zip(groups(like), packed, strict=True):
+        ends = np.cumsum([like[number].numel() for number in group])[:-1]
+        for number, part in zip(group, np.split(flat, ends), strict=True):
+            found[number] = part.reshape(like[number].shape)
+    return [found[number] for number in range(len(like))]
 
 
 def test_pointwise_numbers(device: Device) -> None:
@@ -61,7 +91,8 @@ def test_pointwise_numbers(device: Device) -> None:
         return (
             x + y, x - 2 * y, x * y.t().t(), x / size, -x, x.sign(), size.reciprocal(),
             x.exp(), size.log(), size.sqrt(), size.rsqrt(), x.sin(), x.cos(), x.tanh(),
-            x.sigmoid(), x.erf(), x.floor(), x.ceil(), x.trunc(), x.square(), x**2, x**3.0,
+            x.sigmoid(), x.erf(), x.floor(), x.round(), x.ceil(), x.trunc(), x.square(), x**2,
+            x**3.0,
             size**-0.5, size**1.7, x**5, x.relu(), torch.maximum(x, y), torch.minimum(x, y),
             x.clamp(-0.5, 0.5), x.clamp(min=0.1), torch.add(x, y, alpha=3), x.add(2), 2 - x,
             1 / size,
@@ -72,7 +103,7 @@ def test_pointwise_numbers(device: Device) -> None:
         )  # fmt: skip
 
     extreme = torch.tensor([0.0, -0.0, 1e-30, 1e30, -1e30, 90.0, -90.0, torch.inf, torch.nan])
-    agree(device, fn, numbers(17, 31), numbers(31), extreme)
+    agree(device, fn, numbers(17, 31), numbers(31), extreme, packed=True)
 
 
 def test_pointwise_whole_numbers_and_truth(device: Device) -> None:
@@ -92,7 +123,7 @@ def test_pointwise_whole_numbers_and_truth(device: Device) -> None:
 
     i = torch.arange(-8, 9)[:, None].expand(17, 3).contiguous()
     j = torch.tensor([3, -2, 5]).expand(17, 3).contiguous()
-    agree(device, fn, numbers(17, 3), i, j)
+    agree(device, fn, numbers(17, 3), i, j, packed=True)
 
 
 def test_constants(device: Device) -> None:
@@ -109,7 +140,7 @@ def test_constants(device: Device) -> None:
             x + torch.tensor([[0.5], [0.25], [0.125]]),
         )  # fmt: skip
 
-    agree(device, fn, numbers(3, 31))
+    agree(device, fn, numbers(3, 31), packed=True)
 
 
 def test_views(device: Device) -> None:
@@ -138,17 +169,24 @@ def test_reductions(device: Device) -> None:
     def fn(x: Tensor, y: Tensor, i: Tensor) -> tuple[Tensor, ...]:
         row = x.mean(-1, keepdim=True)
         return (
-            x.sum(), x.sum(0), x.sum(1), x.sum((0, 2)), x.sum(1, keepdim=True), x.mean((1, 2)),
-            x.amax(2), x.amin((0, 1)), y.sum(0), y.sum(1), (y * y).mean(), y.amax(0, keepdim=True),
-            y.softmax(-1), y.softmax(0), y.log_softmax(1), x.softmax(-1), y.sum(1).exp() * 0.5,
-            x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5), x - row, y.var(1), y.prod(1),
-            y.argmax(1), y.argmin(0), y.argmax(), i.sum(0), i.cumsum(0), x.cumsum(1),
-            (y > 2).any(1),
-            (y > -9).all(), y.max(1).values, y.min(0).indices, F.layer_norm(y, (127,)),
-            y.t().softmax(-1) @ y, x.permute(2, 0, 1).sum(-1), y.max(),
+            x.sum(), x.sum(0), x.sum((0, 2)), x.sum(1, keepdim=True), x.mean((1, 2)), x.amax(2),
+            x.amin((0, 1)), y.sum(1), y.amax(0, keepdim=True), y.softmax(-1), y.log_softmax(0),
+            x.softmax(-1), y.sum(1).exp() * 0.5, x - row, y.var(1), y.prod(1), y.argmax(1),
+            x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5), i.cumsum(0), (y > 2).any(1),
+            (y > -9).all(), y.max(1).values, y.min(0).indices, F.layer_norm(y, (127,)), y.max(),
+            x.permute(2, 0, 1).sum(-1),
         )  # fmt: skip
 
     agree(device, fn, numbers(3, 17, 1, 5).squeeze(2), numbers(5, 127), torch.arange(17) - 4)
+
+
+def test_long_reductions_to_few_results(device: Device) -> None:
+    """What one workgroup would take long for is folded in parts; a prime length in one."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(), x.amax((0, 2), keepdim=True), (x * x).mean((0, 2)), y.sum(), y.argmax()
+
+    agree(device, fn, numbers(130, 3, 256), numbers(20_011))
 
 
 def test_products(device: Device) -> None:
@@ -157,15 +195,10 @@ def test_products(device: Device) -> None:
     def fn(x: Tensor, y: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         product = x @ y
         return (
-            product, y.t() @ x.t(), x[:, ::2] @ y[::2], F.linear(x, w, w[:, 0]),
-            product.t() * 2 + 1,
-            torch.tanh(x @ y + product), (x @ y).reshape(3, 1, 17).sum(0),
-            w @ w.t() * 0.5 + w @ w.t(),
-            z @ z.transpose(1, 2),
+            y.t() @ x.t(), x[:, ::2] @ y[::2], F.linear(x, w, w[:, 0]), torch.tanh(x @ y + product),
             torch.bmm(z[:1].expand(3, 5, 17), z.transpose(1, 2)) * z[:, :, :5],
             torch.baddbmm(z[:, :, :5], z, z.transpose(1, 2), beta=0.5, alpha=2),
-            (x @ y).softmax(-1),
-            torch.addmm(w[0, :17], x, y, beta=2, alpha=3), (x @ y)[1:, 2:], (x * 2) @ (y + 1),
+            (product * 2).reshape(3, 1, 17).sum(0), product[1:, 2:], (x * 2) @ (y + 1),
         )  # fmt: skip
 
     agree(device, fn, numbers(3, 31), numbers(31, 17), numbers(31, 31), numbers(3, 5, 17))

@@ -18,11 +18,10 @@ from entrenar_py.backends import rounding
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.product import (
-    BLOCKED,
-    SMALL_SPLIT,
-    THIN_COLUMNS,
-    THIN_ROWS,
-    TILED,
+    LARGE,
+    MEDIUM,
+    SMALL,
+    SPLIT,
     Kernel,
     Layout,
     Limits,
@@ -34,8 +33,8 @@ from entrenar_py.backends.wgpu.product import (
 )
 from entrenar_py.errors import BackendUnavailable, UsageError
 
-TILINGS = (*BLOCKED, TILED, *THIN_ROWS, *THIN_COLUMNS, SMALL_SPLIT)
-DOUBLE = Tiling(m=64, n=64, k=8, thread_m=8, thread_n=8, double=True)
+TILINGS = (*LARGE, *MEDIUM, *SMALL, *SPLIT)
+OTHERS = (Tiling(m=4, n=32, k=16, thread_m=4, thread_n=4, split=4, double=True),)  # not chosen
 FORMS = ("rows", "columns", "padded", "aligned", "sparse")
 LIMITS = Limits(
     binding_bytes_max=1 << 27,
@@ -174,9 +173,11 @@ def test_operands_are_what_they_say() -> None:
 
 
 @pytest.mark.wgpu
-@pytest.mark.parametrize("tiling", [*TILINGS, DOUBLE], ids=str)
+@pytest.mark.parametrize("tiling", [*TILINGS, *OTHERS], ids=str)
 def test_each_tiling(wgpu_backend: WgpuBackend, tiling: Tiling) -> None:
     """A ragged product over several tiles in every direction, one operand of each orientation."""
+    if not tiling.fits(wgpu_backend._device.limits):
+        pytest.skip(f"{tiling.workgroup_bytes} bytes of workgroup memory: this adapter has less")
     m, n, k = tiling.m + 3, tiling.n + 5, 2 * tiling.k + 3
     forms = ("columns", "rows") if tiling.split > 1 else ("rows", "columns")
     a, b = operand((), m, k, form=forms[0]), operand((), k, n, form=forms[1], seed=1)
@@ -193,7 +194,9 @@ def test_any_product(wgpu_backend: WgpuBackend, data: st.DataObject) -> None:
     """Any shape, strides, offsets, batch and epilogue, by the tiling of its own or any other."""
     m, k, n = (data.draw(SIZES, label=name) for name in "mkn")
     batch = tuple(data.draw(st.lists(st.integers(1, 3), max_size=2), label="batch"))
-    tiling = data.draw(st.sampled_from([None, DOUBLE, *TILINGS]), label="tiling")
+    limits = wgpu_backend._device.limits
+    taken = [None, *(one for one in (*OTHERS, *TILINGS) if one.fits(limits))]
+    tiling = data.draw(st.sampled_from(taken), label="tiling")
     made = []
     for seed, (rows, columns) in enumerate(((m, k), (k, n), (m, n))):
         choice: dict[str, Any] = data.draw(
@@ -231,8 +234,8 @@ def test_folded_dispatch(wgpu_backend: WgpuBackend) -> None:
     a, b, c = operand((7,), 33, 4), operand((7,), 4, 5, seed=1), operand((7,), 33, 5)
     c = replace(c, values=torch.full((18 * 33 * 5,), torch.nan))  # room for what must stay idle
     product = Product(batch=(7,), m=33, k=4, n=5, a=a.layout, b=b.layout, c=c.layout)
-    assert product_kernel(product, few.limits, tiling=TILED).workgroups == (3, 3, 2)
-    assert_right(few, (a, b, c), tiling=TILED)
+    assert product_kernel(product, few.limits, tiling=SMALL[0]).workgroups == (3, 3, 2)
+    assert_right(few, (a, b, c), tiling=SMALL[0])
 
 
 def shaped(m: int, k: int, n: int, *batch: int) -> Product:
@@ -247,31 +250,36 @@ def operand_layout(batch: tuple[int, ...], rows: int, columns: int) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("product", "tiling"),
+    ("product", "kind"),
     [
-        (shaped(2048, 2048, 2048), BLOCKED[0]),
-        (shaped(1024, 1024, 1024), BLOCKED[1]),
-        (shaped(64, 64, 64, 200), BLOCKED[0]),
-        (shaped(40, 100, 40), TILED),
-        (shaped(256, 1024, 256), SMALL_SPLIT),
-        (shaped(1, 4096, 4096), THIN_ROWS[0]),
-        (shaped(16, 2048, 1024), THIN_ROWS[1]),
-        (shaped(2048, 1024, 1), THIN_COLUMNS[0]),
-        (shaped(2048, 1024, 16), THIN_COLUMNS[1]),
-        (shaped(2048, 16, 1024), BLOCKED[0]),
+        (shaped(4096, 4096, 4096), LARGE),
+        (shaped(2048, 1024, 3072), LARGE),
+        (shaped(3072, 2048, 1024), MEDIUM),
+        (shaped(1024, 1024, 1024), MEDIUM),
+        (shaped(512, 512, 64, 64), MEDIUM),
+        (shaped(512, 64, 512, 64), MEDIUM),
+        (shaped(2048, 16, 1024), MEDIUM),
+        (shaped(40, 100, 40), SMALL),
+        (shaped(24, 512, 24, 300), SMALL),
+        (shaped(256, 1024, 256), SPLIT),
+        (shaped(1, 4096, 4096), SPLIT),
+        (shaped(2048, 1024, 16), SPLIT),
     ],
 )
-def test_choice(product: Product, tiling: Tiling) -> None:
-    """Shapes get the tiling that the rule says."""
-    assert choose(product, LIMITS) is tiling
+def test_choice(product: Product, kind: tuple[Tiling, ...]) -> None:
+    """Shapes get the tiling that the rule says: of its kind, the first that the adapter takes."""
+    ample = replace(LIMITS, workgroup_bytes_max=49152)
+    assert choose(product, ample) is kind[0]
+    least = MEDIUM if kind is LARGE else kind  # the smallest adapters take nothing large
+    assert choose(product, LIMITS) is least[-1]
 
 
-def test_tilings_fit_the_smallest_adapter() -> None:
-    """Every tiling that can be chosen keeps to WebGPU's own limits, and its sizes fit together."""
-    for one in TILINGS:
-        assert one.fits(LIMITS), one
+def test_tilings_fit_together() -> None:
+    """Every tiling's sizes divide, and every adapter takes one of each kind but the large one."""
+    for one in (*TILINGS, *OTHERS):
         assert one.m % one.thread_m == one.n % one.thread_n == one.k % one.split == 0
         assert one.thread_m % 4 == one.thread_n % 4 == one.k % 4 == 0
+    assert all(kind[-1].fits(LIMITS) for kind in (MEDIUM, SMALL, SPLIT))
 
 
 def test_no_adapter_that_small() -> None:
@@ -282,7 +290,7 @@ def test_no_adapter_that_small() -> None:
     with pytest.raises(
         BackendUnavailable, match=r"256 invocations .* the adapter has 1000 and 256"
     ):
-        product_kernel(shaped(8, 8, 8), small, tiling=BLOCKED[0])
+        product_kernel(shaped(8, 8, 8), small, tiling=LARGE[1])
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1, 0)])

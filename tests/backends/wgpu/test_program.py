@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
+from entrenar_py.backends.wgpu.capture import capture
 from entrenar_py.backends.wgpu.device import Device, open_device
+from entrenar_py.backends.wgpu.lower import lower
 from entrenar_py.backends.wgpu.program import Array, Program, compile_step
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.training import dropout, workload
-from entrenar_py.training.workload import Workload
+from tests.backends.wgpu.whole_steps import check_step
 
 pytestmark = pytest.mark.wgpu
 
-# Of a tensor's largest element. Derived bounds are held against elsewhere; this one is what the
-# whole decoder's gradients are off by, ten times over.
-TOLERANCE = 1e-5
 
-
-def arrays(tensors: Sequence[Tensor]) -> list[Array]:
-    """What a run takes."""
-    return [one.numpy() for one in tensors]
-
-
-def step_of(model: Workload, ids: Sequence[int]) -> tuple[object, list[Tensor], list[Tensor]]:
-    """Loss and gradients as a function of batch, trainable and frozen tensors; and these."""
-    rng = np.random.default_rng(1)
-    held = {name: torch.from_numpy(array) for name, array in model.initial(rng).items()}
-    for name, one in held.items():
-        if name.endswith("lora_b"):  # adapters that have learned something
-            one += torch.from_numpy(rng.normal(0, 0.1, one.shape).astype(np.float32))
-    roles = {spec.name: spec.role for spec in model.specs}
-    trained = [name for name in held if roles[name] == "trainable"]
-    frozen = [name for name in held if roles[name] != "trainable"]
-    batch = model.batch(ids)
-
-    def step(*given: Tensor) -> tuple[Tensor, ...]:
-        leaves = [one.detach().requires_grad_() for one in given[len(batch) :][: len(trained)]]
-        tensors = dict(zip([*trained, *frozen], [*leaves, *given[-len(frozen) :]], strict=False))
-        inputs = given[: len(batch)]
-        loss = model.loss_of(tensors, inputs, linear=F.linear, drop=dropout.none)
-        return loss.detach(), *torch.autograd.grad(loss, leaves)
-
-    return step, [*batch, *(held[name] for name in trained)], [held[name] for name in frozen]
-
-
-@pytest.mark.parametrize("name", ["mlp", "decoder", "decoder_full"])
-def test_a_step_of_a_workload(device: Device, name: str) -> None:
-    """One upload, one submission, one read-back; torch's gradients; the same bits again."""
-    model = workload.build(name, num_samples=8, width=16, data=np.random.default_rng(0))
-    step, inputs, resident = step_of(model, range(3))
-    program = compile_step(device, step, inputs, resident)  # type: ignore[arg-type]
-    first, second = program.run(arrays(inputs)), program.run(arrays(inputs))
-
-    counts = program.counts
-    assert (counts.submissions, counts.read_backs, counts.uploads) == (2, 2, 2)
-    assert counts.dispatches == 2 * len(program.dispatches) == 2 * len(program.steps)
-    assert counts.upload_bytes >= 2 * sum(4 * one.numel() for one in inputs)
-    for one, again in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, again)
-    expected = step(*inputs, *resident)  # type: ignore[operator]
-    assert len(first) == len(expected)
-    for one, right in zip(first, expected, strict=True):
-        size = float(right.abs().max())
-        assert size > 0, "gradients that are compared are not zero"
-        np.testing.assert_allclose(one, right.numpy(), rtol=0, atol=TOLERANCE * size)
+def test_a_step_of_a_workload(device: Device) -> None:
+    """Torch's gradients in one submission; the other workloads are left to `whole_steps`."""
+    check_step(device, "mlp")
 
 
 def test_equal_kernels_are_compiled_once(device: Device) -> None:
@@ -134,6 +86,14 @@ def test_a_tensor_larger_than_a_binding(device: Device) -> None:
     side = int((device.limits.binding_bytes_max / 4) ** 0.5) + 1
     with pytest.raises(BackendUnavailable, match=r"test_program.*a tensor of \d+ bytes, a binding"):
         compile_step(device, lambda x: (x[:, None] + x,), [torch.zeros(side)])
+
+
+def test_a_shader_that_the_adapter_rejects(device: Device) -> None:
+    """It is reported in the adapter's words."""
+    lowered = lower(capture(lambda x: (x + 1,), [torch.zeros(3)]), device.limits, bindings_max=8)
+    broken = dataclasses.replace(lowered.steps[0], source="fn main() { let x: f32 = 1u; }")
+    with pytest.raises(BackendUnavailable, match=r"(?s)backend wgpu on .*f32"):
+        Program(device, dataclasses.replace(lowered, steps=(broken,)), [torch.zeros(3)], [])
 
 
 def test_a_device_that_is_lost() -> None:

@@ -70,6 +70,7 @@ SCALARS = {
     "floor": _floats("floor({0})", 1),
     "ceil": _floats("ceil({0})", 1),
     "trunc": _floats("trunc({0})", 1),
+    "round": _floats("round({0})", 1),
     "square": _both("{0} * {0}"),
     "pow": _floats("power({0}, {1})", 10),
     "relu": Scalar("larger({0}, 0.0f)", "max({0}, 0)"),

@@ -85,9 +85,9 @@ class Kernel:
 class Tiling:
     """How a product is cut: a workgroup makes m x n elements of c, a thread thread_m x thread_n.
 
-    `k` is the depth of the tiles of a and b in workgroup memory. `split` groups of threads share
-    each depth and are added up in a tree at the end. All sizes are powers of two of at least 4
-    (`split`: of at least 1).
+    `k` is the depth of the tiles of a and b in workgroup memory; with `double` there are two
+    copies of them, in turns. `split` groups of threads share each depth and are added up in a tree
+    at the end. All sizes are powers of two of at least 4 (`split`: of at least 1).
     """
 
     m: int
@@ -96,12 +96,7 @@ class Tiling:
     thread_m: int
     thread_n: int
     split: int = 1
-    prefetch: bool = True
     double: bool = False
-    unroll: int = 0  # of k; 0: all of it
-    raster: int = 8
-    fused: bool = True
-    lanes: bool = True
 
     @property
     def group(self) -> int:
@@ -123,38 +118,41 @@ class Tiling:
         """Workgroups."""
         return product.num_batches * -(-product.m // self.m) * -(-product.n // self.n)
 
+    def suits(self, product: Product) -> bool:
+        """True if a large GPU is kept busy, and the tile is not mostly empty."""
+        filled = 2 * product.m > self.m and 2 * product.n > self.n
+        return filled and self.num_tiles(product) >= BUSY
+
     def fits(self, limits: Limits) -> bool:
         """True if the adapter takes it."""
         memory = self.workgroup_bytes <= limits.workgroup_bytes_max
         return memory and self.num_threads <= limits.invocations_max
 
 
-# From large to small. A large tile reads less, a small one gives more processors something to do.
-BLOCKED = (
-    Tiling(m=128, n=128, k=8, thread_m=8, thread_n=8),
+# Each kind from the fastest on, with a smaller one for adapters of less workgroup memory. What they
+# were chosen from, and by which figures, stands in docs/benchmarks.md.
+LARGE = (
+    Tiling(m=128, n=128, k=16, thread_m=8, thread_n=8, double=True),
+    Tiling(m=128, n=128, k=16, thread_m=8, thread_n=8),
+)
+MEDIUM = (
+    Tiling(m=64, n=64, k=16, thread_m=8, thread_n=4, double=True),
     Tiling(m=64, n=64, k=16, thread_m=8, thread_n=4),
 )
-TILED = Tiling(m=32, n=32, k=8, thread_m=4, thread_n=4)
-# Few rows or few columns: all threads of a workgroup share the same sums along k.
-THIN_ROWS = (
-    Tiling(m=4, n=32, k=64, thread_m=4, thread_n=4, split=16),
-    Tiling(m=16, n=32, k=32, thread_m=4, thread_n=4, split=8),
+SMALL = (Tiling(m=32, n=32, k=8, thread_m=4, thread_n=4),)  # compiles in the least time
+# Small results of long sums: what c has too few elements for, k has.
+SPLIT = (
+    Tiling(m=16, n=16, k=64, thread_m=4, thread_n=4, split=16),
+    Tiling(m=16, n=16, k=32, thread_m=4, thread_n=4, split=8),
 )
-THIN_COLUMNS = (
-    Tiling(m=32, n=4, k=64, thread_m=4, thread_n=4, split=16),
-    Tiling(m=32, n=16, k=32, thread_m=4, thread_n=4, split=8),
-)
-SMALL_SPLIT = Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4, split=4)
-BUSY = 128  # workgroups that keep a large GPU's processors busy
-LONG = 256  # a sum along k worth splitting
+BUSY = 256  # workgroups: two for each processor of a large GPU
+LONG = 256  # a sum along k worth splitting, or worth large tiles
 
 
 def choose(product: Product, limits: Limits) -> Tiling:
-    """The tiling for a product.
+    """The tiling for a product: the largest that suits its shape, of those that the adapter takes.
 
-    Thin ones by their short side; then the largest that leaves enough workgroups to keep a GPU
-    busy; then, for a long k, the one that splits it. Raises BackendUnavailable if the adapter
-    takes none.
+    Raises BackendUnavailable if it takes none.
     """
     fitting = [one for one in _by_preference(product) if one.fits(limits)]
     if not fitting:
@@ -165,16 +163,12 @@ def choose(product: Product, limits: Limits) -> Tiling:
     return fitting[0]
 
 
-def _by_preference(product: Product) -> list[Tiling]:
-    if product.k >= LONG:
-        for side, tilings in ((product.m, THIN_ROWS), (product.n, THIN_COLUMNS)):
-            thin = [one for one in tilings if side <= min(one.m, one.n)]
-            if thin:
-                return [*thin, TILED]
-    large = [one for one in BLOCKED if one.num_tiles(product) >= BUSY]
-    if not large and product.k >= LONG and TILED.num_tiles(product) < BUSY:
-        return [SMALL_SPLIT, TILED]
-    return [*large, TILED]
+def _by_preference(product: Product) -> tuple[Tiling, ...]:
+    long = product.k >= LONG
+    large = LARGE if long and LARGE[0].suits(product) else ()
+    medium = MEDIUM if MEDIUM[0].suits(product) else ()
+    split = SPLIT if long and not SMALL[0].suits(product) else ()
+    return (*large, *medium, *split, *SMALL)
 
 
 def describe(product: Product) -> str:

@@ -2,10 +2,10 @@
 
 Each kernel has this shape. A workgroup makes one tile of c. Along k, it copies a tile of a and one
 of b to workgroup memory, both with k outermost (so a is transposed on its way if it lies row by
-row), while the next ones are already on their way to registers; each thread then reads four
-elements at a time and adds outer products to its own sums. Nothing that lies in registers is
-indexed by a variable, and the innermost reads of workgroup memory have one variable index, the
-same for all k: naga's clamp of it is computed once.
+row); while the next ones are on their way to registers, each thread reads four elements at a time
+and adds outer products to its own sums. Nothing that lies in registers is indexed by a variable,
+and the innermost reads of workgroup memory have one variable index, the same for all k: naga's
+clamp of it is computed once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from entrenar_py.backends.wgpu.product import Layout, Product, Tiling
 
+RASTER = 8  # rows of tiles in a band
 PADDING = 4  # floats after each row of a tile, so that transposed writes meet different banks
 LANES = "xyzw"
 
@@ -128,7 +129,6 @@ def _is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
 
 def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) -> str:
     c_type = "vec4<f32>" if vector_c else "f32"
-    copies = ("0", "1") if tiling.double else ("0",)
     lines = [
         f"// c = a @ b, float32: {list(product.batch)} of [{product.m}, {product.k}] x "
         f"[{product.k}, {product.n}]; {tiling}",
@@ -146,13 +146,18 @@ def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) 
             row = f"array<{row}, {tiling.split}>"
         lines += [
             f"var<workgroup> {side.name}_tile_{copy}: array<{row}, {side.tile_k // tiling.split}>;"
-            for copy in copies
+            for copy in _copies(tiling, product.k)
         ]
     if tiling.split > 1:
         size = tiling.split // 2 * tiling.group
         num_sums = tiling.thread_m * tiling.thread_n // 4
         lines.append(f"var<workgroup> partial: array<array<vec4<f32>, {size}>, {num_sums}>;")
     return "\n".join(lines)
+
+
+def _copies(tiling: Tiling, depth: int) -> range:
+    """Copies of the tiles in workgroup memory: one is enough where k is a single tile."""
+    return range(2 if tiling.double and depth > tiling.k else 1)
 
 
 def _indented(lines: Iterator[str]) -> Iterator[str]:
@@ -162,7 +167,7 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 def _place(product: Product, tiling: Tiling, workgroups: tuple[int, int, int]) -> Iterator[str]:
     """Which tile this workgroup makes, and which part of it this thread.
 
-    Tiles are walked in columns of `raster` rows, so that workgroups that run together read few
+    Tiles are walked in columns of RASTER rows, so that workgroups that run together read few
     different rows and columns.
     """
     rows, columns = -(-product.m // tiling.m), -(-product.n // tiling.n)
@@ -172,15 +177,15 @@ def _place(product: Product, tiling: Tiling, workgroups: tuple[int, int, int]) -
         yield f"if (flat >= {total}u) {{ return; }}"
     yield f"let batch = flat / {rows * columns}u;"
     yield f"let tile = flat % {rows * columns}u;"
-    band = tiling.raster * columns
-    yield f"let band_row = tile / {band}u * {tiling.raster}u;"
-    yield f"let band_rows = min({rows}u - band_row, {tiling.raster}u);"
+    band = RASTER * columns
+    yield f"let band_row = tile / {band}u * {RASTER}u;"
+    yield f"let band_rows = min({rows}u - band_row, {RASTER}u);"
     yield f"let row_0 = (band_row + tile % {band}u % band_rows) * {tiling.m}u;"
     yield f"let column_0 = (tile % {band}u / band_rows) * {tiling.n}u;"
     across, down = tiling.n // tiling.thread_n, tiling.m // tiling.thread_m
     yield f"let part = thread % {tiling.group}u;"
     yield f"let share = thread / {tiling.group}u;"
-    if tiling.lanes and across % 8 == 0 and down % 4 == 0:
+    if across % 8 == 0 and down % 4 == 0:
         # 32 neighbouring threads as 4 x 8: they read the fewest different elements.
         yield f"let x = part / 32u % {across // 8}u * 8u + part % 8u;"
         yield f"let y = part / {across * 4}u * 4u + part / 8u % 4u;"
@@ -238,7 +243,7 @@ def _load(side: Side, tile: str) -> Iterator[str]:
             yield f"{name} = {side.name}[{at}];"
 
 
-def _store(side: Side, copy: str) -> Iterator[str]:
+def _store(side: Side, copy: int) -> Iterator[str]:
     """Writes what `_load` read to the tile, with k outermost."""
     tile = f"{side.name}_tile_{copy}"
     for i in side.loads:
@@ -266,74 +271,38 @@ def _sums(tiling: Tiling) -> Iterator[str]:
 
 
 def _main_loop(tiling: Tiling, a: Side, b: Side) -> Iterator[str]:
-    num_tiles = -(-a.depth // a.tile_k)
-    if tiling.double:
-        yield from _alternating_loop(tiling, a, b, num_tiles)
-        return
-    if tiling.prefetch:
-        yield from _load(a, "0u")
-        yield from _load(b, "0u")
-    yield f"for (var tile_k = 0u; tile_k < {num_tiles}u; tile_k++) {{"
-    if not tiling.prefetch:
-        yield from _load(a, "tile_k")
-        yield from _load(b, "tile_k")
-    if num_tiles > 1:
-        yield "workgroupBarrier();"
-    yield from _store(a, "0")
-    yield from _store(b, "0")
-    yield "workgroupBarrier();"
-    if tiling.prefetch and num_tiles > 1:
-        yield f"if (tile_k + 1u < {num_tiles}u) {{"
-        yield from _load(a, "(tile_k + 1u)")
-        yield from _load(b, "(tile_k + 1u)")
-        yield "}"
-    yield from _multiply(tiling, "0")
-    yield "}"
-
-
-def _alternating_loop(tiling: Tiling, a: Side, b: Side, num_tiles: int) -> Iterator[str]:
-    """Two copies of the tiles in turns: one barrier for each tile, not two."""
+    """With two copies of the tiles, one is read while the other is written: one barrier less."""
+    num_tiles, copies = -(-a.depth // a.tile_k), _copies(tiling, a.depth)
     for side in (a, b):
         yield from _load(side, "0u")
-    for side in (a, b):
-        yield from _store(side, "0")
+        yield from _store(side, 0)
     yield "workgroupBarrier();"
-    yield f"for (var tile_k = 0u; tile_k < {num_tiles}u; tile_k += 2u) {{"
-    for copy, other, ahead in (("0", "1", 1), ("1", "0", 2)):
-        if copy == "1" and num_tiles % 2:
+    yield f"for (var tile_k = 0u; tile_k < {num_tiles}u; tile_k += {len(copies)}u) {{"
+    for copy in copies:
+        if copy and num_tiles % 2:
             yield f"if (tile_k + 1u == {num_tiles}u) {{ break; }}"
-        more = f"tile_k + {ahead}u < {num_tiles}u"
-        yield f"if ({more}) {{"
+        following = f"(tile_k + {copy + 1}u)"
+        yield f"if ({following} < {num_tiles}u) {{"
         for side in (a, b):
-            yield from _load(side, f"(tile_k + {ahead}u)")
+            yield from _load(side, following)
         yield "}"
-        yield from _multiply(tiling, copy)
-        yield f"if ({more}) {{"
+        for index in range(tiling.k // tiling.split):
+            yield from _outer_product(tiling, copy, index)
+        if len(copies) == 1:
+            yield "workgroupBarrier();"
+        yield f"if ({following} < {num_tiles}u) {{"
         for side in (a, b):
-            yield from _store(side, other)
+            yield from _store(side, (copy + 1) % len(copies))
         yield "}"
         yield "workgroupBarrier();"
     yield "}"
 
 
-def _multiply(tiling: Tiling, copy: str) -> Iterator[str]:
-    """Adds a tile of a times a tile of b to the sums."""
-    depth = tiling.k // tiling.split
-    unroll = tiling.unroll or depth
-    if unroll < depth:
-        yield f"for (var q = 0u; q < {depth}u; q += {unroll}u) {{"
-    for step in range(unroll):
-        yield "{"
-        index = f"q + {step}u" if unroll < depth else str(step)
-        yield from _outer_product(tiling, copy, index)
-        yield "}"
-    if unroll < depth:
-        yield "}"
-
-
-def _outer_product(tiling: Tiling, copy: str, index: str) -> Iterator[str]:
+def _outer_product(tiling: Tiling, copy: int, index: int) -> Iterator[str]:
+    """Adds a column of a's tile times a row of b's to the sums."""
     down, across = tiling.m // tiling.thread_m, tiling.n // tiling.thread_n
     share = "[share]" if tiling.split > 1 else ""
+    yield "{"
     for i in range(tiling.thread_m // 4):
         yield f"let a_{i} = a_tile_{copy}[{index}]{share}[y + {i * down}u];"
     for j in range(tiling.thread_n // 4):
@@ -341,10 +310,8 @@ def _outer_product(tiling: Tiling, copy: str, index: str) -> Iterator[str]:
     for i in range(tiling.thread_m):
         for j in range(tiling.thread_n // 4):
             factor, total = f"vec4<f32>(a_{i // 4}.{LANES[i % 4]})", f"sum_{i}_{j}"
-            if tiling.fused:
-                yield f"{total} = fma({factor}, b_{j}, {total});"
-            else:
-                yield f"{total} += {factor} * b_{j};"
+            yield f"{total} = fma({factor}, b_{j}, {total});"
+    yield "}"
 
 
 def _tree(tiling: Tiling) -> Iterator[str]:

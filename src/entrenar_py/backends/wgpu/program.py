@@ -97,7 +97,8 @@ class Program:
             [_num_bytes(one.shape) for one in lowered.results]
         )
         self._check_sizes()
-        self._places: dict[Buffer, tuple[Any, int]] = {}  # buffer -> (GPU buffer, byte offset)
+        # Where each buffer lies: in which GPU buffer, from which byte on.
+        self.places: dict[Buffer, tuple[Any, int]] = {}
         with device.failures():
             self._allocate(resident)
             once = [self._prepare(step) for step in self._plan.once]
@@ -183,15 +184,15 @@ class Program:
         storage = usage.STORAGE | usage.COPY_SRC
         self._inputs = gpu.create_buffer(size=self._host.nbytes, usage=storage | usage.COPY_DST)
         for buffer, start in zip(self._given, self._starts, strict=True):
-            self._places[buffer] = (self._inputs, start)
+            self.places[buffer] = (self._inputs, start)
         given = zip(self._lowered.inputs[len(self._given) :], resident, strict=True)
         for buffer, tensor in (*given, *self._lowered.constants):
             array = _device_array(tensor.detach().contiguous().numpy(), buffer)
-            self._places[buffer] = (gpu.create_buffer_with_data(data=array, usage=storage), 0)
+            self.places[buffer] = (gpu.create_buffer_with_data(data=array, usage=storage), 0)
         for buffer in self._plan.kept:
-            self._places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
+            self.places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
         shared = [gpu.create_buffer(size=size, usage=storage) for size in self._plan.slot_bytes]
-        self._places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
+        self.places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
         self._staging = gpu.create_buffer(
             size=max(ELEMENT_BYTES, self._result_bytes), usage=usage.MAP_READ | usage.COPY_DST
         )
@@ -200,7 +201,7 @@ class Program:
         pipeline = self._pipeline(step.source)
         entries = []
         for number, buffer in enumerate(step.bindings):
-            memory, start = self._places[buffer]
+            memory, start = self.places[buffer]
             resource = {"buffer": memory, "offset": start, "size": buffer.num_bytes}
             entries.append({"binding": number, "resource": resource})
         group = self.device.handle.create_bind_group(
@@ -242,7 +243,7 @@ class Program:
     def _collect(self, encoder: Any) -> None:
         """Copies all results to where they are read back from."""
         for start, one in zip(self._result_starts, self._lowered.results, strict=True):
-            memory, offset = self._places[one.buffer]
+            memory, offset = self.places[one.buffer]
             encoder.copy_buffer_to_buffer(
                 *(memory, offset + one.offset * ELEMENT_BYTES, self._staging, start),
                 _num_bytes(one.shape),

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from entrenar_py.backends.wgpu import pointwise, views
 from entrenar_py.backends.wgpu.emitter import Emitter, Fold
 from entrenar_py.backends.wgpu.index import Indices
-from entrenar_py.backends.wgpu.values import Schedule, Value
+from entrenar_py.backends.wgpu.values import FEW_ROWS, Schedule, Value
 
 _COST = 8  # of a reduction's result
+# What is folded to few results is folded in two steps: a workgroup has a result to itself, and few
+# of them leave a GPU idle.
+_LONG_FOLD = 2**14
+_PARTS_MAX = 1024
 
 FOLDS = {
     ("sum", "f32"): Fold("{0} + {1}", "0.0f", "f32"),
@@ -32,6 +36,12 @@ def reduce(
     """`value`, of the fold's dtype, folded along `dims`; no dims stand for all."""
     rank = len(value.shape)
     over = {dim % rank for dim in dims} if dims else set(range(rank))
+    num_folded = math.prod(value.shape[dim] for dim in over)
+    if num_folded > _LONG_FOLD and value.size // num_folded < FEW_ROWS:
+        dim = max(over, key=value.shape.__getitem__)
+        parts = _parts(value.shape[dim])
+        if parts > 1:
+            return _fold_twice(schedule, value, fold, over, dim, parts, keepdim=keepdim)
     if value.product is not None or not _within_rows(value, over):
         schedule.realise(value)
     kept = [dim for dim in range(rank) if dim not in over]
@@ -50,9 +60,36 @@ def reduce(
         return emitter.reduce((token, indices), fold, sizes, body)
 
     found = Value(tuple(shape), fold.dtype, read, reads=value.reads, cost=_COST, rows=len(shape))
-    if math.prod(value.shape[dim] for dim in over) == 1 and value.dtype == fold.dtype:
+    if num_folded == 1 and value.dtype == fold.dtype:
         found = value
     return found if keepdim else views.reshape(schedule, found, [shape[dim] for dim in kept])
+
+
+def _parts(size: int) -> int:
+    """The largest divisor of `size` that is no more than _PARTS_MAX."""
+    return next(one for one in range(min(size, _PARTS_MAX), 0, -1) if size % one == 0)
+
+
+def _fold_twice(
+    schedule: Schedule,
+    value: Value,
+    fold: Fold,
+    over: set[int],
+    dim: int,
+    parts: int,
+    *,
+    keepdim: bool,
+) -> Value:
+    """`dim`, one of those folded, in `parts` equal parts first, and then these."""
+    shape = value.shape
+    cut = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+    inner = [one + (one >= dim) for one in over]  # the parts stay
+    apart = reduce(schedule, views.reshape(schedule, value, cut), fold, inner, keepdim=True)
+    schedule.realise(apart)
+    whole = views.reshape(schedule, apart, (*apart.shape[: dim + 1], *apart.shape[dim + 2 :]))
+    found = reduce(schedule, whole, fold, [dim], keepdim=True)
+    kept = [size for one, size in enumerate(shape) if one not in over]
+    return found if keepdim else views.reshape(schedule, found, kept)
 
 
 def _within_rows(value: Value, over: set[int]) -> bool:
