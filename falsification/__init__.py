@@ -45,7 +45,8 @@ from . import (
     torch_ddp,
     torch_fsdp,
     updates,
-    wgpu,
+    wgpu_kernels,
+    wgpu_steps,
     wire,
 )
 
@@ -53,7 +54,8 @@ _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates),
-    *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd, wgpu),
+    *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
+    *(wgpu_steps, wgpu_kernels),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),

@@ -12,7 +12,7 @@ from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
 
-from .wgpu import MLP, PACKAGE, _operations
+from .wgpu_subjects import MLP, PACKAGE, SPLIT, operations
 
 _plan, _lower = plan.plan, lower.lower
 STEPS = ("F-WGPU-002", "F-WGPU-003", "F-WGPU-005", "F-WGPU-006", "F-WGPU-007")
@@ -20,7 +20,7 @@ STEPS = ("F-WGPU-002", "F-WGPU-003", "F-WGPU-005", "F-WGPU-006", "F-WGPU-007")
 
 def split(given: product.Product, limits: product.Limits) -> product.Tiling:
     """Small tiles whose threads share the sum along k."""
-    return product.SMALL_SPLIT
+    return SPLIT
 
 
 def unfused(*arguments: Any, **keywords: Any) -> lower.Lowered:
@@ -88,7 +88,7 @@ VARIANTS = (
         "split",
         "products have other tiles, and add along k in parts",
         {"product.choose": split},
-        _operations("mm", "mm_tall", "bmm"),
+        operations("mm", "mm_tall", "bmm"),
         ("F-WGPU-004", "F-WGPU-007"),
     ),
 )

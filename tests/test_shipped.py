@@ -16,6 +16,7 @@ NAMES = [
     "parallelism-v1.yaml",
     "reduction-v1.yaml",
     "training-integrity-v1.yaml",
+    "wgpu-backend-v1.yaml",
     "wire-protocol-v1.yaml",
 ]
 

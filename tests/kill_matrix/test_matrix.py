@@ -14,6 +14,7 @@ from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.kill_matrix import Row
 from entrenar_py.mutants import Variant
 from entrenar_py.verdict import Finding
+from tests.conftest import has_adapter
 from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified
 
 
@@ -36,7 +37,10 @@ def test_every_benign_variant_is_silent(matrix: list[Row]) -> None:
 
 def test_every_clause_kills(matrix: list[Row]) -> None:
     """There is no clause of the shipped contracts that has never been seen to fail."""
-    assert {row.invariant for row in matrix if row.killed} == set(kill_matrix.invariants())
+    known = set(kill_matrix.invariants())
+    if not has_adapter():
+        known -= {f"F-WGPU-{number:03}" for number in range(2, 10)}
+    assert {row.invariant for row in matrix if row.killed} == known
 
 
 def test_every_training_clause_is_silent_on_something_right(matrix: list[Row]) -> None:
@@ -57,7 +61,7 @@ def test_contracts_and_catalogue_agree() -> None:
     }
     written = {name: sorted(clause.mutants) for name, clause in kill_matrix.invariants().items()}
     assert written == claims
-    assert len(written) == 41
+    assert len(written) == 49
     assert all(written.values())
 
 

@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 from entrenar_py.checks import (
     audits,
     coverage,
-    device_results,
-    device_steps,
-    device_training,
+    devices,
     endurance,
     fallback,
     finiteness,
@@ -21,7 +16,6 @@ from entrenar_py.checks import (
     liveness,
     local_sgd,
     manifest,
-    matmul,
     memory,
     optimizer_state,
     outer_step,
@@ -38,41 +32,10 @@ from entrenar_py.checks import (
     weighting,
     wire,
 )
-from entrenar_py.contract import EQUALITY_KINDS, CheckTerms, Invariant
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
-from entrenar_py.verdict import Finding
+from entrenar_py.checks.check import Check, alone
+from entrenar_py.contract import CheckTerms, Invariant
 
-
-def alone(scenario: Scenario) -> list[Scenario]:
-    """A family of one: the run is judged by itself."""
-    return [scenario]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """How one kind of clause is decided: `decides` says what, in a line.
-
-    `plan` gives the scenarios of a clause that brings none. `family` gives the runs that one
-    scenario is judged on, itself first. `judge` takes the traces of any number of families.
-    `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds` are
-    those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where it
-    does not it allows no difference. `in_step` tells whether it presupposes that every step is one
-    of all workers together; it says nothing of those that step alone. `bitwise` tells whether it is
-    of trainers whose bits do not depend on the number of workers.
-    """
-
-    name: str
-    id: str
-    decides: str
-    judge: Callable[[Invariant, Sequence[Trace]], Finding]
-    plan: Callable[[Invariant], list[Scenario]]
-    family: Callable[[Scenario], list[Scenario]] = alone
-    explores: bool = True
-    tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
-    takes_tolerance: bool = False
-    in_step: bool = False
-    bitwise: bool = False
+__all__ = ["CHECKS", "Check", "alone", "bind", "terms"]
 
 
 _TABLE = (
@@ -130,85 +93,7 @@ _TABLE = (
         takes_tolerance=True,
         in_step=True,
     ),
-    Check(
-        name="matmul",
-        id="F-WGPU-001",
-        decides="a matrix product on a device is the CPU's, as far as float32 rounding allows",
-        judge=matmul.judge,
-        plan=matmul.plan,
-        explores=False,
-        tolerance_kinds=("absolute",),
-        takes_tolerance=True,
-    ),
-    Check(
-        name="device_cost",
-        id="F-WGPU-002",
-        decides="a step on a device is one upload, one submission, one read-back, nothing else",
-        judge=device_steps.judge_cost,
-        plan=device_steps.plan,
-        explores=False,
-    ),
-    Check(
-        name="device_steps",
-        id="F-WGPU-003",
-        decides="a step's loss and gradients on a device are off by what rounding explains",
-        judge=device_steps.judge_results,
-        plan=device_steps.plan,
-        explores=False,
-        tolerance_kinds=("ulp",),
-    ),
-    Check(
-        name="device_operations",
-        id="F-WGPU-004",
-        decides="each operation on a device, alone, is off by what rounding explains",
-        judge=device_results.judge_operations,
-        plan=device_results.plan_operations,
-        explores=False,
-        tolerance_kinds=("ulp",),
-    ),
-    Check(
-        name="device_repetition",
-        id="F-WGPU-005",
-        decides="a step that is given the same again gives the same bits, whatever came between",
-        judge=device_steps.judge_repetition,
-        plan=device_steps.plan,
-        explores=False,
-    ),
-    Check(
-        name="device_compilation",
-        id="F-WGPU-006",
-        decides="a step is traced and compiled once for each number of samples",
-        judge=device_steps.judge_compilation,
-        plan=device_steps.plan,
-        explores=False,
-    ),
-    Check(
-        name="device_finiteness",
-        id="F-WGPU-007",
-        decides="on a device finite inputs give finite results, and a NaN stays one",
-        judge=device_results.judge_finiteness,
-        plan=device_results.plan_finiteness,
-        explores=False,
-    ),
-    Check(
-        name="device_training",
-        id="F-WGPU-008",
-        decides="training on a device is training on the CPU, loss by loss",
-        judge=device_training.judge,
-        plan=device_training.plan,
-        family=device_training.family,
-        explores=False,
-        tolerance_kinds=("relative",),
-        takes_tolerance=True,
-    ),
-    Check(
-        name="device_refusals",
-        id="F-WGPU-009",
-        decides="what a device has no kernel for is refused, by operation and line",
-        judge=device_results.judge_refusals,
-        plan=device_results.plan_refusals,
-        explores=False,
-    ),
+    *devices.TABLE,
     Check(
         name="manifest",
         id="F-HET-001",

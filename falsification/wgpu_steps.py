@@ -1,0 +1,243 @@
+"""Bugs of the wgpu backend in what a step asks of the device, and in what is refused.
+
+Planted where they would stand; what they do shows on a real adapter, be it software.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from entrenar_py.backends.steps import Array, DropFunction
+from entrenar_py.backends.wgpu import lower, product, program
+from entrenar_py.backends.wgpu.program import Dispatch, Program
+from entrenar_py.backends.wgpu.resident import ResidentStep
+
+from .wgpu_subjects import DECODER, LINEAR, MLP, PACKAGE, REFUSALS, SPLIT, TRAINING, mutant, steps
+
+_encode, _read = Program.encode, Program._read
+_call, _init = ResidentStep.__call__, ResidentStep.__init__
+_compile_step, _lower = program.compile_step, lower._Lowering._lower
+_product_kernel = product.product_kernel
+
+
+def never_known(*arguments: Any) -> object:
+    """A key that no step has again."""
+    return object()
+
+
+def same_digest(tensors: Sequence[Tensor]) -> str:
+    """Whatever is frozen counts as the same."""
+    return ""
+
+
+def all_moving(self: ResidentStep, *arguments: Any, **keywords: Any) -> None:
+    """Frozen tensors go up with every step."""
+    _init(self, *arguments, **keywords)
+    self._moving, self._frozen = [*self._moving, *self._frozen], []
+
+
+def zeros_on_failure(self: Program) -> memoryview:
+    """The device is never read, and what it would have said is zero."""
+    return memoryview(bytes(self._result_bytes))
+
+
+def submission_each(self: Program, encoder: Any, dispatches: Sequence[Dispatch]) -> None:
+    """Each operation is submitted by itself."""
+    for one in dispatches:
+        alone = self.device.handle.create_command_encoder()
+        _encode(self, alone, [one])
+        self.submit(alone)
+
+
+def read_back_each(self: Program) -> memoryview:
+    """As many read-backs as operations."""
+    return [_read(self) for _ in self.dispatches][-1]
+
+
+def scaled_twice(
+    self: ResidentStep, ids: Sequence[int], drop: DropFunction
+) -> tuple[float, list[Array]]:
+    """Gradients that are scaled already are scaled."""
+    loss, gradients = _call(self, ids, drop)
+    return loss, [self._scale * one for one in gradients]
+
+
+def on_the_host(
+    self: ResidentStep, ids: Sequence[int], drop: DropFunction
+) -> tuple[float, list[Array]]:
+    """The CPU computes the step, and nobody is told."""
+    return self._workload.gradients(self._tensors, ids, drop=drop, scale=self._scale)
+
+
+def first_weights(
+    self: ResidentStep, ids: Sequence[int], drop: DropFunction
+) -> tuple[float, list[Array]]:
+    """Weights go up once, as if they were frozen."""
+    kept = self.__dict__.setdefault(
+        "_first",
+        {
+            name: one.detach().clone().requires_grad_(one.requires_grad)
+            for name, one in self._tensors.items()
+        },
+    )
+    moved = self._tensors
+    self._tensors = {name: kept[name] for name in moved}
+    try:
+        return _call(self, ids, drop)
+    finally:
+        self._tensors = moved
+
+
+class InTurns:
+    """Two programs of one step that add in different orders, and run in turns."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._programs = [_compile_step(*arguments)]
+        with patch(f"{PACKAGE}.values.product_kernel", _split):
+            self._programs.append(_compile_step(*arguments))
+
+    def run(self, inputs: Sequence[Array]) -> list[Array]:
+        """The one that did not run last."""
+        self._programs.reverse()
+        return self._programs[0].run(inputs)
+
+
+def _split(given: product.Product, *arguments: Any, **keywords: Any) -> product.Kernel:
+    return _product_kernel(given, *arguments, **keywords, tiling=SPLIT)
+
+
+def passed_through(
+    self: Any, name: str, node: Any, arguments: list[Any], keywords: dict[str, Any]
+) -> Any:
+    """What has no kernel is left out."""
+    found = _lower(self, name, node, arguments, keywords)
+    if found is not None:
+        return found
+    results = node.meta["val"]
+    return (arguments[0],) * len(results) if isinstance(results, tuple) else arguments[0]
+
+
+def without_place(node: Any) -> str:
+    """Nothing is said of what is not supported."""
+    return "an operation is not supported"
+
+
+VARIANTS = (
+    mutant(
+        "submits-each",
+        "every operation is a submission of its own",
+        "classic (14,000 round trips a step)",
+        {"program.Program.encode": submission_each},
+        LINEAR,
+        "F-WGPU-002",
+        step=1,
+        expected="1",
+    ),
+    mutant(
+        "scaled-twice",
+        "gradients come back scaled and are scaled again",
+        "classic (loss scaling, pytorch #37751)",
+        {"resident.ResidentStep.__call__": scaled_twice},
+        LINEAR,
+        "F-WGPU-003",
+        step=2,
+        tensor="weight",
+    ),
+    mutant(
+        "order-in-turns",
+        "a step's products add in another order every second time",
+        "classic (float atomics; pytorch #15359)",
+        {"resident.compile_step": InTurns},
+        steps("linear", options={"samples": [37, 13]}, num_samples=80),
+        "F-WGPU-005",
+        step=1,
+    ),
+    mutant(
+        "recompiles",
+        "a step is captured and compiled again each time, since its key never matches",
+        "classic (cache keyed by identity)",
+        {"resident.Key": never_known},
+        LINEAR,
+        "F-WGPU-006",
+        step=1,
+        expected="0",
+    ),
+    mutant(
+        "first-weights",
+        "weights are uploaded for the first step and stay as they were",
+        "classic (stale copy on the device)",
+        {"resident.ResidentStep.__call__": first_weights},
+        TRAINING,
+        "F-WGPU-008",
+        step=1,
+    ),
+    mutant(
+        "passes-through",
+        "an operation without a kernel is left out",
+        "classic (unknown operation is the identity)",
+        {"lower._Lowering._lower": passed_through},
+        REFUSALS,
+        "F-WGPU-009",
+        tensor="no kernel",
+    ),
+    mutant(
+        "refuses-nameless",
+        "a refusal names neither the operation nor its line",
+        "classic",
+        {"lower._refusal": without_place},
+        REFUSALS,
+        "F-WGPU-009",
+        tensor="no kernel",
+    ),
+    mutant(
+        "reads-each",
+        "every operation is followed by a read-back",
+        "classic (14,000 round trips a step)",
+        {"program.Program._read": read_back_each},
+        LINEAR,
+        "F-WGPU-002",
+        step=1,
+        expected="1",
+    ),
+    mutant(
+        "on-the-host",
+        "the CPU computes the step in the device's place, and nobody is told",
+        "pytorch #77764 (silent fallback)",
+        {"resident.ResidentStep.__call__": on_the_host},
+        MLP,
+        "F-WGPU-002",
+        step=1,
+        expected="1",
+        got="0",
+    ),
+    mutant(
+        "zeros",
+        "results are zeros where the device was not read",
+        "classic (success of a stage that did nothing)",
+        {"program.Program._read": zeros_on_failure},
+        LINEAR,
+        *("F-WGPU-003", "F-WGPU-002"),
+    ),
+    mutant(
+        "uploads-frozen",
+        "frozen weights are uploaded again with every step",
+        "classic",
+        {"resident.ResidentStep.__init__": all_moving},
+        DECODER,
+        "F-WGPU-002",
+        step=1,
+    ),
+    mutant(
+        "frozen-stale",
+        "a replica computes with the frozen weights of the one before it",
+        "classic (cache key)",
+        {"resident._digest": same_digest},
+        DECODER,
+        "F-WGPU-003",
+        step=6,
+    ),
+)

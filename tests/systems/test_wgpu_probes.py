@@ -1,0 +1,133 @@
+"""The probes of a wgpu adapter: what is counted is what was done, and right steps hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar_py import backends, systems
+from entrenar_py.backends import wgpu
+from entrenar_py.backends.wgpu.program import compile_step
+from entrenar_py.checks import CHECKS
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import device_meter, operation_cases, wgpu_operations
+from entrenar_py.systems.operation_cases import CASES
+from entrenar_py.trace import Declined, Explained, Poisoned, Stepped
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+
+PROBES = ("wgpu_steps", "wgpu_operations", "wgpu_refusals")
+
+
+def scenario(system: str, **changes: Any) -> Scenario:
+    return Scenario(
+        system=system, workload="linear", world_size=1, seed=3, backends=("wgpu",)
+    ).with_(**changes)
+
+
+@pytest.fixture
+def adapter() -> None:
+    """An adapter, or the test is skipped with the reason."""
+    try:
+        backends.open_backend("wgpu")
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("system", PROBES)
+def test_without_an_adapter_a_probe_fails_with_the_reason(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its clauses are inconclusive."""
+
+    def absent(index: int | None = None) -> wgpu.WgpuBackend:
+        raise BackendUnavailable("backend wgpu: no adapter")
+
+    monkeypatch.setitem(backends.BACKENDS, "wgpu", absent)
+    trace = systems.run(scenario(system))
+    assert (trace.end.status, trace.end.reason) == ("failed", "backend wgpu: no adapter")
+
+
+@pytest.mark.wgpu
+@pytest.mark.usefixtures("adapter")
+def test_right_steps_hold() -> None:
+    """One small model by all clauses of steps; what is compared is no zero."""
+    trace = systems.run(scenario("wgpu_steps", options={"samples": [3, 7]}))
+    checked = [name for name, check in CHECKS.items() if name.startswith("device_")]
+    for name in checked:
+        if name in ("device_operations", "device_refusals", "device_training"):
+            continue
+        finding = traces.judge(name, [trace])
+        assert finding.verdict is Verdict.HELD, (name, finding)
+    assert len(trace.of(Stepped)) == 11
+    assert {one.tensor for one in trace.of(Explained)} == {"loss", "weight", "bias"}
+    assert all(one.reached == 1 for one in trace.of(Poisoned))
+    first, *_ = trace.of(Stepped)
+    assert first.traced > 0, "the first step of a size is traced, and that is seen"
+
+
+@pytest.mark.wgpu
+@pytest.mark.usefixtures("adapter")
+def test_few_operations_hold() -> None:
+    """Exact ones exactly; NaNs are NaNs; a name that is none is refused."""
+    wanted = ["relu", "amax", "mm_square"]
+    trace = systems.run(scenario("wgpu_operations", options={"operations": wanted}))
+    for name in ("device_operations", "device_finiteness"):
+        finding = traces.judge(name, [trace])
+        assert finding.verdict is Verdict.HELD, (name, finding)
+    assert [one.of for one in trace.of(Explained)] == [name for name in wanted for _ in range(4)]
+    assert all(one.error == one.bound == 0 for one in trace.of(Explained) if one.of == "relu")
+    with pytest.raises(UsageError, match="operations='relus': allowed are abs, add"):
+        wgpu_operations.run(scenario("wgpu_operations", options={"operations": ["relus"]}))
+
+
+@pytest.mark.wgpu
+@pytest.mark.usefixtures("adapter")
+def test_refusals_hold() -> None:
+    """Each case is refused, and so it names an operation and a line."""
+    trace = systems.run(scenario("wgpu_refusals"))
+    finding = traces.judge("device_refusals", [trace])
+    assert finding.verdict is Verdict.HELD, finding
+    assert all(one.error == "UsageError" for one in trace.of(Declined))
+
+
+@pytest.mark.wgpu
+@pytest.mark.usefixtures("adapter")
+def test_a_meter_counts_what_was_done() -> None:
+    """Of a program that is run twice, and of what torch computes beside it."""
+    device = backends.open_backend("wgpu").programs.device  # type: ignore[attr-defined]
+    x = torch.ones(5)
+    with device_meter.watching() as compiling:
+        program = compile_step(device, lambda x: (x * 7.25,), [x])
+    assert compiling.compiled == 2 * program.counts.pipelines
+    assert compiling.traced > 0
+    with device_meter.watching() as meter:
+        program.run([np.ones(5, np.float32)])
+        program.run([np.ones(5, np.float32)])
+    assert (meter.submissions, meter.read_backs, meter.uploads) == (2, 2, 2)
+    assert (meter.dispatches, meter.compiled, meter.traced) == (2, 0, 0)
+    assert meter.upload_bytes == program.counts.upload_bytes
+    assert meter.on_host == []
+    with device_meter.watching() as meter:
+        x.view(1, 5).detach()
+        with meter.resting():
+            x.exp()
+        x.sum()
+    assert meter.on_host == ["aten.sum.default"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_can_be_tried(name: str) -> None:
+    """On finite operands it is finite in float32, and no operand is what it was given before."""
+    case = CASES[name]
+    given = operation_cases.operands(case, torch.Generator().manual_seed(0))
+    assert all(one.isfinite().all() for group in given for one in group)
+    for one in operation_cases.results(case, *given):
+        assert one.numel() > 0
+        assert one.isfinite().all()
+    assert operation_cases.poisoned(case, given[0])[0].isnan().any()
+    assert not given[0][0].isnan().any()
