@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, likeness, missing, oracles, parity
+from entrenar_py.checks import evidence, likeness, missing, oracles, parity, skips
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -88,12 +88,16 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     Needs no second run. Shards record sums over their samples, up to a factor common to all: the
     weight is in it where a trainer divides before it adds.
     """
+    if why := likeness.rounded_away(trace):
+        tally.miss(why)
+        return
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     bound = likeness.Bounds.of({}, trace).gradient
     model: tuple[float, float] | None = None
+    rested = skips.without_gradients(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
-        if step in unknown:
+        if step in unknown or step in rested:
             continue
         update = evidence.any_rank(by_rank)
         total = _sum([shard.gradient for shard in shards[step] if shard.ids or shard.gradient])
@@ -111,7 +115,8 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             continue
         place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
         for name, value in mean.items():
-            gap = float(np.sqrt(np.square(total[name] - divisor * value).sum()))
+            due = divisor * value.astype(np.float64)
+            gap = float(np.sqrt(np.square(total[name] - due).sum()))
             tally.check(
                 gap <= bound * abs(divisor) * math.sqrt(size),
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "

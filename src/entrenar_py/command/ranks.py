@@ -222,6 +222,8 @@ def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size:
     )
     if any(one.layout is not None for one in ranks):
         told["options"]["shared"] = True  # ranks that draw the same samples share a shard
+    if compressed := next((one.compression for one in ranks if one.compression), ""):
+        told["options"]["compressed"] = compressed
     if header.get("batch_norm") and any(one.local for one in ranks):
         told["options"]["batch_norm"] = True  # whose statistics forward passes changed
     return Scenario(
