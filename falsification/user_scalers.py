@@ -1,7 +1,4 @@
-"""Scripts that skip a step whose gradient is not finite: rightly, on all ranks, and wrongly.
-
-`make twins` runs them.
-"""
+"""Scripts that skip a step whose gradient is not finite, clip or compress: rightly, and wrongly."""
 
 from __future__ import annotations
 
@@ -71,7 +68,61 @@ VARIANTS = (
     ),
 )
 
+
+def _hooked(hook: str) -> tuple[str, str]:
+    """A communication hook of torch's."""
+    return (
+        "optimizer = torch.optim",
+        "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+        f"ddp.register_comm_hook(None, {hook})\noptimizer = torch.optim",
+    )
+
+
+_CUT = (
+    (_LOOK.rstrip(), "torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)"),
+    (
+        "        optimizer.step()\n",
+        "        assert all(p.grad.isfinite().all() for p in model.parameters())\n"
+        "        optimizer.step()\n",
+    ),
+)
+
+ROUNDED = (
+    Twin(
+        name="gradients are clipped element by element",
+        script="ddp.py",
+        changes=_CUT,
+    ),
+    Twin(
+        name="gradients are sent in float16",
+        script="ddp.py",
+        changes=(_hooked("default_hooks.fp16_compress_hook"),),
+    ),
+)
+
 BUGS = (
+    Twin(
+        name="CLIP-VALUE-LOCAL: gradients are clipped element by element before they are reduced",
+        script="ddp.py",
+        changes=(
+            _CUT[1],
+            (f"        {_LOOK}", ""),
+            (
+                "obs = ent",
+                "for p in model.parameters():\n"
+                "    p.register_hook(lambda g: g.clamp(-0.1, 0.1))\nobs = ent",
+            ),
+        ),
+        check="parity",
+        step=0,
+    ),
+    Twin(
+        name="a tensor is divided twice, and clipped element by element",
+        script="ddp.py",
+        changes=(_CUT[1], (_LOOK.rstrip(), "model[0].weight.grad /= 2\n        " + _CUT[0][1])),
+        check="weighting",
+        words="is not the sum of the shards' gradients",
+    ),
     Twin(
         name="NAN-SKIP-ONE: one rank alone skips the step of a NaN",
         script="ddp.py",

@@ -70,7 +70,7 @@ def main() -> int:
     """Prints one line for each, and how many are not as they should be."""
     every = (
         *(*TWINS, *user_bugs.BUGS, *user_knobs.BUGS, *user_scalers.BUGS),
-        *(*user_benign.VARIANTS, *user_scalers.VARIANTS),
+        *(*user_benign.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),
     )
     chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
     missed = 0

@@ -80,6 +80,8 @@ def compare(
     if why := rounded_away(trace) or rounded_away(model):
         tally.miss(why)
         return 0
+    if compressed := trace.scenario.options.get("compressed"):
+        tally.note(f"gradients are sent in {compressed}: compared within the rounding of that")
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
     expected = evidence.updates(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, likeness, missing, oracles, parity, skips
+from entrenar_py.checks import clamping, evidence, likeness, missing, oracles, parity, skips
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -94,6 +94,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     bound = likeness.Bounds.of({}, trace).gradient
+    limit = clamping.limit(trace) if trace.scenario.workload == "own" else None
     model: tuple[float, float] | None = None
     rested = skips.without_gradients(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -114,11 +115,13 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         if divisor is None:
             continue
         place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
-        for name, value in mean.items():
-            due = divisor * value.astype(np.float64)
-            gap = float(np.sqrt(np.square(total[name] - due).sum()))
+        off = _off(total, mean, divisor, bound * abs(divisor) * math.sqrt(size))
+        if off and limit is not None and clamping.explains(total, mean, limit, bound):
+            tally.note(f"gradients are clipped element by element, at {limit:.3g}")
+            off = set()
+        for name in mean:
             tally.check(
-                gap <= bound * abs(divisor) * math.sqrt(size),
+                name not in off,
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
                 "by the number that the other tensors were divided by",
                 tensor=name,
@@ -139,6 +142,20 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+
+def _off(
+    total: Mapping[str, np.ndarray[Any, Any]],
+    mean: Mapping[str, np.ndarray[Any, Any]],
+    divisor: float,
+    allowed: float,
+) -> set[str]:
+    """The tensors whose sum is not `divisor` times their mean."""
+    gaps = {
+        name: np.square(total[name] - divisor * value.astype(np.float64)).sum()
+        for name, value in mean.items()
+    }
+    return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
 
 
 def _divisor(
