@@ -75,11 +75,15 @@ def trace_of(
         scenario = pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
     events = in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
+    if problems and not ranks:
+        status, reason = "failed", f"{ended.how}, and what its ranks recorded is damaged: "
+        reason += problems[0]
     if problems and status == "completed":
         status, reason = "failed", problems[0]
     environment = dict(ranks[0].header["versions"]) if ranks else {}
     if ended.num_left:
-        environment["left running, and killed"] = f"{ended.num_left} processes"
+        left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
+        environment["killed"] = f"{left} that it left running"
     found = trace.Trace(
         scenario=scenario,
         environment=environment,
@@ -138,7 +142,12 @@ def _ending(
     told = next((one.problem for one in ranks if one.problem), "")
     printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
     last = printed[-1] if printed else "it printed nothing"
-    how = f"{ended.how}: {told or last} (its output is in {ended.output})"
+    ended_by = f"{ended.how}: {told or last}"
+    how = f"{ended_by} (its output is in {ended.output})"
+    folder = ended.output.parent
+    if not folder.is_dir():
+        why = f"the folder that it records to, {folder}, was removed while it ran"
+        return "failed", f"{why}; {ended_by}"
     made: dict[int, int] = defaultdict(int)
     for event in events:
         if isinstance(event, Update):
@@ -159,7 +168,7 @@ def _ending(
         return "completed", ""
     struck = [event.fault["kind"] for event in events if isinstance(event, Injected)]
     if any(kind.startswith("non_finite") for kind in struck):
-        return "halted", how
+        return "halted", ended_by
     if "leave" in struck:
         return "failed", (
             f"a worker was killed, and the run ended with it: {how}; it would have to be started "
