@@ -274,7 +274,7 @@ def _optimizer(
         or any(group.get(key) != first.get(key) for group in groups for key in DEFAULTS)
     )
     options: dict[str, Any] = {"clipping": "other"}  # gradients are recorded as they are applied
-    options |= {"drop_last": True} if header.get("drop_last") else {}
+    options |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
     for key, usual in DEFAULTS.items():
         if key in first and rule != "sgd" and _plain(first[key]) != _plain(usual):
             options[key] = _plain(first[key])

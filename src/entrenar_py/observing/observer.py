@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -323,26 +324,9 @@ class Observer(Observation):
         if self._constants != tensors.constants(self._optimizers):
             self._constants = tensors.constants(self._optimizers)
             self._file.change()
-        parameters, (rate, rates) = self._subject.parameters, self._subject.rates()
-        self._write(
-            [
-                trace.Update(
-                    step=self._step,
-                    rank=self._rank,
-                    loss=None,
-                    weight=0.0,  # of all ranks together: known when their files are
-                    learning_rate=rate,
-                    rates=rates,
-                    finite=tensors.is_finite(parameters.values()),
-                    gradient=self._gradient,
-                    grad_norm=self._norm,
-                    applied_norm=self._applied_norm,
-                    weights=self._subject.record(parameters),
-                    optimizer=self._subject.optimizer_state(),
-                    buffers=self._subject.buffers(self._buffers.held()),
-                )
-            ]
-        )
+        made = self._subject.update(self._step, self._rank, self._gradient, self._buffers.held())
+        made = replace(made, grad_norm=self._norm, applied_norm=self._applied_norm)
+        self._write([made])
         self._stepped.clear()
         self._gradient = {}
         self._together.stepped()
@@ -365,21 +349,9 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        subject, decayed = self._subject, self._subject.decayed()
-        parameters = subject.parameters
-        start = trace.Start(
-            step=self._step,
-            rank=self._rank,
-            trainable=tuple(subject.trained),
-            frozen=tuple(name for name in parameters if name not in subject.trained),
-            decayed=tuple(name for name, p in parameters.items() if p in decayed),
-            resumed=self._step > 0,
-            progress=tensors.progress(self._scheduler),
-            weights=subject.record(parameters),
-            optimizer=subject.optimizer_state(),
-            buffers=subject.buffers(self._buffers.held()),
-        )
-        self._write([start])
+        progress = tensors.progress(self._scheduler)
+        held = self._buffers.held()
+        self._write([self._subject.start(self._step, self._rank, progress, held)])
 
     def _leave(self) -> None:
         """The process ends by itself, well or by an exception."""
