@@ -249,8 +249,8 @@ def test_placeholders() -> None:
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
     """Is refused, and not ignored."""
     with pytest.raises(UsageError, match="so that it would never hear of it"):
-        runs.Plan(command=("train",), wanted=(), **changes)  # type: ignore[arg-type]
-    runs.Plan(command=("train", "{seed}", "{steps}"), wanted=(), **changes)  # type: ignore[arg-type]
+        runs.Plan(command=("train",), wanted=(), folder=Path(), **changes)  # type: ignore[arg-type]
+    runs.Plan(command=("train", "{seed}", "{steps}"), wanted=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
