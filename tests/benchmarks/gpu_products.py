@@ -32,8 +32,8 @@ import wgpu
 from torch import Tensor
 
 from entrenar_py.backends import rounding
+from entrenar_py.backends.wgpu import adapters
 from entrenar_py.backends.wgpu.device import LIMITS, limits_of
-from entrenar_py.backends.wgpu.device import choose as choose_adapter
 from entrenar_py.backends.wgpu.product import (
     Kernel,
     Layout,
@@ -134,7 +134,7 @@ class Adapter:
     """The best adapter, opened with all it has."""
 
     def __init__(self) -> None:
-        adapter = choose_adapter(wgpu.gpu.enumerate_adapters_sync())
+        adapter = adapters.choose(adapters.found(), 0)
         self.stamps = "timestamp-query" in adapter.features
         self.gpu = adapter.request_device_sync(
             required_limits={name: adapter.limits[name] for name in LIMITS},
