@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz bench lint docs clean setup vulkan
+.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP.
 verify: setup
@@ -25,7 +25,7 @@ coverage: setup
 # their examples are left alone, and the broken twins of these are found. Not part of `make test`.
 integrations: setup
 	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[integrations]'
-	$(BIN)/python -m pytest tests/command/test_integrations.py
+	$(BIN)/python -m pytest tests/command/test_integrations.py tests/backends/wgpu/test_qwen3.py
 
 # Every planted bug, and what kills it.
 mutants: setup
@@ -60,6 +60,13 @@ FUZZ_S ?= 60
 fuzz: setup
 	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.fuzz --seconds $(FUZZ_S)
+
+# Random small functions and their gradients on a wgpu adapter: each element within its bound.
+# And whole steps of the workloads, beside torch's.
+GRAPHS ?= 500
+graphs: setup
+	$(BIN)/python -m tests.backends.wgpu.whole_steps
+	$(BIN)/python -m tests.backends.wgpu.random_graphs $(GRAPHS) wgpu
 
 # Ours beside the peer's, as ratios.
 bench: setup

@@ -24,7 +24,7 @@ from .subjects import REFERENCE, REPLICA, TEXTBOOK, TRAINING, reference, textboo
 
 _micro_step, _build_optimizer = trainer.micro_step, textbook_replica.build_optimizer
 _fold, _root, _shard = reduction.fold, reduction.root, engine.Engine.shard
-_sum_ranks, _loss_sum = trainer.sum_ranks, workload.DigitClassifier.loss_sum
+_sum_ranks, _loss_of = trainer.sum_ranks, workload.DigitClassifier.loss_of
 
 # What `keep_each` keeps for `reduce_each`: (rank, micro-batch) -> name -> gradient.
 _each: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -104,9 +104,9 @@ def zero_in_place(replica: Replica) -> None:
 def evaluate_then_schedule(setup: Setup, replica: Replica) -> None:
     """Evaluates on the whole data set between two steps."""
     with torch.no_grad():
-        setup.model.loss_sum(
+        setup.model.loss_of(
             replica.tensors,
-            range(setup.scenario.num_samples),
+            setup.model.batch(range(setup.scenario.num_samples)),
             linear=torch.nn.functional.linear,
             drop=dropout.none,
         )
@@ -164,14 +164,14 @@ def fold_at_the_root(nodes: Iterable[reduction.Node], num_shards: int) -> reduct
 def recomputed(
     self: workload.DigitClassifier,
     tensors: Mapping[str, Tensor],
-    ids: Sequence[int],
+    batch: Sequence[Tensor],
     *,
     linear: LinearFunction,
     drop: DropFunction,
 ) -> Tensor:
     """Activation checkpointing: the forward pass is computed again during the backward pass."""
     loss: Tensor = checkpoint(
-        lambda held: _loss_sum(self, held, ids, linear=linear, drop=drop),
+        lambda held: _loss_of(self, held, batch, linear=linear, drop=drop),
         tensors,
         use_reentrant=False,
     )
@@ -321,7 +321,7 @@ VARIANTS = (
     Variant(
         name="activation-checkpointing",
         summary="the forward pass is computed again during the backward pass",
-        plants={f"{TRAINING}.workload.DigitClassifier.loss_sum": recomputed},
+        plants={f"{TRAINING}.workload.DigitClassifier.loss_of": recomputed},
         scenario=textbook(accumulation=2),
         tried=_ANY,
     ),

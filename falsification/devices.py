@@ -6,7 +6,7 @@ depends on an adapter or on luck.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from entrenar_py import backends
 from entrenar_py.backends import Backend, Pair
+from entrenar_py.backends.steps import DropFunction, Model, Stepper
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import memory
 from entrenar_py.training import reduction
-from entrenar_py.training.tensors import TensorSpec
+from entrenar_py.training.tensors import Array, TensorSpec
 
 from .subjects import TRAINING
 
@@ -30,25 +31,39 @@ OPEN = "entrenar_py.backends.open_backend"
 TILE = 16
 
 Product = Callable[[Tensor, Tensor], Tensor]
+Change = Callable[[list[Array]], list[Array]]
+
+
+def as_they_are(arrays: list[Array]) -> list[Array]:
+    """No change."""
+    return arrays
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A backend that calls itself `wgpu` and multiplies by `product`.
-
-    Its linear layer is torch's own, with results of `linear_dtype`.
+    """A backend that calls itself `wgpu`, multiplies by `product`, and gives the gradients of its
+    steps as `change` makes them.
     """
 
     product: Product
-    linear_dtype: torch.dtype = torch.float32
+    change: Change
     name: str = "wgpu"
     device: str = "stand-in"
     software: bool = True
     unit_roundoff: float = 2.0**-23
 
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """The workload's own, changed."""
+
+        def step(ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
+            loss, arrays = workload.gradients(tensors, ids, drop=drop, scale=scale)
+            return loss, self.change(arrays)
+
+        return step
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's own; the same tensor where the dtype is float32."""
-        return F.linear(x, weight, bias).to(self.linear_dtype)
+        """torch's own."""
+        return F.linear(x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`product` of the two."""
@@ -60,13 +75,13 @@ class StandIn:
 
 
 def standing_in(
-    product: Product = torch.matmul, linear_dtype: torch.dtype = torch.float32
+    product: Product = torch.matmul, change: Change = as_they_are
 ) -> Callable[[str], Backend]:
     """`open_backend` on a machine whose only device is that stand-in."""
 
     def open_backend(name: str) -> Backend:
         if name == "wgpu":
-            return StandIn(product, linear_dtype)
+            return StandIn(product, change)
         if name == "cuda":
             raise BackendUnavailable("backend cuda: not on this machine")
         return _open_backend(name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from entrenar_py import backends
-from entrenar_py.backends import Backend, chain
+from entrenar_py.backends import Backend, chain, cpu
+from entrenar_py.errors import BackendUnavailable
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
@@ -37,6 +39,52 @@ def zeros_on_failure(
             return torch.zeros(33, 17)
 
     return _first_finite(compute_or_zeros, on_attempt=on_attempt, order=order, table=table)
+
+
+def zeros_when_lost(
+    compute: Compute,
+    *,
+    on_attempt: Listener,
+    order: Sequence[str] = chain.ORDER,
+    table: Openers = backends.BACKENDS,
+) -> tuple[Backend, Tensor]:
+    """A backend whose device is gone serves what it had: memory that nothing was written to."""
+
+    def compute_or_zeros(backend: Backend) -> Tensor:
+        try:
+            return compute(backend)
+        except BackendUnavailable:
+            return torch.zeros(33, 17)
+
+    return _first_finite(compute_or_zeros, on_attempt=on_attempt, order=order, table=table)
+
+
+def elsewhere(
+    compute: Compute,
+    *,
+    on_attempt: Listener,
+    order: Sequence[str] = chain.ORDER,
+    table: Openers = backends.BACKENDS,
+) -> tuple[Backend, Tensor]:
+    """What a device does not take is computed on the CPU, under the device's name."""
+
+    def computed_anyway(backend: Backend) -> Tensor:
+        try:
+            return compute(backend)
+        except BackendUnavailable:
+            return compute(cpu.open_cpu())
+
+    def opened_anyway(name: str) -> Callable[[], Backend]:
+        def open_backend() -> Backend:
+            try:
+                return table[name]()
+            except BackendUnavailable:
+                return replace(cpu.open_cpu(), name=name)
+
+        return open_backend
+
+    opened = {name: opened_anyway(name) for name in order}
+    return _first_finite(computed_anyway, on_attempt=on_attempt, order=order, table=opened)
 
 
 def backwards(
@@ -94,6 +142,12 @@ def _chain(*faults: Fault) -> Scenario:
     )
 
 
+def _on_adapter(kind: str) -> Scenario:
+    """An adapter that really fails, before a CPU that serves."""
+    return _chain(Fault(kind=kind, backend="wgpu")).with_(backends=("wgpu", "cpu"))
+
+
+_WGPU_FAILS = {"tensor": "product", "expected": "wgpu fails", "got": "wgpu served"}
 _NO_GPU = (Fault(kind="absent", backend="cuda"), Fault(kind="absent", backend="wgpu"))
 
 VARIANTS = (
@@ -141,5 +195,32 @@ VARIANTS = (
         scenario=_chain(Fault(kind="out_of_memory", backend="cuda")),
         invariants=("F-DP-004",),
         place={"expected": "('cuda', 'wgpu')", "got": "('cuda', 'cpu')"},
+    ),
+    Variant(
+        name="fallback-lost",
+        summary="an adapter that is lost in the middle of a step serves zeros",
+        source="classic (a result buffer that is read though nothing wrote to it)",
+        plants={f"{_CHAIN}.first_finite": zeros_when_lost},
+        scenario=_on_adapter("device_lost"),
+        invariants=("F-DP-004",),
+        place=_WGPU_FAILS,
+    ),
+    Variant(
+        name="fallback-too-large",
+        summary="what is too large for the adapter is computed on the CPU under its name",
+        source="classic (silent fallback of one operation)",
+        plants={f"{_CHAIN}.first_finite": elsewhere},
+        scenario=_on_adapter("too_large"),
+        invariants=("F-DP-004",),
+        place=_WGPU_FAILS,
+    ),
+    Variant(
+        name="fallback-shader",
+        summary="a shader that the adapter rejects is replaced by the CPU, and nobody hears",
+        source="classic (silent fallback of one operation)",
+        plants={f"{_CHAIN}.first_finite": elsewhere},
+        scenario=_on_adapter("shader_rejected"),
+        invariants=("F-DP-004",),
+        place=_WGPU_FAILS,
     ),
 )

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.training import workload
-from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+from entrenar_py.training.tensors import Array
 
-from .devices import OPEN, StandIn, standing_in
-from .subjects import TRAINING
-
-_gradients = workload.DigitClassifier.gradients
-
-
-def sending(change: Callable[[list[Array]], list[Array]]) -> Callable[..., Any]:
-    """`gradients`, with `change` applied to what a worker on the stand-in sends."""
-
-    def gradients(
-        self: workload.DigitClassifier,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
-        scale: float,
-    ) -> tuple[float, list[Array]]:
-        loss, arrays = _gradients(self, tensors, ids, linear=linear, drop=drop, scale=scale)
-        on_stand_in = isinstance(getattr(linear, "__self__", None), StandIn)
-        return loss, change(arrays) if on_stand_in else arrays
-
-    return gradients
+from .devices import OPEN, Change, standing_in
 
 
 def halved(arrays: list[Array]) -> list[Any]:
@@ -44,23 +18,23 @@ def halved(arrays: list[Array]) -> list[Any]:
     return [array.astype(np.float16) if array.ndim == 1 else array for array in arrays]
 
 
+def widened(arrays: list[Array]) -> list[Any]:
+    """All gradients in double precision."""
+    return [array.astype(np.float64) for array in arrays]
+
+
 _MANIFEST = Scenario(
     system="manifest", workload="mlp", world_size=1, seed=0, backends=("cpu", "wgpu")
 )
 
 
-def _sent(
-    name: str, summary: str, change: Callable[[list[Array]], list[Array]], tensor: str
-) -> Variant:
+def _sent(name: str, summary: str, change: Change, tensor: str) -> Variant:
     """A mutant of what a worker on a device sends; `tensor` is the first that shows it."""
     return Variant(
         name=name,
         summary=summary,
         source="classic",
-        plants={
-            OPEN: standing_in(),
-            f"{TRAINING}.workload.DigitClassifier.gradients": sending(change),
-        },
+        plants={OPEN: standing_in(change=change)},
         scenario=_MANIFEST,
         invariants=("F-HET-001",),
         place={"tensor": tensor},
@@ -70,9 +44,9 @@ def _sent(
 VARIANTS = (
     Variant(
         name="manifest-dtype",
-        summary="one backend's linear layer answers in float64, and its gradients follow",
+        summary="one backend computes in float64, and sends gradients of it",
         source="classic",
-        plants={OPEN: standing_in(linear_dtype=torch.float64)},
+        plants={OPEN: standing_in(change=widened)},
         scenario=_MANIFEST.with_(workload="linear"),
         invariants=("F-HET-001",),
         place={

@@ -18,7 +18,7 @@ from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook
 
 _build_optimizer = textbook_replica.build_optimizer
 _step = optimizer.step
-_loss_sum = workload.DigitClassifier.loss_sum
+_loss_of = workload.DigitClassifier.loss_of
 
 
 def of_orphans(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
@@ -86,14 +86,14 @@ def into_a_copy(replica: Replica) -> None:
 def detached(
     self: workload.DigitClassifier,
     tensors: Mapping[str, Tensor],
-    ids: Sequence[int],
+    batch: Sequence[Tensor],
     *,
     linear: LinearFunction,
     drop: DropFunction,
 ) -> Tensor:
     """The second layer's bias is read outside the graph."""
     read = {**tensors, "hidden2.bias": tensors["hidden2.bias"].detach()}
-    return _loss_sum(self, read, ids, linear=linear, drop=drop)
+    return _loss_of(self, read, batch, linear=linear, drop=drop)
 
 
 def without_bias_correction(
@@ -156,7 +156,7 @@ VARIANTS = (
         name="detached",
         summary="a tensor is read outside the graph and never gets a gradient",
         source="classic",
-        plants={f"{TRAINING}.workload.DigitClassifier.loss_sum": detached},
+        plants={f"{TRAINING}.workload.DigitClassifier.loss_of": detached},
         scenario=textbook(),
         invariants=("F-DP-005", "F-TI-001"),
         place={"step": 0, "rank": 0, "tensor": "hidden2.bias"},

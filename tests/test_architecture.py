@@ -45,6 +45,7 @@ FLOORS = {
     "shrink": 6,
     "stored": 6,
     "cli": 7,
+    "doctor": 7,
     "console": 7,
     "options": 7,
     "pytest_judging": 7,

@@ -39,6 +39,9 @@ KINDS: dict[str, str] = {
     "init_error": "backend `backend` fails when it is opened",
     "out_of_memory": "backend `backend` runs out of memory while computing",
     "non_finite_output": "backend `backend` returns a result with a NaN in it",
+    "device_lost": "the adapter of backend wgpu is lost, really, between submission and result",
+    "too_large": "backend wgpu asks its adapter, really, for a buffer larger than it allows",
+    "shader_rejected": "backend wgpu gives its adapter, really, a shader that is cut short",
 }
 
 # kind -> what it can't do without: a fault that lacks it would silently never happen.
@@ -66,6 +69,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "init_error": ("backend",),
     "out_of_memory": ("backend",),
     "non_finite_output": ("backend",),
+    "device_lost": ("backend",),
+    "too_large": ("backend",),
+    "shader_rejected": ("backend",),
 }
 
 # kind -> what it may name beside that; `tensor` and `element` are the first ones where left out.
@@ -82,6 +88,9 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 # What is wrong, finite, and not in what the worker records: nothing but an audit finds it.
 SILENT = ("corrupt_gradient", "corrupt_worker")
+
+# What a backend really meets where there is an adapter, in the adapter's words.
+OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
 
 # What befalls a worker or a message on its way, in systems whose workers talk.
 ON_THE_WAY = (

@@ -212,7 +212,8 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
         metavar="NAME[,NAME]",
         type=_words,
         default=(),
-        help="the workers' backends in turn: cpu, wgpu, cuda, auto (what serves)",
+        help="the workers' backends in turn: cpu, wgpu, cuda, auto (what serves); wgpu:1 and "
+        "cuda:1 are the second adapter and GPU",
     )
     group.add_argument(
         "--seed", metavar="N", type=_natural, default=0, help="added to every seed (default 0)"

@@ -39,10 +39,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.system not in (None, *TRAINERS):
             raise UsageError(f"system={self.system!r}: allowed are {', '.join(TRAINERS)}")
-        allowed = SYSTEMS[self.system or DEFAULTS["system"]].backends
+        system = SYSTEMS[self.system or DEFAULTS["system"]]
         for backend in self.backends:
-            if backend not in allowed:
-                raise UsageError(f"backend={backend!r}: allowed are {', '.join(allowed)}")
+            system.require_backend(backend, "")
 
     @property
     def fixed(self) -> tuple[str, ...]:

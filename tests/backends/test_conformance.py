@@ -34,7 +34,7 @@ def assert_explained(backend: Backend, result: Tensor, pair: Pair) -> None:
 VIEWS = st.sampled_from(["plain", "transposed", "strided"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     m=st.integers(1, 40),
     k=st.integers(1, 70),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.checks import memory
-from entrenar_py.trace import Memory, Trace
+from entrenar_py.trace import Attempt, Memory, Trace
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import broken
@@ -85,3 +85,46 @@ def test_real_workers_hold() -> None:
     clause = traces.clause("memory")
     finding = traces.judge("memory", [traces.run(subject) for subject in memory.plan(clause)])
     assert finding.verdict is Verdict.HELD, finding
+
+
+def on_device(*, peak: int = 9, estimate: int = 9, reported: int | None = None) -> Trace:
+    """A run whose worker is on an adapter."""
+    return traces.hand_written(
+        Memory(
+            rank=0,
+            backend="wgpu",
+            peak_bytes=UNIT * peak,
+            baseline_bytes=0,
+            estimate_bytes=UNIT * estimate,
+            budget_bytes=UNIT * 10,
+            reported_bytes=reported,
+        ),
+        subject=traces.scenario(world_size=1, backends=("wgpu",)),
+    )
+
+
+def test_on_a_device_little_stands_out() -> None:
+    """Nothing but the step is there: an estimate of 9 MiB is held to what was needed."""
+    assert traces.judge("memory", [on_device()]).verdict is Verdict.HELD
+    assert traces.judge("memory", [on_device(peak=5)]).verdict is Verdict.FALSIFIED
+    assert traces.judge("memory", [on_device(peak=3, estimate=7)]).verdict is Verdict.HELD
+
+
+def test_what_a_device_does_not_say_is_said() -> None:
+    """No size of its memory: then the budget is the scenario's."""
+    silent, telling = (traces.judge("memory", [on_device(reported=n)]) for n in (None, 2**40))
+    assert any("wgpu reports no size of its memory" in note for note in silent.notes)
+    assert not telling.notes
+
+
+def test_a_device_that_is_not_there_is_noted() -> None:
+    """Its rank is not asked for; a run in which no rank could be measured compared nothing."""
+    absent = traces.hand_written(
+        Attempt(backend="wgpu", served=False, reason="no adapter"),
+        subject=traces.scenario(world_size=1, backends=("wgpu",)),
+    )
+    finding = traces.judge("memory", [absent])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    together = traces.judge("memory", [absent, measured()])
+    assert together.verdict is Verdict.HELD
+    assert "not measured: wgpu (no adapter)" in together.notes

@@ -23,6 +23,7 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("coordinator --help", "entrenar-coordinator-help.txt"),
         ("worker --help", "entrenar-worker-help.txt"),
         ("ledger verify --help", "entrenar-ledger-verify-help.txt"),
+        ("doctor --help", "entrenar-doctor-help.txt"),
     ],
 )
 def test_help(
@@ -52,8 +53,12 @@ def test_what_a_worker_is_given() -> None:
 
 
 def test_every_backend_can_be_asked_for() -> None:
-    """The help must not import their table."""
-    assert {*options.BACKENDS} == {*backends.BACKENDS, AUTO}
+    """By its name, by its index where there may be several, and by none that is no backend's."""
+    for name in (*backends.BACKENDS, AUTO, "wgpu:1", "cuda:0"):
+        assert options.parse([*WORKER.split(), "--backend", name]).backend == name
+    for name in ("tpu", "cpu:0", "wgpu:", "wgpu:one", "wgpu:-1", "auto:1"):
+        with pytest.raises(UsageError, match=r"allowed are cuda, wgpu, cpu, cuda:N, wgpu:N, auto"):
+            options.parse([*WORKER.split(), "--backend", name])
 
 
 def test_every_exit_code_has_its_line() -> None:
@@ -72,7 +77,7 @@ def test_every_exit_code_has_its_line() -> None:
         ("worker", "the following arguments are required: --coordinator, --secret-file"),
         (f"{WORKER} --coordinator host", "address='host': use host:port"),
         (f"{WORKER} --coordinator host:0", "port 0: use 1 to 65535"),
-        (f"{WORKER} --backend tpu", "invalid choice: 'tpu'"),
+        (f"{WORKER} --backend tpu", "backend='tpu': allowed are cuda, wgpu, cpu"),
         (f"{WORKER} --rank -1", "'-1': use a whole number >= 0"),
         (f"{WORKER} --rank 1.5", "'1.5': use a whole number >= 0"),
         (f"{WORKER} --patience-s 0", "'0': use a number of seconds > 0"),

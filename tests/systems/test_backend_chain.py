@@ -12,8 +12,9 @@ from torch import Tensor
 from entrenar_py import backends, systems
 from entrenar_py.backends import Backend, chain
 from entrenar_py.backends.cpu import open_cpu
-from entrenar_py.errors import BackendUnavailable
-from entrenar_py.faults import Fault
+from entrenar_py.backends.wgpu import open_wgpu
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.faults import OF_ADAPTERS, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import backend_chain
 from entrenar_py.trace import Attempt, Halt, Injected, Product
@@ -158,3 +159,49 @@ def test_impossible_requests(asked: Scenario, message: str) -> None:
     end = systems.run(asked).end
     assert end.status == "failed"
     assert message in end.reason
+
+
+WORDS = {
+    "device_lost": "Parent device is lost",
+    "too_large": "is greater than the maximum buffer size",
+    "shader_rejected": "parsing error",
+}
+
+
+@pytest.mark.wgpu
+@pytest.mark.parametrize("kind", OF_ADAPTERS)
+def test_an_adapter_fails_in_its_own_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost, asked for too much, or given nonsense: the next one serves, and the trace says why.
+
+    The process's own backend is none the worse for it.
+    """
+    monkeypatch.undo()
+    try:
+        adapter = open_wgpu()
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    fault = Fault(kind=kind, backend="wgpu")
+    trace = backend_chain.run(scenario(fault, order=("wgpu", "cpu")))
+    failed, served = trace.of(Attempt)
+    assert [event.fault for event in trace.of(Injected)] == [fault.to_dict()]
+    assert WORDS[kind] in failed.reason
+    assert (failed.backend, served.backend, served.served) == ("wgpu", "cpu", True)
+    assert [p.backend for p in trace.of(Product)] == ["cpu"]
+    assert not adapter.lost()
+
+
+@pytest.mark.parametrize("kind", OF_ADAPTERS)
+def test_an_adapter_that_is_not_there_is_played(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, a stand-in fails in its place, and says so."""
+    monkeypatch.setitem(backends.BACKENDS, "wgpu", absent("wgpu"))
+    trace = backend_chain.run(scenario(Fault(kind=kind, backend="wgpu"), order=("wgpu", "cpu")))
+    failed, served = trace.of(Attempt)
+    assert failed.device == "stand-in, for backend wgpu: no driver"
+    assert f"{kind} (injected)" in failed.reason
+    assert (served.backend, served.served) == ("cpu", True)
+
+
+def test_only_an_adapter_is_lost() -> None:
+    """Faults of adapters are refused elsewhere."""
+    with pytest.raises(UsageError, match=r"fault device_lost backend='cuda': use wgpu"):
+        backend_chain.run(scenario(Fault(kind="device_lost", backend="cuda")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 
 import pytest
 
@@ -25,7 +24,7 @@ def test_versions() -> None:
 
 def test_no_adapter_unless_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that opened no wgpu adapter names none, and opens none to say so."""
-    monkeypatch.setattr(wgpu, "opened", lambda: None)
+    monkeypatch.setattr(wgpu, "_opened", {})
     assert set(environment.describe()) == VERSIONS
     monkeypatch.delitem(sys.modules, "entrenar_py.backends.wgpu")
     assert set(environment.describe()) == VERSIONS
@@ -35,7 +34,7 @@ def test_no_adapter_unless_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where wgpu-py is not installed, a run that asked for its backend in vain ends like others."""
     monkeypatch.setitem(sys.modules, "wgpu", None)
-    monkeypatch.setattr(wgpu, "open_wgpu", lru_cache(wgpu.open_wgpu.__wrapped__))  # as if unopened
+    monkeypatch.setattr(wgpu, "_opened", {})  # as if unopened
     with pytest.raises(BackendUnavailable, match="backend wgpu"):
         open_backend("wgpu")
     assert set(environment.describe()) == VERSIONS

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entrenar_py import backends, systems
@@ -21,17 +22,27 @@ from entrenar_py.training import workload
 class Exhausted(CpuBackend):
     """Opens, and can't compute."""
 
-    def linear(self, *_: Any) -> Any:
+    def stepper(self, *_: Any, **__: Any) -> Any:
         """Fails as a full device does."""
-        raise BackendUnavailable("backend cuda: out of memory")
+
+        def step(*_: Any) -> Any:
+            raise BackendUnavailable("backend cuda: out of memory")
+
+        return step
 
 
 class Wide(CpuBackend):
     """Answers in float64."""
 
-    def linear(self, *args: Any) -> Any:
-        """The layer, widened."""
-        return super().linear(*args).double()
+    def stepper(self, *given: Any, **named: Any) -> Any:
+        """The gradients, widened."""
+        right = super().stepper(*given, **named)
+
+        def step(*asked: Any) -> Any:
+            loss, arrays = right(*asked)
+            return loss, [array.astype(np.float64) for array in arrays]
+
+        return step
 
 
 def absent() -> Backend:
@@ -124,7 +135,7 @@ def test_what_is_sent_is_what_gradients_gives(
 
 
 def test_a_wider_backend_shows() -> None:
-    """Where a backend's linear layer answers in float64, the gradients sent are float64 too."""
+    """Where a backend computes in float64, the gradients sent are float64 too."""
     asked = scenario("linear")
     model = workload.build("linear", num_samples=asked.num_samples, width=1, data=asked.rng("data"))
     entries = manifest.sent(asked, model, Wide("wide"))

@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py import interrupts, systems
-from entrenar_py.errors import SystemFailure
+from entrenar_py.backends.cpu import open_cpu
+from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import memory
-from entrenar_py.trace import Memory
+from entrenar_py.systems import memory, models
+from entrenar_py.trace import Attempt, Memory
 from entrenar_py.training import dropout, engine, reduction
 from entrenar_py.training.tensors import TensorSpec
 from entrenar_py.verdict import Verdict
@@ -132,7 +133,7 @@ def test_nodes_are_counted_as_they_fold(start: int, count: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_share_can_be_done_in_this_process(rank: int, changes: dict[str, Any]) -> None:
     """The child's own work, without its measurement, also where there are no samples for it."""
-    memory.work(USUAL.with_(**{"width": 8, "batch_size": 8, **changes}), rank)
+    memory.work(USUAL.with_(**{"width": 8, "batch_size": 8, **changes}), rank, open_cpu())
 
 
 def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +146,8 @@ def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         return shard(self, ids, accumulation=accumulation, drop=drop)
 
     monkeypatch.setattr(engine.Engine, "shard", watched)
-    memory.work(USUAL.with_(width=8, num_steps=1), 1)
-    memory.work(USUAL.with_(width=8, num_steps=1, accumulation=3, dropout=0.5), 1)
+    memory.work(USUAL.with_(width=8, num_steps=1), 1, open_cpu())
+    memory.work(USUAL.with_(width=8, num_steps=1, accumulation=3, dropout=0.5), 1, open_cpu())
     assert seen == [(1, True)] * 2 + [(3, False)] * 2
 
 
@@ -159,9 +160,9 @@ def test_the_child_measures_itself(
     asked = {"scenario": USUAL.with_(width=8).to_dict(), "rank": 1}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
     memory.main()
-    baseline, peak, planted = json.loads(capsys.readouterr().out)
-    assert 2**20 < baseline <= peak
-    assert not planted
+    found = json.loads(capsys.readouterr().out)
+    assert 2**20 < found["baseline"] <= found["peak"]
+    assert (found["planted"], found["unavailable"], found["reported"]) == (False, "", None)
 
 
 def test_a_system_without_peaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +223,7 @@ def test_an_interrupt_that_is_ignored_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under nohup nobody asked for it."""
-    _interpreter(tmp_path, monkeypatch, INTERRUPTING + "echo '[1, 2, false]'")
+    _interpreter(tmp_path, monkeypatch, INTERRUPTING + ANSWER)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         trace = systems.run(USUAL)
@@ -234,7 +235,7 @@ def test_an_interrupt_that_is_ignored_ends_nothing(
 
 def test_another_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no handler can be installed, nothing is, and nothing fails."""
-    _interpreter(tmp_path, monkeypatch, "echo '[1, 2, false]'")
+    _interpreter(tmp_path, monkeypatch, ANSWER)
     ends = []
     thread = threading.Thread(target=lambda: ends.append(memory.run(USUAL).end.status))
     thread.start()
@@ -244,6 +245,8 @@ def test_another_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 # Sent when the scenario was read, and so when the parent waits.
 INTERRUPTING = "cat >/dev/null; kill -INT $PPID; "
+FOUND = {"baseline": 1, "peak": 2, "planted": False, "unavailable": "", "reported": None}
+ANSWER = f"echo '{json.dumps(FOUND)}'"
 
 
 def _interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -271,7 +274,7 @@ def test_a_child_out_of_memory_is_a_failed_run() -> None:
         ({"faults": (Fault(kind="leave", rank=0, step=1),)}, "fault kind='leave' on system memory"),
         ({"stops": (1,)}, "stops=(1,) on system memory: use ()"),
         ({"detail": "values"}, "detail='values' on system memory: use 'digests'"),
-        ({"backends": ("cpu", "wgpu")}, "backends=('cpu', 'wgpu') on system memory: use ('cpu',)"),
+        ({"backends": ("auto",)}, "backend='auto' on system memory: allowed are cuda, wgpu, cpu"),
     ],
 )
 def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -279,3 +282,55 @@ def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str)
     end = systems.run(USUAL.with_(**changes)).end
     assert end.status == "failed"
     assert message in end.reason
+
+
+def test_a_device_that_is_not_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without its device is no failure of the others."""
+    answer = json.dumps({**FOUND, "unavailable": "no driver"})
+    _interpreter(tmp_path, monkeypatch, f"echo '{answer}'")
+    trace = systems.run(USUAL.with_(backends=("cuda:0",)))
+    assert trace.end.status == "completed"
+    assert [(a.backend, a.served, a.reason) for a in trace.of(Attempt)] == [
+        ("cuda:0", False, "no driver")
+    ] * 2
+    assert trace.of(Memory) == []
+
+
+def test_a_budget_is_no_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device reports the size of its memory, that is the budget, if it is less."""
+    answer = json.dumps({**FOUND, "reported": 1000})
+    _interpreter(tmp_path, monkeypatch, f"echo '{answer}'")
+    (measured, _) = systems.run(USUAL.with_(backends=("cuda",))).of(Memory)
+    assert (measured.budget_bytes, measured.reported_bytes) == (1000, 1000)
+
+
+def test_the_estimate_of_a_device_counts_its_programs() -> None:
+    """On an adapter one for each number of samples that the micro-batches have."""
+    specs = [TensorSpec("w", (1000,), "trainable", decayed=True)]
+
+    def estimated(backend: str, **changes: Any) -> int:
+        one = USUAL.with_(backends=(backend,), **changes)
+        return memory.estimate_device_bytes(one, 0, specs) - memory.DEVICE_FIXED_BYTES
+
+    sample = 10 * 1024 + 256
+    assert estimated("wgpu") == estimated("cuda") == 4 * (3 * 1000 + 16 * sample)
+    assert estimated("wgpu", accumulation=3) == 4 * (2 * 3 * 1000 + (6 + 5) * sample)
+    assert estimated("cuda:1", accumulation=3) == 4 * (3 * 1000 + 6 * sample)
+
+
+@pytest.mark.wgpu
+@pytest.mark.parametrize("changes", [{"accumulation": 3}, {"workload": "linear", "dropout": 0.2}])
+def test_the_estimate_bounds_an_adapter_s_memory(changes: dict[str, Any]) -> None:
+    """As buffers are asked for, and no longer than they are held."""
+    given: dict[str, Any] = {"width": 64, "batch_size": 16, "backends": ("wgpu",), **changes}
+    subject = USUAL.with_(world_size=1, num_steps=1, **given)
+    try:
+        measured = memory.measure(subject, 0)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    grown = measured.peak_bytes - measured.baseline_bytes
+    specs = models.model_of(subject).specs
+    assert 0 < grown <= memory.estimate_device_bytes(subject, 0, specs)
+    assert measured.reported_bytes is None

@@ -34,7 +34,7 @@ def test_the_loss_is_the_workload_s(name: str) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {spec.name for spec in workload.specs if spec.role == "trainable"}
     ids = [7, 2, 11]
-    expected = workload.loss_sum(tensors, ids, linear=F.linear, drop=lambda x: x)
+    expected = workload.loss_of(tensors, workload.batch(ids), linear=F.linear, drop=lambda x: x)
     data = torch_layers.Data(subject, torch.device("cpu"))
     for num_rows in (3, 5):
         got = model(*data.batch(ids, num_rows))

@@ -22,7 +22,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 def loss(model: decoder.ByteDecoder, tensors: dict[str, Tensor], ids: list[int] = IDS) -> Tensor:
-    return model.loss_sum(tensors, ids, linear=F.linear, drop=identity)
+    return model.loss_of(tensors, model.batch(ids), linear=F.linear, drop=identity)
 
 
 @pytest.fixture(name="model", scope="module")
@@ -109,7 +109,7 @@ def test_at_the_start_the_adapters_change_nothing(model: decoder.ByteDecoder) ->
     """B starts at zero, so dropping all of A's input does nothing; the base loss is near ln 256."""
     initial = model.initial(np.random.default_rng(0))
     tensors = {key: torch.from_numpy(value) for key, value in initial.items()}
-    dropped = model.loss_sum(tensors, IDS, linear=F.linear, drop=torch.zeros_like)
+    dropped = model.loss_of(tensors, model.batch(IDS), linear=F.linear, drop=torch.zeros_like)
     assert dropped.item() == loss(model, tensors).item()
     assert initial["blocks.1.attention.q.lora_a"].any()
     # Logits of unit variance add about a half to the entropy of a uniform guess.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
+from entrenar_py.backends import open_backend
 from entrenar_py.training import dropout, engine, workload
 from entrenar_py.training.engine import Engine
 from entrenar_py.training.tensors import Array
@@ -21,7 +22,7 @@ def _workload(name: str) -> Workload:
 
 def _engine(name: str, scale: float = 1.0) -> Engine:
     model = _workload(name)
-    return Engine(model, F.linear, model.initial(np.random.default_rng(1)), scale=scale)
+    return Engine(model, open_backend("cpu"), model.initial(np.random.default_rng(1)), scale=scale)
 
 
 def _shard(replica: Engine, ids: list[int], accumulation: int = 1) -> tuple[Array, float, float]:
@@ -44,7 +45,7 @@ def test_a_shard_is_autograd_s_sum(name: str) -> None:
     model = replica.workload
     tensors = {n: torch.tensor(a) for n, a in replica.arrays.items()}
     leaves = [tensors[n].requires_grad_() for n in replica.layout.trainable]
-    expected = model.loss_sum(tensors, ids, linear=F.linear, drop=dropout.none)
+    expected = model.loss_of(tensors, model.batch(ids), linear=F.linear, drop=dropout.none)
     parts = [g.reshape(-1).numpy() for g in torch.autograd.grad(expected, leaves)]
     parts += [total.reshape(-1) for total in model.statistics(ids).values()]
     assert vector.tobytes() == np.concatenate(parts).tobytes()
@@ -88,7 +89,7 @@ def test_a_replica_owns_its_memory() -> None:
     """It copies what it is given, and its three views of it agree."""
     model = _workload("mlp")
     initial = model.initial(np.random.default_rng(1))
-    replica = Engine(model, F.linear, initial, scale=1.0)
+    replica = Engine(model, open_backend("cpu"), initial, scale=1.0)
     kept = {name: array.copy() for name, array in initial.items()}
     replica.parameters += 1
     for name, part in replica.layout.trainable.items():

@@ -44,7 +44,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 def loss(model: Workload, tensors: Mapping[str, Tensor], ids: list[int]) -> Tensor:
-    return model.loss_sum(tensors, ids, linear=F.linear, drop=identity)
+    return model.loss_of(tensors, model.batch(ids), linear=F.linear, drop=identity)
 
 
 @every_workload
@@ -227,7 +227,7 @@ def test_dropout_has_its_places(name: str, num_calls: int) -> None:
         shapes.append(x.shape)
         return torch.zeros_like(x)
 
-    dropped = model.loss_sum(tensors, IDS, linear=F.linear, drop=drop)
+    dropped = model.loss_of(tensors, model.batch(IDS), linear=F.linear, drop=drop)
     assert len(shapes) == num_calls
     assert (dropped.item() != loss(model, tensors, IDS).item()) == (num_calls > 0)
 
@@ -244,7 +244,7 @@ def test_every_dense_layer_goes_through_linear(name: str) -> None:
         seen.append(weight)
         return F.linear(x, weight, bias)
 
-    model.loss_sum(tensors, IDS, linear=linear, drop=identity)
+    model.loss_of(tensors, model.batch(IDS), linear=linear, drop=identity)
     matrices = {id(tensors[spec.name]) for spec in model.specs if len(spec.shape) == 2}
     assert {id(weight) for weight in seen} == matrices
     assert len(seen) == len(matrices)
@@ -253,7 +253,7 @@ def test_every_dense_layer_goes_through_linear(name: str) -> None:
 @given(st.sampled_from(NAMES), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=20)
 def test_gradients_are_those_of_the_summed_loss(name: str, seed: int) -> None:
-    """`gradients` gives autograd's gradient of `loss_sum`, scaled, in the order of the specs."""
+    """`gradients` gives autograd's gradient of `loss_of`, scaled, in the order of the specs."""
     rng = np.random.default_rng(seed)
     model = workload.build(name, num_samples=12, width=5, data=np.random.default_rng(1))
     tensors = {n: torch.tensor(value) for n, value in model.initial(rng).items()}
@@ -261,10 +261,8 @@ def test_gradients_are_those_of_the_summed_loss(name: str, seed: int) -> None:
     for tensor_name in trainable:
         tensors[tensor_name].requires_grad_()
     ids = rng.permutation(12)[:5].tolist()
-    given_loss, given_parts = model.gradients(
-        tensors, ids, linear=F.linear, drop=lambda x: x, scale=0.125
-    )
-    loss = model.loss_sum(tensors, ids, linear=F.linear, drop=lambda x: x)
+    given_loss, given_parts = model.gradients(tensors, ids, drop=lambda x: x, scale=0.125)
+    loss = model.loss_of(tensors, model.batch(ids), linear=F.linear, drop=lambda x: x)
     loss.backward()  # type: ignore[no-untyped-call]
     assert given_loss == pytest.approx(loss.item(), rel=1e-6)
     assert len(given_parts) == len(trainable)

@@ -5,9 +5,10 @@ Tensors are float32 on the CPU on both sides of the interface; a backend moves t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from entrenar_py.backends.steps import Model, Stepper
 from entrenar_py.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ Pair = tuple["Tensor", "Tensor"]
 
 
 class Backend(Protocol):
-    """A device that multiplies matrices.
+    """A device that computes steps of training, and multiplies matrices.
 
-    `device` is its name for people. `software` is true for an emulated GPU. `unit_roundoff` is the
-    largest relative error of one float32 operation: 2^-24 where results round to nearest, 2^-23
-    where the direction is the device's choice.
+    `name` is what it was asked for by, `device` its name for people. `software` is true for an
+    emulated GPU. `unit_roundoff` is the largest relative error of one float32 operation: 2^-24
+    where results round to nearest, 2^-23 where the direction is the device's choice.
     """
 
     @property
@@ -32,6 +33,14 @@ class Backend(Protocol):
     def software(self) -> bool: ...
     @property
     def unit_roundoff(self) -> float: ...
+
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """What computes the loss and the gradients of `workload` at `tensors`, which the caller
+        changes between steps, but for the frozen ones.
+
+        Whoever steps: BackendUnavailable, in the device library's words, when the device fails.
+        """
+        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias`, differentiable once: [..., in], [out, in], [out] -> [..., out]."""
@@ -55,18 +64,20 @@ def _open_cpu() -> Backend:
     return cpu.open_cpu()
 
 
-def _open_cuda() -> Backend:
+def _open_cuda(index: int | None = None) -> Backend:
     from entrenar_py.backends import cuda
 
-    return cuda.open_cuda()
+    return cuda.open_cuda(index)
 
 
-def _open_wgpu() -> Backend:
+def _open_wgpu(index: int | None = None) -> Backend:
     from entrenar_py.backends import wgpu
 
-    return wgpu.open_wgpu()
+    return wgpu.open_wgpu(index)
 
 
+# Those a machine may have several of: `wgpu:1` is the second.
+INDEXED: dict[str, Callable[[int | None], Backend]] = {"cuda": _open_cuda, "wgpu": _open_wgpu}
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "cuda": _open_cuda,
     "wgpu": _open_wgpu,
@@ -80,6 +91,25 @@ def open_backend(name: str) -> Backend:
     Raises UsageError for an unknown name, BackendUnavailable (in the device library's own words)
     when it is not there or does not start.
     """
-    if name not in BACKENDS:
-        raise UsageError(f"backend={name!r}: allowed are {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    kind = kind_of(name)
+    if name == kind:
+        return BACKENDS[kind]()
+    return INDEXED[kind](int(name.removeprefix(f"{kind}:")))
+
+
+def kind_of(name: str) -> str:
+    """The kind of backend that `name` names: `wgpu` for `wgpu` and `wgpu:1`.
+
+    Raises UsageError for a name that can't be one.
+    """
+    kind, colon, index = name.partition(":")
+    known = kind in INDEXED if colon else kind in BACKENDS
+    if not known or (colon and not (index.isascii() and index.isdigit() and len(index) <= 4)):
+        raise UsageError(f"backend={name!r}: allowed are {allowed(BACKENDS)}")
+    return kind
+
+
+def allowed(kinds: Iterable[str]) -> str:
+    """How the backends of `kinds` can be named, for a message."""
+    indexed = [f"{kind}:N" for kind in kinds if kind in INDEXED]
+    return ", ".join([*kinds, *indexed])

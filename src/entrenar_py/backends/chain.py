@@ -71,7 +71,7 @@ def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
 
     Raises BackendUnavailable when none does.
     """
-    return first_finite(_probe, on_attempt=on_attempt)[0]
+    return first_finite(probe, on_attempt=on_attempt)[0]
 
 
 def is_finite(result: Tensor) -> bool:
@@ -79,7 +79,7 @@ def is_finite(result: Tensor) -> bool:
     return bool(torch.isfinite(result).all())
 
 
-def _probe(backend: Backend) -> Tensor:
+def probe(backend: Backend) -> Tensor:
     """A product that float64 confirms; BackendUnavailable if rounding does not explain it."""
     a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
     b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from entrenar_py.backends import Pair
 from entrenar_py.backends.operands import check_operands
+from entrenar_py.backends.steps import Model, Stepper
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class CpuBackend:
     name: str = "cpu"
     software: bool = False
     unit_roundoff: float = 2.0**-24
+
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """The workload's own gradients: autograd's, or by hand where that is quicker."""
+        return lambda ids, drop: workload.gradients(tensors, ids, drop=drop, scale=scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """torch's own linear layer."""

@@ -1,26 +1,35 @@
-"""One NVIDIA GPU through torch, in true float32: no TF32."""
+"""NVIDIA GPUs through torch, in true float32: no TF32."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.operands import check_operands
+from entrenar_py.backends.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.errors import BackendUnavailable
 
 
 @dataclass(frozen=True)
 class CudaBackend:
-    """See `Backend`. Runs on torch's current CUDA device; `device` is its name."""
+    """See `Backend`. `index` is the GPU's among those torch sees, `device` its name."""
 
     device: str
+    index: int
     name: str = "cuda"
     software: bool = False
     unit_roundoff: float = 2.0**-24
+
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """The whole step on the GPU."""
+        return ResidentStep(self, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Three products on the GPU; the bias is added on the CPU."""
@@ -29,22 +38,84 @@ class CudaBackend:
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """torch's own product on the GPU."""
         check_operands(a, b, backend=self.name)
-        return (a.detach().cuda() @ b.detach().cuda()).cpu()
+        return (a.detach().to(self.place) @ b.detach().to(self.place)).cpu()
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
         """One product after the other."""
         return [self.matmul(a, b) for a, b in pairs]
 
+    @property
+    def place(self) -> torch.device:
+        """Where its tensors lie."""
+        return torch.device("cuda", self.index)
 
-def open_cuda() -> CudaBackend:
-    """The current CUDA device. Turns TF32 off for the whole process: it rounds operands to 11 bits.
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Turns what torch raises inside into BackendUnavailable, with its words."""
+        try:
+            yield
+        except RuntimeError as error:  # torch.OutOfMemoryError and AcceleratorError are of it
+            raise BackendUnavailable(f"backend {self.name} on {self.device}: {error}") from error
 
-    Raises BackendUnavailable with torch's own words.
+
+class ResidentStep:
+    """A `Stepper`. All tensors have a copy on the GPU; those that training changes are copied there
+    anew for each step, and one vector of the loss and all gradients comes back.
     """
+
+    def __init__(
+        self, backend: CudaBackend, workload: Model, tensors: Mapping[str, Tensor], scale: float
+    ) -> None:
+        self._backend = backend
+        self._workload = workload
+        self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
+        self._moving = {s.name: tensors[s.name] for s in workload.specs if s.role != "frozen"}
+        with backend.failures():
+            self._held = {
+                name: tensor.detach().to(backend.place, copy=True)
+                for name, tensor in tensors.items()
+            }
+            self._scale = torch.tensor(scale, device=backend.place)
+        for name in self._trainable:
+            self._held[name].requires_grad_()
+
+    def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
+        batch = self._workload.batch(ids)
+        with self._backend.failures():
+            flat = self._on_device(batch, drop).cpu().numpy()
+        sizes = [self._held[name].numel() for name in self._trainable]
+        loss, *parts = np.split(flat, np.cumsum([1, *sizes[:-1]]))
+        shapes = [tuple(self._held[name].shape) for name in self._trainable]
+        gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return float(loss[0]), gradients
+
+    def _on_device(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
+        """The loss and all gradients in one vector on the GPU."""
+        with torch.no_grad():
+            for name, tensor in self._moving.items():
+                self._held[name].copy_(tensor)
+        there = [one.to(self._backend.place) for one in batch]
+        loss = self._workload.loss_of(self._held, there, linear=F.linear, drop=drop)
+        leaves = [self._held[name] for name in self._trainable]
+        gradients = torch.autograd.grad(loss, leaves, grad_outputs=self._scale)
+        return torch.cat([loss.detach().reshape(1), *(one.reshape(-1) for one in gradients)])
+
+
+def open_cuda(index: int | None = None) -> CudaBackend:
+    """The GPU of that index, torch's current one where none is given.
+
+    Turns TF32 off for the whole process: it rounds operands to 11 bits. Raises BackendUnavailable
+    with torch's own words, or listing the GPUs there are.
+    """
+    name = "cuda" if index is None else f"cuda:{index}"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        device = torch.cuda.get_device_name()
+        devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        place = torch.cuda.current_device() if index is None else index
     except (AssertionError, RuntimeError) as error:  # a build without CUDA asserts
         raise BackendUnavailable(f"backend cuda: {error}") from error
+    if place >= len(devices):
+        there = ", ".join(f"cuda:{n} {device}" for n, device in enumerate(devices))
+        raise BackendUnavailable(f"backend {name}: this machine has {there or 'none'}")
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    return CudaBackend(device)
+    return CudaBackend(devices[place], place, name)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from entrenar_py.checks import missing
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import Fault
+from entrenar_py.faults import OF_ADAPTERS, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Halt, Injected, Product, Trace
 from entrenar_py.verdict import Finding, Tally
@@ -21,7 +21,8 @@ KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """No fault; then each backend, each pair, and all three, failing in every way.
+    """No fault; then each backend, each pair, and all three, failing in every way; then an adapter
+    that really fails, as the only backend but the CPU and as the second of three.
 
     A backend that works and comes before a failing one is left out of the chain: it would serve,
     and the fault would never strike.
@@ -32,6 +33,11 @@ def plan(invariant: Invariant) -> list[Scenario]:
             planned += [
                 _scenario(failing, kinds) for kinds in itertools.product(KINDS, repeat=count)
             ]
+    for kind in OF_ADAPTERS:
+        planned += [
+            _scenario(("wgpu",), (kind,)),
+            _scenario(("cuda", "wgpu"), ("absent", kind)),
+        ]
     return [scenario.with_(seed=seed) for seed, scenario in enumerate(planned)]
 
 

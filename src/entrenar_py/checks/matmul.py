@@ -14,9 +14,10 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Product, Trace
 from entrenar_py.verdict import Finding, Tally
 
-# Options of the system `matmul`. Ragged and prime sizes meet every edge of a 16 x 16 tile; a long
-# k is where float32 accumulation drifts; a large magnitude is where an absolute tolerance is
-# meaningless.
+# Options of the system `matmul`. Ragged and prime sizes meet every edge of a tile; a long k is
+# where float32 sums drift; a large magnitude is where an absolute tolerance is meaningless. Each
+# kernel that wgpu chooses from meets several of them: the last two are about the least that get its
+# medium and its large tiles.
 PLANNED: tuple[dict[str, Any], ...] = (
     {"m": 64, "k": 64, "n": 64},
     {"m": 64, "k": 64, "n": 64, "layout": "both_transposed"},
@@ -30,6 +31,8 @@ PLANNED: tuple[dict[str, Any], ...] = (
     {"m": 17, "k": 1024, "n": 48, "layout": "a_transposed"},
     {"m": 29, "k": 101, "n": 13, "magnitude": 1e5},
     {"shapes": [[5, 3, 2], [64, 64, 64], [2, 3, 5]]},
+    {"m": 999, "k": 51, "n": 1001, "layout": "a_transposed"},
+    {"m": 1924, "k": 260, "n": 1924},
 )
 
 

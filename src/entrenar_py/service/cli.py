@@ -1,4 +1,4 @@
-"""The command `entrenar`: reads the command line, serves or works or verifies, exits (`exits`)."""
+"""The command `entrenar`: reads the command line, serves, works, verifies or looks about."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.service import worker
 
         return worker.run(given)
+    if given.command == "doctor":
+        from entrenar_py.doctor import visit
+
+        visit.run(given.json, color=not given.no_color)
+        return exits.DONE
     from entrenar_py.service import audit
 
     return audit.verify(given.path, replay=given.replay)

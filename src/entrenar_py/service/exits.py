@@ -1,4 +1,4 @@
-"""The exit codes of `entrenar`: one table for its three commands."""
+"""The exit codes of `entrenar`: one table for all its commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INCONCLUSIVE = 4
 STOPPED = 6  # 5 is entrenar-check's "nothing selected", which has no place here
 
 MEANINGS: Mapping[int, str] = {
-    DONE: "the run is complete; the ledger is right",
+    DONE: "the run is complete; the ledger is right; the doctor has looked",
     WRONG: "the run was halted or given up, a worker was refused; the ledger is broken or differs",
     INVALID: "the command line or a file that it names is invalid; nothing ran",
     FAILED: "it failed itself: a device, a full disk, a bug",

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import entrenar_py
+from entrenar_py import backends
 from entrenar_py.errors import UsageError
 from entrenar_py.service import address, exits
 
 PROG = "entrenar"
-BACKENDS = ("cpu", "cuda", "wgpu", "auto")
+AUTO = "auto"
 PATIENCE_S = 300.0
 _HELP_COLUMNS = 98
 
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _add_coordinator(commands)
     _add_worker(commands)
     _add_ledger(commands)
+    _add_doctor(commands)
     return cli
 
 
@@ -111,9 +113,11 @@ def _add_worker(commands: _Commands) -> None:
     one.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
     one.add_argument(
         "--backend",
-        choices=BACKENDS,
+        metavar="NAME",
+        type=_backend,
         default="cpu",
-        help="what to compute on; auto is the first of cuda, wgpu, cpu that serves (default cpu)",
+        help="what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second one), or auto, the "
+        "first of cuda, wgpu, cpu that serves (default cpu)",
     )
     one.add_argument(
         "--rank", metavar="N", type=_rank, help="the rank to ask for (default: the lowest free one)"
@@ -139,11 +143,26 @@ def _add_ledger(commands: _Commands) -> None:
     )
 
 
+def _add_doctor(commands: _Commands) -> None:
+    one = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
+    one.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
+    one.add_argument("--no-color", action="store_true", help="no colours")
+
+
 def _address(text: str) -> address.Address:
     try:
         return address.parse(text, port_min=1)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _backend(text: str) -> str:
+    if text != AUTO:
+        try:
+            backends.kind_of(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
+    return text
 
 
 def _rank(text: str) -> int:

@@ -27,7 +27,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.service import config, exits
 from entrenar_py.systems import AUTO
 from entrenar_py.systems.member import Member
-from entrenar_py.training.tensors import LinearFunction
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -74,9 +73,9 @@ class Recruit(Member):
         super().__init__(scenario)
         self._backend, self._attempts = backend, attempts
 
-    def linear_of(self, rank: int) -> LinearFunction:
-        """Of this machine's backend, whatever the scenario names."""
-        return self._backend.linear
+    def backend_of(self, rank: int) -> Backend:
+        """This machine's, whatever the scenario names."""
+        return self._backend
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Also records the backend, and says that it takes part."""

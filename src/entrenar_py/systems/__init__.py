@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from entrenar_py import faults, mutants, trace
+from entrenar_py import backends, faults, mutants, trace
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import PLACES, RING_PLACES, Fault
@@ -26,7 +26,8 @@ class System:
     """What a system is, whether it trains a workload, and what it takes from a scenario.
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
-    the names it knows, `only` the backends where it does not take them all; it has no others.
+    the names it knows, `only` the backends where it does not take them all, each by this very name;
+    it has no others.
     `in_step` tells whether every step is one of all workers together: else they step alone for a
     while, and clauses of such steps do not apply to it. `bitwise` tells whether the number of
     workers leaves the bits as they are; where it does not, no clause asks for that. `powers_of_two`
@@ -45,10 +46,19 @@ class System:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of backends that it can be asked for."""
+        """The kinds of backend that it can be asked for."""
         if self.only:
             return self.only
         return (*BACKENDS, AUTO) if self.trains else tuple(BACKENDS)
+
+    def require_backend(self, name: str, where: str) -> None:
+        """Returns if it can be asked for backend `name`; UsageError if not."""
+        kind = name if name in self.backends or self.only else name.partition(":")[0]
+        if kind not in self.backends:
+            names = ", ".join(self.only) or backends.allowed(self.backends)
+            raise UsageError(f"backend={name!r}{where}: allowed are {names}")
+        if kind != AUTO:
+            backends.kind_of(name)
 
 
 _REAL_OPTIONS = ("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes")
@@ -172,7 +182,11 @@ SYSTEMS: dict[str, System] = {
     ),
     "backend_chain": System(
         what="the fallback chain under failing backends",
-        faults=("absent", "init_error", "out_of_memory", "non_finite_output"),
+        only=tuple(BACKENDS),
+        faults=(
+            *("absent", "init_error", "out_of_memory", "non_finite_output"),
+            *faults.OF_ADAPTERS,
+        ),
         options=("m", "k", "n", "layout", "magnitude"),
     ),
     "manifest": System(what="the gradients that each backend really produces"),
@@ -217,7 +231,7 @@ def require_possible(scenario: Scenario) -> None:
     _require("system", scenario.system, tuple(SYSTEMS))
     system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
     for backend in scenario.backends:
-        _require("backend", backend, system.backends, where)
+        system.require_backend(backend, where)
     for option in scenario.options:
         _require("option", option, system.options, where)
     require_sizes(scenario)

@@ -11,9 +11,9 @@ from torch import Tensor
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend, chain, cpu
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.faults import Fault
+from entrenar_py.faults import OF_ADAPTERS, Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import products
+from entrenar_py.systems import doomed_device, products
 from entrenar_py.systems.recorder import Recorder
 
 SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
@@ -23,8 +23,9 @@ def run(scenario: Scenario) -> trace.Trace:
     """Attempt events in order, then the Product of the backend that served, or a Halt.
 
     The scenario's `backends` are the chain. Every fault whose turn comes strikes, on any machine:
-    see `Saboteur`. Raises UsageError for a chain in another order, two faults of one backend or
-    one of a backend outside the chain, and options no product can have.
+    see `Saboteur`. Raises UsageError for a chain in another order, two faults of one backend, one
+    of a backend outside the chain or of an adapter on a backend without, and options no product can
+    have.
     """
     order = _order(scenario)
     _check_faults(scenario.faults, order)
@@ -65,6 +66,8 @@ def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
             raise UsageError(
                 f"fault {fault.kind} backend={fault.backend!r}: the chain has {', '.join(order)}"
             )
+        if fault.kind in OF_ADAPTERS and fault.backend != "wgpu":
+            raise UsageError(f"fault {fault.kind} backend={fault.backend!r}: use wgpu")
         if fault.backend in {earlier.backend for earlier in faults[:position]}:
             raise UsageError(
                 f"fault {fault.kind} backend={fault.backend!r}: a backend fails once in a run; "
@@ -75,8 +78,9 @@ def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
 class Saboteur:
     """Makes backends fail where `faults` say, one fault a backend, and records those that struck.
 
-    The part of a device that is not on this machine is played by the CPU under its name, but only
-    to fail: a stand-in is opened for a fault and nothing else, and `compute` spoils its product.
+    What an adapter says of itself is its own (`doomed_device`). The part of a device that is not on
+    this machine is played by the CPU under its name, but only to fail: a stand-in is opened for a
+    fault and nothing else, and `compute` spoils its product.
     """
 
     def __init__(self, faults: tuple[Fault, ...], recorder: Recorder) -> None:
@@ -97,6 +101,9 @@ class Saboteur:
                 backend = replace(cpu.open_cpu(), name=name, device=f"stand-in, for {error}")
             if self._strikes(name, "init_error"):
                 raise RuntimeError(f"backend {name}: initialization failed (injected)")
+            kind = self._faults[name].kind if name in self._faults else None
+            if kind in OF_ADAPTERS and doomed_device.has_adapter(backend):
+                return doomed_device.open_doomed(kind, lambda: self._record(name))
             return backend
 
         return open_backend
@@ -105,6 +112,9 @@ class Saboteur:
         """The real product on `backend`, spoilt if a fault says so."""
         if self._strikes(backend.name, "out_of_memory"):
             raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
+        for kind in OF_ADAPTERS:
+            if not doomed_device.has_adapter(backend) and self._strikes(backend.name, kind):
+                raise BackendUnavailable(f"backend {backend.name}: {kind} (injected)")
         result = backend.matmul(a, b)
         if self._strikes(backend.name, "non_finite_output"):
             element = self._faults[backend.name].element or 0
@@ -116,5 +126,11 @@ class Saboteur:
         fault = self._faults.get(name)
         if fault is None or fault.kind != kind:
             return False
-        self._recorder.emit(trace.Injected(fault=fault.to_dict()))
+        self._record(name)
         return True
+
+    def _record(self, name: str) -> None:
+        """The fault of backend `name` has struck, which counts once."""
+        event = trace.Injected(fault=self._faults[name].to_dict())
+        if event not in self._recorder.of(trace.Injected):
+            self._recorder.emit(event)

@@ -30,10 +30,11 @@ def _versions() -> dict[str, str]:
 
 def _wgpu() -> dict[str, str]:
     backend = sys.modules.get("entrenar_py.backends.wgpu")  # its import costs 0.2 s
-    opened = None if backend is None else backend.opened()
-    if opened is None:
+    opened = [] if backend is None else backend.opened()
+    if not opened:
         return {}
     import wgpu  # not before: whoever opened no adapter may not have it
 
-    adapter = f"{opened.device}{', software' if opened.software else ''}"
-    return {"wgpu": wgpu.__version__, "wgpu_adapter": adapter}
+    adapters = [f"{one.device}{', software' if one.software else ''}" for one in opened]
+    named = "; ".join(dict.fromkeys(adapters))
+    return {"wgpu": wgpu.__version__, "wgpu_adapter": named}

@@ -50,16 +50,9 @@ def sent(scenario: Scenario, model: workload.Workload, backend: Backend) -> Entr
     Arrays travel without names: the receiver gives them those of the model, in order, and has none
     for arrays beyond the last.
     """
-    replica = engine.Engine(
-        model, backend.linear, model.initial(scenario.rng("initial")), scale=1.0
-    )
-    _, arrays = model.gradients(
-        replica.tensors,
-        range(scenario.batch_size),
-        linear=backend.linear,
-        drop=dropout.none,
-        scale=1.0,
-    )
+    replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=1.0)
+    step = backend.stepper(model, replica.tensors, scale=1.0)
+    _, arrays = step(range(scenario.batch_size), dropout.none)
     names = [name for name, _, _ in declared(model)]
     names += ["without a name"] * (len(arrays) - len(names))
     return tuple(

@@ -1,7 +1,8 @@
 """Every worker's share of a training run, each in a process of its own, with its memory measured.
 
 The estimate is made before a worker is built, from the scenario and the manifest alone; the peak is
-the kernel's (`VmHWM` of /proc/self/status, reset when all code is loaded).
+the kernel's (`VmHWM` of /proc/self/status, reset when all code is loaded), or that of the device
+which the worker computes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -22,9 +24,10 @@ from typing import Any
 import torch
 
 from entrenar_py import backends, mutants, trace
-from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.backends import Backend
+from entrenar_py.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import models
+from entrenar_py.systems import device_memory, models
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import dropout, engine, optimizer, reduction, schedule, sharding
 from entrenar_py.training.tensors import Array, TensorSpec
@@ -38,6 +41,10 @@ FIXED_BYTES = 16 * 2**20
 # averaged gradient, its squares in float64, the clipped one, the optimizer's temporaries. Measured
 # are 5, for every optimizer, with and without clipping.
 PARAMETER_VECTORS = 6
+# The same on a device, where the tree and the optimizer are not: weights, gradients, and what they
+# are read back from.
+DEVICE_VECTORS = 3
+DEVICE_FIXED_BYTES = 2**20
 # glibc gives memory back at once from this size on, instead of guessing one: a peak is then what is
 # in use, the same in every run, and not how the heap happened to be cut up.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
@@ -47,11 +54,11 @@ DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """A Memory event per rank: its share of `scenario` as system reference would give it.
+    """A Memory event per rank: its share of `scenario` as system reference would give it; or a
+    failed Attempt that says why a rank's device was not to be had.
 
     SystemFailure if a process dies or takes longer than its deadline; UsageError for a budget that
-    is not stated, and for what a share has not: known vectors, stops, recorded values, memory of
-    another device.
+    is not stated, and for what a share has not: known vectors, stops, recorded values.
     """
     budget = scenario.options.get("budget_bytes")
     if type(budget) is not int:
@@ -62,7 +69,7 @@ def run(scenario: Scenario) -> trace.Trace:
         raise UsageError(
             f"workload={scenario.workload!r} on system memory: use {', '.join(DATA_FLOATS)}"
         )
-    for name, honoured in (("stops", ()), ("detail", "digests"), ("backends", ("cpu",))):
+    for name, honoured in (("stops", ()), ("detail", "digests")):
         if getattr(scenario, name) != honoured:
             raise UsageError(
                 f"{name}={getattr(scenario, name)!r} on system memory: use {honoured!r}"
@@ -70,18 +77,25 @@ def run(scenario: Scenario) -> trace.Trace:
     specs = models.model_of(scenario).specs
     recorder = Recorder(scenario)
     for rank in range(scenario.world_size):
-        estimate = estimate_bytes(scenario, rank, specs)
-        baseline, peak, planted = _measured_apart(scenario, rank)
-        if planted:
+        name = scenario.backend_of(rank)
+        estimate = (estimate_bytes if name == "cpu" else estimate_device_bytes)(
+            scenario, rank, specs
+        )
+        found = _measured_apart(scenario, rank)
+        if found["planted"]:
             recorder.emit(trace.Planted(name=scenario.mutant or ""))
+        if found["unavailable"]:
+            recorder.emit(trace.Attempt(backend=name, served=False, reason=found["unavailable"]))
+            continue
         recorder.emit(
             trace.Memory(
                 rank=rank,
-                backend=scenario.backend_of(rank),
-                baseline_bytes=baseline,
-                peak_bytes=peak,
+                backend=name,
+                baseline_bytes=found["baseline"],
+                peak_bytes=found["peak"],
                 estimate_bytes=estimate,
-                budget_bytes=budget,
+                budget_bytes=min(budget, found["reported"] or budget),
+                reported_bytes=found["reported"],
             )
         )
     return recorder.finish(status="completed")
@@ -108,6 +122,29 @@ def estimate_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -
         + scenario.num_samples * DATA_FLOATS[scenario.workload]
     )
     return FIXED_BYTES + FLOAT_BYTES * floats
+
+
+def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
+    """Bytes of a device's own memory that the share of worker `rank` will need.
+
+    On an adapter for each number of samples that its shards have: each has a program of its own,
+    and keeps its memory. Source: distributed-training-v1, F-HET-002.
+    """
+    trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
+    others = sum(prod(spec.shape) for spec in specs) - trainable
+    shards = sharding.cut(range(scenario.batch_size), scenario.num_shards)
+    parts = [
+        len(part)
+        for shard in _run_of(scenario, rank)
+        for part in sharding.cut(shards[shard], scenario.accumulation)
+    ]
+    sizes = set(parts) - {0}
+    if backends.kind_of(scenario.backend_of(rank)) == "cuda":
+        sizes = {max(sizes, default=0)}
+    floats = sum(
+        DEVICE_VECTORS * trainable + 2 * others + size * _activations(scenario) for size in sizes
+    )
+    return DEVICE_FIXED_BYTES + FLOAT_BYTES * floats
 
 
 def _activations(scenario: Scenario) -> int:
@@ -141,8 +178,8 @@ def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
     return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
 
 
-def _measured_apart(scenario: Scenario, rank: int) -> tuple[int, int, bool]:
-    """`measure` in a fresh process, and whether the scenario's mutant took part in it.
+def _measured_apart(scenario: Scenario, rank: int) -> dict[str, Any]:
+    """What `main` says in a fresh process.
 
     The process is gone when this returns or raises.
     """
@@ -158,8 +195,8 @@ def _measured_apart(scenario: Scenario, rank: int) -> tuple[int, int, bool]:
     if child.returncode != 0:
         last = errors.strip().splitlines()[-1:] or ["no message"]
         raise SystemFailure(f"the process of rank {rank} exited with {child.returncode}: {last[0]}")
-    baseline, peak, planted = json.loads(output.splitlines()[-1])
-    return baseline, peak, planted
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
 
 
 def _ask(child: subprocess.Popen[str], asked: Mapping[str, Any]) -> tuple[str, str]:
@@ -202,17 +239,26 @@ def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def measure(scenario: Scenario, rank: int) -> tuple[int, int]:
-    """Does this process's share; its resident bytes before, and the most during it."""
-    tiny = {"world_size": 1, "num_shards": 1, "batch_size": 1, "num_steps": 1, "width": 8}
-    work(scenario.with_(**tiny), 0)  # loads all code
+def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
+    """Does this process's share: the bytes it has before, and the most during it.
+
+    Raises BackendUnavailable if the rank's device can't be had.
+    """
+    name = scenario.backend_of(rank)
+    tiny = scenario.with_(world_size=1, num_shards=1, batch_size=1, num_steps=1, width=8)
+    if name != "cpu":
+        return device_memory.measure(
+            name, before=partial(work, tiny, 0), work=partial(work, scenario, rank)
+        )
+    backend = backends.open_backend(name)
+    work(tiny, 0, backend)  # loads all code
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
     baseline = _peak_bytes()
-    work(scenario, rank)
-    return baseline, _peak_bytes()
+    work(scenario, rank, backend)
+    return device_memory.Measured(baseline, _peak_bytes(), None)
 
 
-def work(scenario: Scenario, rank: int) -> None:
+def work(scenario: Scenario, rank: int, backend: Backend) -> None:
     """What worker `rank` does in every step: its run of shards, its tree nodes, an optimizer step.
 
     The other workers' nodes never come, so it steps on its own first node: other numbers, the same
@@ -220,8 +266,7 @@ def work(scenario: Scenario, rank: int) -> None:
     """
     model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
-    linear = backends.open_backend(scenario.backend_of(rank)).linear
-    replica = engine.Engine(model, linear, model.initial(scenario.rng("initial")), scale=scale)
+    replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=scale)
     state = optimizer.initial_state(scenario.optimizer, replica.layout.num_trainable)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", 0))
     ids = sharding.batch(visit, sharding.Position(), scenario.batch_size)
@@ -278,14 +323,21 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Reads a scenario and a rank from standard input; prints what `_measured_apart` gives."""
+    """Reads a scenario and a rank from standard input; prints what was measured, as JSON: whether
+    the scenario's mutant took part in it, and why it could not be."""
     asked = json.load(sys.stdin)
     scenario = Scenario.from_dict(asked["scenario"])
     torch.set_num_threads(1)  # as in `systems.run`
+    found: dict[str, Any] = {"unavailable": ""}
     with mutants.planted(scenario.mutant) as planting:
-        baseline, peak = measure(scenario, asked["rank"])
-    planted = scenario.mutant is not None and planting.struck
-    print(json.dumps([baseline, peak, planted]))
+        try:
+            measured = measure(scenario, asked["rank"])
+            found |= {"baseline": measured.baseline_bytes, "peak": measured.peak_bytes}
+            found["reported"] = measured.reported_bytes
+        except BackendUnavailable as error:
+            found["unavailable"] = str(error)
+    found["planted"] = scenario.mutant is not None and planting.struck
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py import faults, trace
+from entrenar_py.backends import Backend
 from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.messages import Partial, TreeNode
@@ -31,7 +32,7 @@ from entrenar_py.training import (
     state,
 )
 from entrenar_py.training.state import Buffer
-from entrenar_py.training.tensors import Array, LinearFunction
+from entrenar_py.training.tensors import Array
 
 
 @dataclass
@@ -237,14 +238,14 @@ class Replicas:
             self.record_fault(fault, step, worker.rank, shard)
         return loss
 
-    def linear_of(self, rank: int) -> LinearFunction:
-        """What computes the dense layers of worker `rank`."""
-        return self.devices.of(rank).linear
+    def backend_of(self, rank: int) -> Backend:
+        """What worker `rank` computes on."""
+        return self.devices.of(rank)
 
     def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
         """A worker with a copy of `tensors` and nothing in its optimizer's state."""
-        linear = self.linear_of(rank)
-        replica = engine.Engine(self.workload, linear, tensors, scale=self.scale)
+        backend = self.backend_of(rank)
+        replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
         zeros = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
         return Worker(rank, replica, zeros)
 

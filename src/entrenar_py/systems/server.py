@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import backends, trace
+from entrenar_py.backends import Backend
 from entrenar_py.errors import CheckpointError, ProtocolError, TraceError, UsageError
 from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
@@ -31,7 +32,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.systems import copies, replicas, updates
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
-from entrenar_py.training.tensors import LinearFunction
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
@@ -66,9 +66,9 @@ class Server(Replicas):
         self._average: replicas.Average | None = None
         self._ids = self.batch()
 
-    def linear_of(self, rank: int) -> LinearFunction:
+    def backend_of(self, rank: int) -> Backend:
         """The server computes no gradient: it needs no worker's device."""
-        return backends.open_backend("cpu").linear
+        return backends.open_backend("cpu")
 
     def _num_blocks(self) -> int:
         """In how many parts the reduced vector travels: none is longer than `block_bytes`."""

@@ -129,7 +129,8 @@ def micro_step(
     loss_sum = 0.0
     if len(ids):
         linear = setup.devices.of(replica.rank).linear
-        loss = setup.model.loss_sum(replica.tensors, ids, linear=linear, drop=drop or dropout.none)
+        batch = setup.model.batch(ids)
+        loss = setup.model.loss_of(replica.tensors, batch, linear=linear, drop=drop or dropout.none)
         backward(loss, weight, setup, ids)
         loss_sum = loss.item()
     loss_sum = faults.apply(loss_sum, len(ids) / weight)

@@ -41,7 +41,8 @@ class Model(nn.Module):
     def forward(self, ids: Sequence[int]) -> Tensor:
         """0-d. `ids` are never empty."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
-        return self.workload.loss_sum(tensors, ids, linear=_linear, drop=self._drop)
+        batch = self.workload.batch(ids)
+        return self.workload.loss_of(tensors, batch, linear=_linear, drop=self._drop)
 
     def count(self, ids: Sequence[int]) -> float:
         """What `ids` count in the mean: samples, or tokens."""

@@ -253,7 +253,11 @@ class Product(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Event):
-    """Peak resident memory of worker `rank`, in bytes, its budget, and the estimate made before."""
+    """Peak memory of worker `rank`, in bytes, its budget, and the estimate made before.
+
+    Resident memory on `cpu`, else that of the device; `reported_bytes` is the size of its memory,
+    None where it tells none.
+    """
 
     kind: ClassVar[str] = "memory"
     rank: int
@@ -262,6 +266,7 @@ class Memory(Event):
     baseline_bytes: int
     estimate_bytes: int
     budget_bytes: int
+    reported_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

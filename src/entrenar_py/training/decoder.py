@@ -79,22 +79,22 @@ class ByteDecoder:
         rows = torch.tensor(ids)
         return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
-    def loss_sum(
+    def loss_of(
         self,
         tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
+        batch: Sequence[Tensor],
         *,
         linear: LinearFunction,
         drop: DropFunction,
     ) -> Tensor:
         embedding = tensors["embedding.weight"]
-        inputs, targets = (one.to(embedding.device) for one in self.batch(ids))  # [n, t] each
+        inputs, targets = (one.to(embedding.device) for one in batch)  # [n, t] each
         rotary = (self._cosine.to(embedding), self._sine.to(embedding))
 
         x = F.embedding(inputs.flatten(), embedding)  # [r, d]
         for index in range(NUM_BLOCKS):
             block = _Block(tensors, f"blocks.{index}", rotary, linear, drop)
-            x = x + block.attention(rms_norm(x, block["attention_norm.weight"]), len(ids))
+            x = x + block.attention(rms_norm(x, block["attention_norm.weight"]), inputs.shape[0])
             x = x + block.feed_forward(rms_norm(x, block["mlp_norm.weight"]))
         x = rms_norm(x, tensors["norm.weight"])
         logits = linear(x, embedding, None)  # [r, 256], the embedding tied to the output
@@ -106,11 +106,10 @@ class ByteDecoder:
         tensors: Mapping[str, Tensor],
         ids: Sequence[int],
         *,
-        linear: LinearFunction,
         drop: DropFunction,
         scale: float,
     ) -> tuple[float, list[Array]]:
-        loss = self.loss_sum(tensors, ids, linear=linear, drop=drop)
+        loss = self.loss_of(tensors, self.batch(ids), linear=F.linear, drop=drop)
         return autograd.differentiate(loss, tensors, self.specs, scale)
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from entrenar_py.backends import Backend
 from entrenar_py.training import layout, reduction, sharding
-from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+from entrenar_py.training.tensors import Array, DropFunction
 from entrenar_py.training.workload import Workload
 
 BUFFER_MOMENTUM = 0.1
@@ -36,14 +37,13 @@ class Engine:
     def __init__(
         self,
         workload: Workload,
-        linear: LinearFunction,
+        backend: Backend,
         tensors: Mapping[str, Array],
         *,
         scale: float,
     ) -> None:
         self.workload = workload
         self.layout = layout.Layout(workload.specs)
-        self._linear = linear
         flat = torch.empty(self.layout.num_trainable)  # torch aligns to 64 bytes, on every replica
         self.parameters: Array = flat.numpy()
         self.tensors: dict[str, torch.Tensor] = {}
@@ -58,6 +58,7 @@ class Engine:
         self.buffers = {name: self.arrays[name] for name in self.layout.buffers}
         self.weights = {n: array for n, array in self.arrays.items() if n not in self.buffers}
         self._scale = scale
+        self._step = backend.stepper(workload, self.tensors, scale=scale)
 
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
@@ -81,9 +82,7 @@ class Engine:
                 part.stop - part.start for part in self.layout.buffers.values()
             )
             return np.zeros(size, np.float32), 0.0, 0.0
-        loss, parts = self.workload.gradients(
-            self.tensors, ids, linear=self._linear, drop=drop, scale=self._scale
-        )
+        loss, parts = self._step(ids, drop)
         scale = np.float32(self._scale)
         parts += [total * scale for total in self.workload.statistics(ids).values()]
         return np.concatenate(parts, axis=None), loss, float(self.workload.weight(ids))

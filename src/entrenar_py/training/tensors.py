@@ -1,24 +1,17 @@
-"""What a workload says about its tensors, and the two functions it borrows from its caller."""
+"""What a workload says about its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from entrenar_py.backends.steps import Array, DropFunction, LinearFunction
+
+__all__ = ["Array", "DropFunction", "LinearFunction", "Role", "TensorSpec", "uniform"]
 
 Role: TypeAlias = Literal["trainable", "frozen", "buffer"]
-Array: TypeAlias = NDArray[np.float32]
-
-# (x [rows, in], weight [out, in], bias [out] or None) -> [rows, out]: the backend's `F.linear`.
-LinearFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
-# x of any shape -> the same shape: dropout where a model has it, or the identity.
-DropFunction: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 @dataclass(frozen=True)

@@ -50,23 +50,26 @@ class GivenVectors:
         """Draws the elements of v_`sample`, one after the other, as float32 standard normals."""
         return np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
 
-    def loss_sum(
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor]:
+        """The sum of the v_i, added in their order, float32 [length]."""
+        return (from_numpy(self._total(ids)),)
+
+    def loss_of(
         self,
         tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
+        batch: Sequence[Tensor],
         *,
         linear: LinearFunction,
         drop: DropFunction,
     ) -> Tensor:
         held = tensors["vector"]
-        return (held * from_numpy(self._total(ids)).to(held)).sum()
+        return (held * batch[0].to(held)).sum()
 
     def gradients(
         self,
         tensors: Mapping[str, Tensor],
         ids: Sequence[int],
         *,
-        linear: LinearFunction,
         drop: DropFunction,
         scale: float,
     ) -> tuple[float, list[Array]]:

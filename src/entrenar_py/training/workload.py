@@ -54,18 +54,23 @@ class Workload(Protocol):
         """What `ids` count in the mean: samples, or target tokens of a language model."""
         ...
 
-    def loss_sum(
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """What the samples `ids` bring to the loss, on the CPU; shapes depend on their number."""
+        ...
+
+    def loss_of(
         self,
         tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
+        batch: Sequence[Tensor],
         *,
         linear: LinearFunction,
         drop: DropFunction,
     ) -> Tensor:
         """The SUM of the loss over what `weight(ids)` counts, 0-d, of the tensors' dtype.
 
-        `tensors` holds all specs by name, on one device; `linear` computes every dense layer,
-        always on two-dimensional inputs; `drop` is called in a fixed order.
+        `tensors` holds all specs by name, on one device, and `batch` is that of `ids`, on any;
+        `linear` computes every dense layer, always on two-dimensional inputs; `drop` is called in
+        a fixed order.
         """
         ...
 
@@ -74,11 +79,11 @@ class Workload(Protocol):
         tensors: Mapping[str, Tensor],
         ids: Sequence[int],
         *,
-        linear: LinearFunction,
         drop: DropFunction,
         scale: float,
     ) -> tuple[float, list[Array]]:
-        """`loss_sum`, and `scale` times its gradient for each trainable tensor in their order."""
+        """The loss of `ids`, and `scale` times its gradient for each trainable tensor in their
+        order, computed on the CPU, where `tensors` lie."""
         ...
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
@@ -133,16 +138,16 @@ class LinearRegression:
     def weight(self, ids: Sequence[int]) -> int:
         return len(ids)
 
-    def loss_sum(
+    def loss_of(
         self,
         tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
+        batch: Sequence[Tensor],
         *,
         linear: LinearFunction,
         drop: DropFunction,
     ) -> Tensor:
         weight = tensors["weight"]
-        x, y = (one.to(weight) for one in self.batch(ids))  # [n, 1] each
+        x, y = (one.to(weight) for one in batch)  # [n, 1] each
         return F.mse_loss(linear(x, weight, tensors["bias"]), y, reduction="sum")
 
     def gradients(
@@ -150,7 +155,6 @@ class LinearRegression:
         tensors: Mapping[str, Tensor],
         ids: Sequence[int],
         *,
-        linear: LinearFunction,
         drop: DropFunction,
         scale: float,
     ) -> tuple[float, list[Array]]:
@@ -158,7 +162,7 @@ class LinearRegression:
         # step of this workload, with which the harness explores. Overflow is silent, as in torch.
         x, y = self._columns[:, ids]  # [n] each
         with torch.no_grad(), np.errstate(over="ignore", invalid="ignore"):
-            prediction = linear(torch.from_numpy(x[:, None]), tensors["weight"], tensors["bias"])
+            prediction = F.linear(torch.from_numpy(x[:, None]), tensors["weight"], tensors["bias"])
             error = prediction.numpy()[:, 0] - y
             slope = np.float32(2 * scale) * error
             gradients = [(slope * x).sum(keepdims=True)[None], slope.sum(keepdims=True)]
@@ -208,16 +212,16 @@ class DigitClassifier:
     def weight(self, ids: Sequence[int]) -> int:
         return len(ids)
 
-    def loss_sum(
+    def loss_of(
         self,
         tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
+        batch: Sequence[Tensor],
         *,
         linear: LinearFunction,
         drop: DropFunction,
     ) -> Tensor:
         mean = tensors["running_mean"]
-        pixels, labels = self.batch(ids)
+        pixels, labels = batch
         x = pixels.to(mean) - mean  # [n, 64]
         for layer in ("hidden1", "hidden2"):
             x = linear(x, tensors[f"{layer}.weight"], tensors[f"{layer}.bias"])  # [n, width]
@@ -230,11 +234,10 @@ class DigitClassifier:
         tensors: Mapping[str, Tensor],
         ids: Sequence[int],
         *,
-        linear: LinearFunction,
         drop: DropFunction,
         scale: float,
     ) -> tuple[float, list[Array]]:
-        loss = self.loss_sum(tensors, ids, linear=linear, drop=drop)
+        loss = self.loss_of(tensors, self.batch(ids), linear=F.linear, drop=drop)
         return autograd.differentiate(loss, tensors, self.specs, scale)
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:

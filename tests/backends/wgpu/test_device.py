@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
-from entrenar_py.backends.wgpu import WgpuBackend
-from entrenar_py.backends.wgpu.device import choose, open_device
+from entrenar_py.backends.wgpu import WgpuBackend, open_wgpu
+from entrenar_py.backends.wgpu.adapters import choose, ranked
+from entrenar_py.backends.wgpu.device import LIMITS, open_device
 from entrenar_py.errors import BackendUnavailable
 
 
@@ -20,14 +22,17 @@ class FakeAdapter:
 
     adapter_type: str
     backend_type: str = "Vulkan"
-    limits: dict[str, int] = field(
-        default_factory=lambda: {"max-storage-buffer-binding-size": 1, "max-buffer-size": 1}
-    )
+    name: str = ""
+    limits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 1))
 
     @property
     def info(self) -> dict[str, str]:
         """What wgpu calls the adapter's info."""
-        return {"adapter_type": self.adapter_type, "backend_type": self.backend_type}
+        return {
+            "adapter_type": self.adapter_type,
+            "backend_type": self.backend_type,
+            "device": self.name,
+        }
 
     def request_device_sync(self, **_: Any) -> None:
         """Fails as a driver does."""
@@ -38,22 +43,35 @@ def test_hardware_before_software_before_opengl() -> None:
     """Hardware wins over software whatever the order; OpenGL is the last resort."""
     software, hardware = FakeAdapter("CPU"), FakeAdapter("DiscreteGPU")
     opengl = FakeAdapter("IntegratedGPU", "OpenGL")
-    assert choose([opengl, software, hardware]) is hardware
-    assert choose([opengl, software]) is software
-    assert choose([opengl]) is opengl
+    assert ranked([opengl, software, hardware]) == [hardware, software, opengl]
+
+
+def test_equals_keep_their_order() -> None:
+    """Of several GPUs, `wgpu:0` is the one that the driver lists first."""
+    first, second = FakeAdapter("DiscreteGPU", name="one"), FakeAdapter("DiscreteGPU", name="two")
+    assert [one.name for one in ranked([first, FakeAdapter("CPU"), second])][:2] == ["one", "two"]
+
+
+def test_an_index_beyond_the_last() -> None:
+    """Whoever asks for an adapter that is not there is told which are, and by which names."""
+    there = [FakeAdapter("DiscreteGPU", name="one"), FakeAdapter("CPU", name="two")]
+    assert choose(there, 1) is there[1]
+    listed = r"backend wgpu:2: this machine has wgpu:0 one \(Vulkan\), wgpu:1 two \(Vulkan\)"
+    with pytest.raises(BackendUnavailable, match=listed):
+        choose(there, 2)
 
 
 def test_no_adapter() -> None:
     """A machine without adapters is told what to install."""
     with pytest.raises(BackendUnavailable, match="no adapter on this machine; install"):
-        choose([])
+        choose([], 0)
 
 
 def test_wgpu_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without wgpu-py the message says how to get it."""
     monkeypatch.setitem(sys.modules, "wgpu", None)
     with pytest.raises(BackendUnavailable, match=r"entrenar-py\[wgpu\]"):
-        open_device()
+        open_device(0)
 
 
 def test_adapter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +79,7 @@ def test_adapter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     wgpu = pytest.importorskip("wgpu")
     monkeypatch.setattr(wgpu.gpu, "enumerate_adapters_sync", lambda: [FakeAdapter("CPU")])
     with pytest.raises(BackendUnavailable, match="backend wgpu: device lost"):
-        open_device()
+        open_device(0)
 
 
 @pytest.mark.wgpu
@@ -79,3 +97,18 @@ def test_clean_exit(wgpu_backend: WgpuBackend) -> None:
     assert "Traceback" not in done.stderr
     assert "ignored" not in done.stderr
     assert wgpu_backend.device
+
+
+@pytest.mark.wgpu
+def test_a_lost_device_is_opened_again(wgpu_backend: WgpuBackend) -> None:
+    """What was destroyed fails in the adapter's words; who opens the backend gets a new device."""
+    assert wgpu_backend.device
+    first = open_wgpu(0)
+    assert open_wgpu(0) is first
+    one = torch.ones(1, 1)
+    first._device.handle.destroy()
+    with pytest.raises(BackendUnavailable, match=r"backend wgpu on .*(?s:.*)device is lost"):
+        first.matmul(one, one)
+    second = open_wgpu(0)
+    assert second is not first
+    assert float(second.matmul(one, one)) == 1.0

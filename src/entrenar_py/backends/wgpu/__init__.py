@@ -5,30 +5,34 @@ A software adapter (Mesa's llvmpipe) counts as a device and says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.operands import check_operands
+from entrenar_py.backends.steps import Model, Stepper
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.matmul import Matmul
+from entrenar_py.backends.wgpu.resident import Programs, ResidentStep
 
 
 class WgpuBackend:
     """See `Backend`. Keeps the device and the compiled kernel; one per process, from `open_wgpu`.
 
+    `name` is the one that it was asked for by.
+
     WGSL leaves the direction of rounding to the device (WGSL, section "Differences from
     IEEE-754"), hence `unit_roundoff` 2^-23.
     """
 
-    name = "wgpu"
     unit_roundoff = 2.0**-23
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, name: str) -> None:
+        self.name = name
         self._device = device
         self._kernel = Matmul(device)
+        self.programs = Programs(device)
 
     @property
     def device(self) -> str:
@@ -40,10 +44,18 @@ class WgpuBackend:
         """True if the adapter is a CPU that emulates a GPU."""
         return self._device.software
 
+    def lost(self) -> bool:
+        """Whether the device is gone: whoever opens it again gets a new one."""
+        return self._device.lost()
+
     @property
     def submissions(self) -> int:
-        """How many command buffers were submitted so far."""
+        """How many command buffers of products were submitted so far; `programs` count theirs."""
         return self._kernel.submissions
+
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """The whole step on the device, in one submission and one read-back."""
+        return ResidentStep(self.programs, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """One submission forward, one backward; the bias is added on the CPU."""
@@ -64,15 +76,21 @@ class WgpuBackend:
         return self._kernel.run([(a.detach(), b.detach()) for a, b in pairs])
 
 
-@lru_cache(maxsize=1)
-def open_wgpu() -> WgpuBackend:
-    """The process's wgpu backend, opened on the first call.
+_opened: dict[str, WgpuBackend] = {}
 
-    Raises BackendUnavailable when wgpu-py is not installed or no adapter starts.
+
+def open_wgpu(index: int | None = None) -> WgpuBackend:
+    """The process's backend on the adapter of that index, the best one where none is given.
+
+    Opened on the first call, and again after it was lost. Raises BackendUnavailable when wgpu-py is
+    not installed, there is no such adapter, or it does not start.
     """
-    return WgpuBackend(open_device())
+    name = "wgpu" if index is None else f"wgpu:{index}"
+    if name not in _opened or _opened[name].lost():
+        _opened[name] = WgpuBackend(open_device(index or 0), name=name)
+    return _opened[name]
 
 
-def opened() -> WgpuBackend | None:
-    """The process's wgpu backend if it was opened; opens nothing."""
-    return open_wgpu() if open_wgpu.cache_info().currsize else None
+def opened() -> list[WgpuBackend]:
+    """The process's wgpu backends that were opened so far; opens nothing."""
+    return list(_opened.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,26 @@ from torch import Tensor
 
 from entrenar_py.backends import Pair
 from entrenar_py.backends.wgpu.device import Device
+from entrenar_py.backends.wgpu.product import (
+    FLOAT_BYTES,
+    Kernel,
+    Layout,
+    Product,
+    product_kernel,
+)
 from entrenar_py.errors import BackendUnavailable
 
-KERNEL = Path(__file__).with_name("matmul.wgsl")
-TILE = 16  # as in the kernel
-FLOAT_BYTES = 4
 RESULT_ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
+PIPELINES_MAX = 512  # kept; one for each shape and layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One product and the place of its result in the common output buffer, in bytes."""
+    """One product, its kernel, and the place of its result in the common output, in bytes."""
 
     a: Tensor
     b: Tensor
+    kernel: Kernel
     offset: int
 
     @property
@@ -41,16 +46,15 @@ class Job:
 
 
 class Matmul:
-    """The compiled kernel on one device. `submissions` counts command buffers submitted."""
+    """Products on one device, each by the kernel written for its shape and memory layout.
+
+    `submissions` counts command buffers submitted.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._pipelines: dict[str, Any] = {}  # by source
         self.submissions = 0
-        with device.failures():
-            module = device.handle.create_shader_module(code=KERNEL.read_text(encoding="utf-8"))
-            self._pipeline = device.handle.create_compute_pipeline(
-                layout="auto", compute={"module": module, "entry_point": "main"}
-            )
 
     def run(self, pairs: Sequence[Pair]) -> list[Tensor]:
         """The products of `pairs` (checked operands), float32 [m, n] each, freshly allocated.
@@ -87,26 +91,33 @@ class Matmul:
         import wgpu
 
         gpu, usage = self._device.handle, wgpu.BufferUsage
-        (a, a_row, a_column), (b, b_row, b_column) = flatten(job.a), flatten(job.b)
-        (m, k), n = job.a.shape, job.b.shape[1]
-        dims = np.array([m, k, n, a_row, a_column, b_row, b_column, 0], dtype=np.uint32)
-        buffers = [
-            gpu.create_buffer_with_data(data=a, usage=usage.STORAGE),
-            gpu.create_buffer_with_data(data=b, usage=usage.STORAGE),
-            results,
-            gpu.create_buffer_with_data(data=dims, usage=usage.UNIFORM),
+        pipeline = self._pipeline(job.kernel.source)
+        operands = [flatten(matrix) for matrix in (job.a, job.b)]
+        bindings: list[dict[str, Any]] = [
+            {"buffer": gpu.create_buffer_with_data(data=data, usage=usage.STORAGE)}
+            for data in operands
         ]
-        bindings: list[dict[str, Any]] = [{"buffer": buffer} for buffer in buffers]
-        bindings[2] |= {"offset": job.offset, "size": job.result_bytes}
+        bindings.append({"buffer": results, "offset": job.offset, "size": job.result_bytes})
         group = gpu.create_bind_group(
-            layout=self._pipeline.get_bind_group_layout(0),
+            layout=pipeline.get_bind_group_layout(0),
             entries=[{"binding": i, "resource": item} for i, item in enumerate(bindings)],
         )
         compute = encoder.begin_compute_pass()
-        compute.set_pipeline(self._pipeline)
+        compute.set_pipeline(pipeline)
         compute.set_bind_group(0, group)
-        compute.dispatch_workgroups(-(-n // TILE), -(-m // TILE))
+        compute.dispatch_workgroups(*job.kernel.workgroups)
         compute.end()
+
+    def _pipeline(self, source: str) -> Any:
+        if source not in self._pipelines:
+            if len(self._pipelines) == PIPELINES_MAX:
+                self._pipelines.pop(next(iter(self._pipelines)))  # the oldest
+            gpu = self._device.handle
+            module = gpu.create_shader_module(code=source)
+            self._pipelines[source] = gpu.create_compute_pipeline(
+                layout="auto", compute={"module": module, "entry_point": "main"}
+            )
+        return self._pipelines[source]
 
 
 def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
@@ -114,8 +125,11 @@ def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
     jobs: list[Job] = []
     offset = 0
     for a, b in pairs:
-        job = Job(a=a, b=b, offset=offset)
-        _check_size(job, device)
+        try:
+            kernel = product_kernel(as_product(a, b), device.limits)
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"backend wgpu on {device.name}: {error}") from None
+        job = Job(a=a, b=b, kernel=kernel, offset=offset)
         jobs.append(job)
         offset += -(-job.result_bytes // RESULT_ALIGNMENT) * RESULT_ALIGNMENT
     if offset > device.buffer_bytes_max:
@@ -126,31 +140,28 @@ def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
     return jobs
 
 
-def _check_size(job: Job, device: Device) -> None:
-    where = f"backend wgpu on {device.name}: product of {list(job.a.shape)} and {list(job.b.shape)}"
-    largest = max(job.a.numel() * FLOAT_BYTES, job.b.numel() * FLOAT_BYTES, job.result_bytes)
-    if largest > device.binding_bytes_max:
-        raise BackendUnavailable(
-            f"{where}: a matrix of {largest} bytes, a binding holds {device.binding_bytes_max}; "
-            "use smaller matrices or another backend"
-        )
-    longest = max(job.shape)
-    if longest > device.workgroups_max * TILE:
-        raise BackendUnavailable(
-            f"{where}: a side of {longest}, one dispatch covers {device.workgroups_max * TILE}; "
-            "use smaller matrices or another backend"
-        )
+def as_product(a: Tensor, b: Tensor) -> Product:
+    """The product of two matrices as `flatten` lays them out."""
+    (m, k), n = a.shape, b.shape[1]
+    a_layout, b_layout = layout(a), layout(b)
+    return Product(m=m, k=k, n=n, a=a_layout, b=b_layout, c=Layout(row=n, column=1))
 
 
-def flatten(matrix: Tensor) -> tuple[np.ndarray[Any, Any], int, int]:
-    """The elements as they lie in memory, and the strides of rows and columns in elements.
-
-    A transposed view is not copied: its strides swap. Other views are copied to row-major.
-    """
+def layout(matrix: Tensor) -> Layout:
+    """Strides of `flatten`ed elements: a transposed view keeps its own."""
     rows, columns = matrix.shape
+    transposed = matrix.t().is_contiguous()
+    return Layout(row=1, column=rows) if transposed else Layout(row=columns, column=1)
+
+
+def flatten(matrix: Tensor) -> np.ndarray[Any, Any]:
+    """The elements as they lie in memory.
+
+    A transposed view is not copied. Other views are copied to row-major.
+    """
     if matrix.t().is_contiguous():
-        return matrix.t().numpy().reshape(-1), 1, rows
-    return matrix.contiguous().numpy().reshape(-1), columns, 1
+        return matrix.t().numpy().reshape(-1)
+    return matrix.contiguous().numpy().reshape(-1)
 
 
 def unpack(jobs: Sequence[Job], data: memoryview) -> list[Tensor]:

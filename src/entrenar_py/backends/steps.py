@@ -1,0 +1,64 @@
+"""What a backend and a workload must know of each other, so that the one can step the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+Array: TypeAlias = "NDArray[np.float32]"
+
+# (x [rows, in], weight [out, in], bias [out] or None) -> [rows, out]: the backend's `F.linear`.
+LinearFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
+# x of any shape -> the same shape: dropout where a model has it, or the identity.
+DropFunction: TypeAlias = "Callable[[Tensor], Tensor]"
+
+# (sample ids, never empty; drop) -> the summed loss, and the scaled gradient of each trainable
+# tensor in the order and shapes of the specs, float32 on the host.
+Stepper: TypeAlias = "Callable[[Sequence[int], DropFunction], tuple[float, list[Array]]]"
+
+
+class Spec(Protocol):
+    """A tensor of a model: `role` is trainable, frozen, or buffer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+
+
+class Model(Protocol):
+    """What a backend must know of a workload (`training.workload.Workload` says more)."""
+
+    @property
+    def specs(self) -> Sequence[Spec]: ...
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """What the samples `ids` bring to the loss, on the CPU."""
+        ...
+
+    def loss_of(
+        self,
+        tensors: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+    ) -> Tensor:
+        """The SUM of the loss over a batch, 0-d."""
+        ...
+
+    def gradients(
+        self,
+        tensors: Mapping[str, Tensor],
+        ids: Sequence[int],
+        *,
+        drop: DropFunction,
+        scale: float,
+    ) -> tuple[float, list[Array]]:
+        """The loss, and `scale` times its gradient for each trainable tensor, on the CPU."""
+        ...

@@ -1,0 +1,281 @@
+"""A function of tensors as one graph of few kinds of operation, forward and backward together.
+
+Decides what may be in a graph; how it is computed is decided elsewhere. What reads data on the
+host, draws random numbers, or writes to what it was given is refused with its line.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from entrenar_py.backends.wgpu import decompositions, tables
+from entrenar_py.errors import UsageError
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+_ATEN = torch.ops.aten
+_LEAVES_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__})
+_IDENTITIES = frozenset(
+    {_ATEN.alias.default, _ATEN.detach.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
+)
+# Where a line of a model is not: torch itself, and the backends that a model borrows from.
+_NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
+    """The graph of `fn(*inputs)`, a flat tuple of tensors; it may call `torch.autograd.grad`.
+
+    Shapes, dtypes, strides and `requires_grad` are those of `inputs`; their values are not looked
+    at. Tensors that `fn` takes from elsewhere become constants, and so do small tables that follow
+    from nothing else. No operation of the graph writes
+    to its operands. Every node has `meta["val"]`, a fake tensor, and `meta["line"]`, the model's
+    line that it came from (`decoder.py:12 in forward`), also if autograd made it.
+    Raises UsageError for what can't be in a graph.
+    """
+    traced = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
+    names = list(dict.fromkeys(n.target for n in traced.graph.nodes if n.op == "get_attr"))
+    constants = {str(name): getattr(traced, str(name)).detach() for name in names}
+    graph = _functionalise(traced, [one.detach() for one in inputs], constants)
+    _name_constants(graph, len(inputs), constants)
+    _drop_identities(graph.graph)
+    graph.graph.eliminate_dead_code()
+    _check(graph.graph)
+    tables.fold(graph)
+    graph.recompile()
+    return graph
+
+
+def operations(graph: GraphModule) -> Counter[str]:
+    """How often each kind of operation is in the graph: `aten.mm.default`, ..."""
+    return Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+
+
+def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
+    """What runs, operation by operation, each with its line."""
+
+    def record(*tensors: Tensor) -> tuple[Tensor, ...]:
+        # Attention from products and a softmax, whose derivatives are the same again.
+        with sdpa_kernel(SDPBackend.MATH), _OnHost(), _Lines(tensors):
+            return tuple(fn(*tensors))
+
+    traced: GraphModule = make_fx(record, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+    return traced
+
+
+def _functionalise(
+    traced: GraphModule, inputs: Sequence[Tensor], constants: dict[str, Tensor]
+) -> GraphModule:
+    """The same decomposed, and without operations that write to their operands.
+
+    Constants are its last inputs, so that a write to one is seen as what it is.
+    """
+
+    def run(*tensors: Tensor) -> Any:
+        held = dict(zip(constants, tensors[len(inputs) :], strict=True))
+        return _Replay(traced, held).run(*tensors[: len(inputs)])
+
+    functional = torch.func.functionalize(run)
+    with torch.no_grad():
+        graph: GraphModule = make_fx(functional, decompositions.table(), tracing_mode="fake")(
+            *inputs, *constants.values()
+        )
+    return graph
+
+
+class _OnHost(TorchFunctionMode):
+    """Refuses what leaves torch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LEAVES_TORCH and isinstance(args[0], FakeTensor):
+            raise _reads(f"Tensor.{func.__name__}", _line_of(sys._getframe(1)))
+        return func(*args, **(kwargs or {}))
+
+
+class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives each node the line it came from; refuses what reads data or writes to what is given."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = _current_graph()
+        self._given = {one.untyped_storage()._cdata: one for one in inputs}
+        # Autograd numbers what it records; what runs backward later has the number of what it is
+        # the derivative of.
+        self._numbers: list[int] = []
+        self._lines: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        line = self._line()
+        _refuse_reading(func, args, line)
+        self._refuse_writing(func, args, line)
+        last = _last(self._graph)
+        result = func(*args, **(kwargs or {}))
+        _mark(self._graph, last, line)
+        self._follow_views(func, args, result)
+        return result
+
+    def _follow_views(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """A view of what was given is memory of it, too."""
+        if func._schema.is_mutable or func is _ATEN.lift_fresh.default:  # that one copies
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and self._is_given(value):
+                for view in pytree.tree_leaves(result):
+                    self._given[view.untyped_storage()._cdata] = view
+
+    def _is_given(self, one: object) -> bool:
+        """Whether that is memory of an input, or of a tensor from elsewhere."""
+        return isinstance(one, Tensor) and (
+            not isinstance(one, FakeTensor) or one.untyped_storage()._cdata in self._given
+        )
+
+    def _refuse_writing(self, func: Any, args: tuple[Any, ...], line: str) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(self._is_given(one) for one in pytree.tree_leaves(value)):
+                raise UsageError(
+                    f"{func} at {line}: writes to a tensor that the step was given; "
+                    "return the new value as one more output"
+                )
+
+    def _line(self) -> str:
+        node: Any = torch._C._current_autograd_node()  # its type does not say that it may be None
+        if node is not None:
+            index = bisect_right(self._numbers, node._sequence_nr()) - 1
+            if index >= 0:
+                return self._lines[index]
+            return _line_of(sys._getframe(2))
+        line = _line_of(sys._getframe(2))
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if not self._numbers or number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._lines.append(line)
+        return line
+
+
+class _Replay(Interpreter):
+    """Runs a graph again, into another one whose nodes get the same lines."""
+
+    def __init__(self, traced: GraphModule, constants: dict[str, Tensor]) -> None:
+        super().__init__(traced)
+        self._constants = constants
+        self._recorded = _current_graph()
+
+    def run_node(self, n: Node) -> Any:
+        """As it is, and marks what it recorded."""
+        last = _last(self._recorded)
+        result = super().run_node(n)
+        _mark(self._recorded, last, n.meta.get("line", ""))
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant, as an input."""
+        return self._constants[target]
+
+
+def _current_graph() -> Graph:
+    mode = get_proxy_mode()
+    assert mode is not None, "only called while make_fx traces"
+    graph: Graph = mode.tracer.graph
+    return graph
+
+
+def _last(graph: Graph) -> Node:
+    return graph._root.prev
+
+
+def _mark(graph: Graph, last: Node, line: str) -> None:
+    """Gives `line` to all nodes after `last`."""
+    node = _last(graph)
+    while node is not last:
+        node.meta["line"] = line
+        node = node.prev
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """The innermost line of `frame` and its callers that is a model's."""
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_NOT_MODEL, "<")):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return "a line that is not known"
+
+
+def _refuse_reading(func: Any, args: tuple[Any, ...], line: str) -> None:
+    """Raises UsageError for what needs the values of tensors to go on."""
+    tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+    if torch.Tag.data_dependent_output in func.tags:
+        known = (getattr(one, "constant", one) is not None for one in tensors)
+        if not all(known):  # as a number written in the model, or a tensor that is no input
+            raise _reads(str(func), line)
+    elif torch.Tag.dynamic_output_shape in func.tags and (
+        func is not _ATEN.index.Tensor or any(one.dtype == torch.bool for one in tensors[1:])
+    ):
+        raise _reads(str(func), line)
+
+
+def _reads(given: str, line: str) -> UsageError:
+    return UsageError(
+        f"{given} at {line}: what comes next depends on the values of tensors, and a graph has "
+        "neither branches on data nor shapes that follow it; "
+        "use torch.where, or decide before the step and pass the result in"
+    )
+
+
+def _name_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
+    """Constants are attributes again."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, (name, value) in zip(placeholders[num_inputs:], constants.items(), strict=True):
+        graph.register_buffer(name, value)
+        with graph.graph.inserting_after(placeholders[-1]):
+            constant = graph.graph.get_attr(name)
+        constant.meta.update(node.meta)
+        node.replace_all_uses_with(constant)
+        graph.graph.erase_node(node)
+
+
+def _drop_identities(graph: Graph) -> None:
+    """Without what only autograd or the layout in memory wanted."""
+    for node in graph.nodes:
+        same = node.target in _IDENTITIES or (
+            node.target is _ATEN.clone.default
+            and node.meta["val"].stride() == node.args[0].meta["val"].stride()
+        )
+        if same:
+            node.replace_all_uses_with(node.args[0])
+
+
+def _check(graph: Graph) -> None:
+    """Raises UsageError for chance; nothing that writes is left."""
+    for node in graph.nodes:
+        node.meta.setdefault("line", "")
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        assert not node.target._schema.is_mutable, f"{node.target} at {node.meta['line']}"
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise UsageError(
+                f"{node.target} at {node.meta['line']}: draws random numbers; "
+                "draw them on the host and pass them in, as dropout's masks are"
+            )

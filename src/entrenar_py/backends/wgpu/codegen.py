@@ -1,0 +1,239 @@
+"""WGSL of the kernels that are no matrix products: a result per thread, or a row per workgroup.
+
+Thread kernels run every loop alone, in order. Row kernels share each loop between the lanes of a
+workgroup: each folds every 64th (256th) element in order, then the lanes are folded along a fixed
+binary tree. Both give the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from entrenar_py.backends.wgpu import index as at
+from entrenar_py.backends.wgpu.emitter import STORAGE, Buffer, Emitter, Loop, Statement
+from entrenar_py.backends.wgpu.index import Atom, Index
+from entrenar_py.backends.wgpu.intrinsics import functions_of
+
+THREADS = 64
+LANES_MIN, LANES_MAX = 64, 256  # every WebGPU device has 256
+LONG_LOOP = 512
+
+
+@dataclass(frozen=True)
+class Shader:
+    """A compute shader with the entry point `main`; binding i of group 0 is `buffers[i]`.
+
+    The last binding is written to, the others are read.
+    """
+
+    source: str
+    workgroups: tuple[int, int, int]
+    buffers: tuple[Buffer, ...]
+
+
+def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
+    """Each thread computes `value` of one row and writes it to its place in `out`."""
+    size = math.prod(emitter.rows)
+    groups = -(-size // THREADS)
+    x = min(groups, workgroups_max)
+    body = [
+        f"let i = (i32(group.y) * {x} + i32(group.x)) * {THREADS} + i32(local.x);",
+        f"if (i >= {size}) {{ return; }}",
+        *_body(emitter, lanes=1),
+        *([f"out[i] = {_stored(value, out)};"] if value else []),
+    ]
+    return _shader(emitter, out, body, (x, -(-groups // x), 1), THREADS)
+
+
+def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
+    """Each workgroup computes one row; if `value` is given it is the row's only element."""
+    size = math.prod(emitter.rows)
+    longest = max(item.size for item in emitter.body if isinstance(item, Loop))
+    lanes = LANES_MAX if longest > LONG_LOOP else LANES_MIN
+    x = min(size, workgroups_max)
+    body = [
+        f"let i = i32(group.y) * {x} + i32(group.x);",
+        f"if (i >= {size}) {{ return; }}",
+        "let lane = i32(local.x);",
+        *_body(emitter, lanes=lanes),
+        *([f"if (lane == 0) {{ out[i] = {_stored(value, out)}; }}"] if value else []),
+    ]
+    return _shader(emitter, out, body, (x, -(-size // x), 1), lanes)
+
+
+def epilogue(emitter: Emitter, value: str) -> str:
+    """`fn finish` of a product kernel, with its bindings from number 3 on."""
+    lines = [*_bindings(emitter.buffers, 3)]
+    statements = _statements(emitter.body, lambda index: index)
+    lines += functions_of("\n".join(statements))
+    lines.append("fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32 {")
+    for variable, name in zip(emitter.variables, "bmn", strict=True):
+        lines += [f"    let {atom.text} = i32({name});" for atom, _ in variable.terms]
+    lines += [f"    {line}" for line in [*statements, f"return {value};"]]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _shader(
+    emitter: Emitter,
+    out: Buffer,
+    body: Sequence[str],
+    workgroups: tuple[int, int, int],
+    threads: int,
+) -> Shader:
+    number = len(emitter.buffers)
+    text = "\n".join(f"    {line}" for line in body)
+    lines = [
+        *_bindings(emitter.buffers, 0),
+        f"@group(0) @binding({number}) var<storage, read_write> out: array<{STORAGE[out.dtype]}>;",
+        *(
+            f"var<workgroup> partial_{dtype}: array<{STORAGE[dtype]}, {threads}>;"
+            for dtype in ("f32", "i32", "bool")
+            if f"partial_{dtype}[" in text
+        ),
+        *functions_of(text),
+        "",
+        f"@compute @workgroup_size({threads})",
+        "fn main(",
+        "    @builtin(workgroup_id) group: vec3<u32>,",
+        "    @builtin(local_invocation_id) local: vec3<u32>,",
+        ") {",
+        text,
+        "}",
+        "",
+    ]
+    return Shader("\n".join(lines), workgroups, (*emitter.buffers, out))
+
+
+def _bindings(buffers: dict[Buffer, str], first: int) -> list[str]:
+    return [
+        f"@group(0) @binding({first + number}) var<storage, read> "
+        f"{name}: array<{STORAGE[buffer.dtype]}>;"
+        for number, (buffer, name) in enumerate(buffers.items())
+    ]
+
+
+def _stored(value: str, out: Buffer) -> str:
+    return _number(value, out.dtype)
+
+
+def _number(value: str, dtype: str) -> str:
+    """`value` as memory holds it."""
+    return f"select(0u, 1u, {value})" if dtype == "bool" else value
+
+
+def _body(emitter: Emitter, *, lanes: int) -> list[str]:
+    """The statements and loops of a kernel, rows and loop variables decoded from `i` and `c`.
+
+    Loops are shared by `lanes` threads."""
+    indices = [one for item in emitter.body for index in _indices(item) for one in at.leaves(index)]
+    rows = _atoms(emitter.variables)
+    change, decoding = _merge(rows, indices, "i")
+    lines = list(decoding)
+    for item in emitter.body:
+        if isinstance(item, Statement):
+            lines += _statements([item], change)
+        else:
+            lines += _loop(item, indices, change, lanes)
+    return lines
+
+
+def _loop(
+    loop: Loop, indices: Sequence[Index], rows: Callable[[Index], Index], lanes: int
+) -> list[str]:
+    columns, decoding = _merge(_atoms(loop.variables()), indices, f"c{loop.number}")
+
+    def change(index: Index) -> Index:
+        return columns(rows(index))
+
+    variable = f"c{loop.number}"
+    start = "lane" if lanes > 1 else "0"
+    inside = [*decoding, *_statements(loop.body, change)]
+    lines = []
+    if loop.fold is None:
+        inside.append(f"out[i * {loop.size} + {variable}] = {loop.value};")
+    else:
+        lines.append(f"var {loop.total}: {loop.fold.dtype} = {loop.fold.start};")
+        combined = loop.fold.combine.format(loop.total, loop.value)
+        inside.append(f"{loop.total} = {combined};")
+    lines += [
+        f"for (var {variable} = {start}; {variable} < {loop.size}; {variable} += {lanes}) {{",
+        *(f"    {line}" for line in inside),
+        "}",
+    ]
+    return lines + (_tree(loop, lanes) if lanes > 1 and loop.fold is not None else [])
+
+
+def _tree(loop: Loop, lanes: int) -> list[str]:
+    """Folds the lanes' totals; all lanes have the result.
+
+    Truth values as numbers: an NVIDIA driver loses some of those that share memory as `bool`.
+    """
+    assert loop.fold is not None
+    partial = f"partial_{loop.fold.dtype}"
+    combined = loop.fold.combine.format(f"{partial}[lane]", f"{partial}[lane + half]")
+    return [
+        f"{partial}[lane] = {_number(loop.total, loop.fold.dtype)};",
+        "workgroupBarrier();",
+        f"for (var half = {lanes // 2}; half > 0; half /= 2) {{",
+        f"    if (lane < half) {{ {partial}[lane] = {combined}; }}",
+        "    workgroupBarrier();",
+        "}",
+        f"{loop.total} = {loop.fold.dtype}({partial}[0]);",
+        "workgroupBarrier();",
+    ]
+
+
+def _statements(items: Iterable[Statement | Loop], change: Callable[[Index], Index]) -> list[str]:
+    lines = []
+    for item in items:
+        assert isinstance(item, Statement)
+        places = {f"i{n}": at.render(change(one)) for n, one in enumerate(item.indices)}
+        lines.append(f"let {item.name} = {item.template.format(*item.names, **places)};")
+    return lines
+
+
+def _indices(item: Statement | Loop) -> list[Index]:
+    if isinstance(item, Statement):
+        return list(item.indices)
+    return [index for one in item.body for index in one.indices]
+
+
+def _atoms(variables: Sequence[Index]) -> list[Atom]:
+    return [atom for variable in variables for atom, _ in variable.terms]
+
+
+def _merge(
+    atoms: Sequence[Atom], indices: Sequence[Index], position: str
+) -> tuple[Callable[[Index], Index], list[str]]:
+    """Neighbouring variables that every index steps through as if they were one, made one.
+
+    How an index is rewritten, and the lines that take the variables from `position`.
+    """
+    groups: list[list[Atom]] = []
+    coefficients = [dict(index.terms) for index in indices]
+    for atom in atoms:
+        last = groups[-1][-1] if groups else None
+        if last is not None and all(
+            found.get(last, 0) == found.get(atom, 0) * atom.size for found in coefficients
+        ):
+            groups[-1].append(atom)
+        else:
+            groups.append([atom])
+    sizes = [math.prod(atom.size for atom in group) for group in groups]
+    table: dict[Atom, Index] = {}
+    lines = []
+    for number, group in enumerate(groups):
+        name = position if len(groups) == 1 else group[-1].text
+        whole = Index(0, ((Atom(name, sizes[number], group[-1].level), 1),))
+        table |= dict.fromkeys(group, Index(0)) | {group[-1]: whole}
+        if len(groups) > 1:
+            stride = math.prod(sizes[number + 1 :])
+            text = f"{position} / {stride}" if stride > 1 else position
+            lines.append(f"let {name} = {f'({text}) % {sizes[number]}' if number else text};")
+
+    def change(index: Index) -> Index:
+        return at.substitute(index, lambda atom: table.get(atom, Index(0, ((atom, 1),))))
+
+    return change, lines

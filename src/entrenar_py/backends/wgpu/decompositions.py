@@ -1,0 +1,155 @@
+"""What torch's operations are made of, down to those that a graph may hold.
+
+Beside torch's own core decompositions: what those keep whole and a device needn't know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+_ATEN = torch.ops.aten
+_FROM_TORCH = (
+    _ATEN._log_softmax,
+    _ATEN._softmax,
+    _ATEN.elu,
+    _ATEN.leaky_relu,
+    _ATEN.hardtanh,
+)
+
+
+@cache
+def table() -> dict[Any, Callable[..., Any]]:
+    """Operation -> function of the same arguments, of simpler ones."""
+    found = dict(core_aten_decompositions())
+    found.update(get_decompositions(_FROM_TORCH))
+    found.update(_OURS)
+    return found
+
+
+def _var(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _var_mean(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Mean first, then the mean square of what is left: one that subtracts squares cancels."""
+    dims = list(dim) if dim else list(range(x.ndim))
+    count = prod(x.shape[one] for one in dims)
+    mean = torch.mean(x, dims, keepdim=True)
+    square = torch.sum(torch.square(x - mean), dims, keepdim=keepdim)
+    variance = square / max(0.0, count - (1 if correction is None else correction))
+    return variance, mean if keepdim else torch.squeeze(mean, dims)
+
+
+def _native_layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    variance, mean = _var_mean(x, dims, correction=0, keepdim=True)
+    scale = torch.rsqrt(variance + eps)
+    result = (x - mean) * scale
+    if weight is not None:
+        result = result * weight
+    if bias is not None:
+        result = result + bias
+    return result, mean, scale
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))
+        return 0.5 * x * (1 + torch.tanh(inner))
+    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        _ATEN.slice.Tensor(x, dim, start, start + size)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _mean(
+    x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    dims = list(dim) if dim else list(range(x.ndim))
+    return torch.sum(x, dims, keepdim, dtype=dtype) / prod(x.shape[one] for one in dims)
+
+
+def _addmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.mm(a, b)
+    return torch.add(x if beta == 1 else x * beta, product if alpha == 1 else product * alpha)
+
+
+def _embedding_dense_backward(
+    gradient: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_by_freq: bool
+) -> Any:
+    if scale_by_freq:
+        return NotImplemented
+    if padding_idx >= 0:
+        padded = (indices == padding_idx).unsqueeze(-1)
+        gradient = torch.where(padded, torch.zeros_like(gradient), gradient)
+    start = torch.zeros(num_weights, gradient.shape[-1])
+    return _ATEN.index_put.default(start, [indices], gradient, True)
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What was written over all of `x`: nothing of it is left."""
+    source = source.to(x.dtype)
+    return _ATEN.alias.default(source) if source.shape == x.shape else source.expand(x.shape)
+
+
+def _flip(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        x = torch.index_select(x, dim, torch.arange(x.shape[dim] - 1, -1, -1))
+    return x
+
+
+def _full_like(x: Tensor, value: float, *, dtype: Any = None, **_: Any) -> Tensor:
+    return torch.full(x.shape, value, dtype=dtype or x.dtype)
+
+
+def _scalar_tensor(value: float, *, dtype: Any = None, **_: Any) -> Tensor:
+    return torch.full((), value, dtype=dtype or torch.float32)
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    _ATEN._unsafe_index_put.default: _ATEN.index_put.default,
+    _ATEN.addmm.default: _addmm,
+    _ATEN.copy.default: _copy,
+    _ATEN.div.Scalar: _ATEN.div.Tensor,
+    _ATEN.embedding_dense_backward.default: _embedding_dense_backward,
+    # WGSL has neither, and so neither is better than this near zero.
+    _ATEN.expm1.default: lambda x: torch.exp(x) - 1,
+    _ATEN.log1p.default: lambda x: torch.log(x + 1),
+    _ATEN.flip.default: _flip,
+    _ATEN.full_like.default: _full_like,
+    _ATEN.gelu.default: _gelu,
+    _ATEN.mean.default: _mean,
+    _ATEN.mean.dim: _mean,
+    _ATEN.mul.Scalar: _ATEN.mul.Tensor,
+    _ATEN.native_layer_norm.default: _native_layer_norm,
+    _ATEN.scalar_tensor.default: _scalar_tensor,
+    _ATEN.split_with_sizes.default: _split_with_sizes,
+    _ATEN.var.correction: _var,
+    _ATEN.var_mean.correction: _var_mean,
+}

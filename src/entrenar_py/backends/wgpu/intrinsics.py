@@ -1,0 +1,119 @@
+"""What WGSL lacks or defines too loosely: functions that kernels call by name, and literals.
+
+A literal may be neither infinite nor NaN, and what is not written out may be folded by a compiler
+that takes both for impossible: such numbers come from bits that it can't see through.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+
+FUNCTIONS = {
+    "infinity": """
+var<private> infinity_bits: u32 = 0x7f800000u;
+fn infinity() -> f32 { return bitcast<f32>(infinity_bits); }
+""",
+    "nan": """
+var<private> nan_bits: u32 = 0x7fc00000u;
+fn nan() -> f32 { return bitcast<f32>(nan_bits); }
+""",
+    # `x != x` is false for a compiler that takes NaN for impossible; bits are not.
+    "is_nan": """
+fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u; }
+""",
+    "is_infinite": """
+fn is_infinite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) == 0x7f800000u; }
+""",
+    # NaN if either is, as torch has it.
+    "larger": """
+fn larger(a: f32, b: f32) -> f32 {
+    return select(select(max(a, b), b, is_nan(b)), a, is_nan(a));
+}
+""",
+    "smaller": """
+fn smaller(a: f32, b: f32) -> f32 {
+    return select(select(min(a, b), b, is_nan(b)), a, is_nan(a));
+}
+""",
+    # Some drivers give NaN for large numbers; near 0 the quotient would lose digits.
+    "tangent": """
+fn tangent(x: f32) -> f32 {
+    let size = abs(x);
+    let square = x * x;
+    let e = exp(-2.0 * size);
+    let large = sign(x) * ((1.0 - e) / (1.0 + e));
+    let small = x * (1.0 + square * (-0.33333334 + square * (0.13333334
+        + square * (-0.053968255 + square * 0.021869488))));
+    return select(select(large, small, size < 0.25), x, is_nan(x));
+}
+""",
+    "sigmoid": """
+fn sigmoid(x: f32) -> f32 {
+    let e = exp(-abs(x));
+    return select(1.0, e, x < 0.0) / (1.0 + e);
+}
+""",
+    # Abramowitz and Stegun 7.1.26 is off by 1.5e-7; the series serves where that is too much.
+    "error_function": """
+fn error_function(x: f32) -> f32 {
+    let size = abs(x);
+    let t = 1.0 / (1.0 + 0.3275911 * size);
+    let tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741
+        + t * (-1.453152027 + t * 1.061405429)))) * exp(-size * size);
+    let square = x * x;
+    let series = x * (1.1283792 + square * (-0.37612638 + square * (0.11283792
+        + square * (-0.026866170 + square * (0.0052239776 + square * (-0.00085483270
+        + square * 0.00012055333))))));
+    return select(select(sign(x) * (1.0 - tail), series, size < 0.5), x, is_nan(x));
+}
+""",
+    # WGSL's pow knows no negative base.
+    "power": """
+fn power(x: f32, y: f32) -> f32 {
+    let size = pow(abs(x), y);
+    let odd = abs(y - 2.0 * trunc(y * 0.5)) == 1.0;
+    let whole = trunc(y) == y;
+    let found = select(size, -size, x < 0.0 && odd);
+    return select(select(found, nan(), x < 0.0 && !whole), 1.0, y == 0.0);
+}
+""",
+    # No `%`: Vulkan defines it for negative operands only since its maintenance8.
+    "floor_divide_i32": """
+fn floor_divide_i32(a: i32, b: i32) -> i32 {
+    let quotient = a / b;
+    return select(quotient, quotient - 1, a != quotient * b && (a < 0) != (b < 0));
+}
+""",
+}
+_NEEDS = {
+    "power": ("nan",),
+    **dict.fromkeys(("larger", "smaller", "tangent", "error_function"), ("is_nan",)),
+}
+
+
+def functions_of(text: str) -> list[str]:
+    """The functions that `text` calls, each with what it calls itself, once."""
+    called = [name for name in FUNCTIONS if re.search(rf"\b{name}\(", text)]
+    wanted = {*called, *(one for name in called for one in _NEEDS.get(name, ()))}
+    return [FUNCTIONS[name].strip() for name in FUNCTIONS if name in wanted]
+
+
+def literal(value: float | int | bool, dtype: str) -> str:
+    """`value` in WGSL, rounded to `dtype`; OverflowError for an i32 that has no room for it."""
+    if dtype == "bool":
+        return "true" if value else "false"
+    if dtype == "i32":
+        if not -(2**31) <= int(value) < 2**31:
+            raise OverflowError(f"{int(value)} is no 32-bit integer")
+        return f"{int(value)}" if int(value) != -(2**31) else "(-2147483647 - 1)"
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(value))
+    if math.isnan(rounded):
+        return "nan()"
+    if math.isinf(rounded):
+        return "infinity()" if rounded > 0 else "(-infinity())"
+    text = repr(rounded)
+    return f"{text}f" if rounded >= 0 else f"({text}f)"

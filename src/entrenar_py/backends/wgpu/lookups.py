@@ -1,0 +1,381 @@
+"""Elements from places that data or bounds decide: lookups, joins, overlays, scatters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from entrenar_py.backends.wgpu import index as at
+from entrenar_py.backends.wgpu import pointwise, reductions, views
+from entrenar_py.backends.wgpu.codegen import THREADS, Shader
+from entrenar_py.backends.wgpu.emitter import Buffer, Emitter
+from entrenar_py.backends.wgpu.index import Index, Indices
+from entrenar_py.backends.wgpu.values import CHEAP, Schedule, Stored, Value
+
+_PIECES_MAX = 6  # that one kernel chooses from
+_UNROLLED_MAX = 4
+
+
+def look_up(
+    schedule: Schedule, value: Value, indices: dict[int, Value], shape: Sequence[int], first: int
+) -> Value:
+    """The elements of `value` at `indices` along the dims that are their keys.
+
+    Indices are of one rank and broadcast; the result has their dims from dim `first` on, the other
+    dims of `value` around them. What is out of range gives NaN; negative ones count from the end.
+    """
+    _settle(schedule, value)
+    for one in indices.values():
+        _settle(schedule, one)
+    schedule.make_room([value, *indices.values()], 4 * len(indices))
+    num_looked = len(next(iter(indices.values())).shape)
+    recipe = value.read
+    ids = {dim: (one.read, one.shape) for dim, one in indices.items()}
+
+    def read(emitter: Emitter, found: Indices) -> str:
+        inner = found[first : first + num_looked]
+        around = list(found[:first] + found[first + num_looked :])
+        places, wrong = [], []
+        for dim, size in enumerate(value.shape):
+            if dim not in ids:
+                places.append(around.pop(0))
+                continue
+            number, own = ids[dim]
+            raw = number(emitter, views.broadcast(inner, own))
+            place, outside = _position(emitter, raw, size)
+            places.append(place)
+            wrong.append(outside)
+        text = recipe(emitter, tuple(places))
+        for one_wrong in wrong if value.dtype == "f32" else ():
+            text = emitter.op("select({0}, nan(), {1})", text, one_wrong)
+        return text
+
+    return _recipe([value, *indices.values()], shape, value.dtype, read, 4 * len(indices))
+
+
+def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
+    """Element (i, j, ...) is that of `value` with `index[i, j, ...]` along `dim`."""
+    dim %= max(1, len(value.shape))
+    _settle(schedule, value)
+    _settle(schedule, index)
+    schedule.make_room([value, index], 4)
+    recipe, number = value.read, index.read
+
+    def read(emitter: Emitter, found: Indices) -> str:
+        place, wrong = _position(emitter, number(emitter, found), value.shape[dim])
+        text = recipe(emitter, (*found[:dim], place, *found[dim + 1 :]))
+        return emitter.op("select({0}, nan(), {1})", text, wrong) if value.dtype == "f32" else text
+
+    return _recipe([value, index], index.shape, value.dtype, read, 4)
+
+
+def _position(emitter: Emitter, raw: str, size: int) -> tuple[Index, str]:
+    """The i32 value `raw` as an index, and the name of whether it is out of range."""
+    wrapped = emitter.op(f"select({{0}}, {{0}} + {size}, {{0}} < 0)", raw)
+    wrong = emitter.op(f"{{0}} < 0 || {{0}} >= {size}", wrapped)
+    inside = emitter.op(f"clamp({{0}}, 0, {size - 1})", wrapped)
+    return emitter.position(inside, size), wrong
+
+
+def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
+    """`values` one after the other along `dim`."""
+    values = [one for one in values if one.size]
+    dim %= max(1, len(values[0].shape))
+    while len(values) > _PIECES_MAX:
+        groups = [values[i : i + _PIECES_MAX] for i in range(0, len(values), _PIECES_MAX)]
+        values = [schedule.realise(join(schedule, group, dim)) for group in groups]
+    if len(values) == 1:
+        return values[0]
+    total = sum(one.shape[dim] for one in values)
+    shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
+    for one in values:
+        _settle(schedule, one)
+    found = values[-1]
+    start = total - found.shape[dim]
+    # From the last to the first: each stands before what has been joined.
+    rest, rest_start = _shifted(found, dim, start, shape), start
+    for one in reversed(values[:-1]):
+        rest_start -= one.shape[dim]
+        rest = _choose(one, rest, dim, rest_start, 1, shape, schedule)
+    return rest
+
+
+def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
+    """`value` from index `start` on, and anything elsewhere."""
+    recipe = value.read
+
+    def read(emitter: Emitter, found: Indices) -> str:
+        place, _ = _within(emitter, found[dim], start, value.shape[dim], 1)
+        return recipe(emitter, (*found[:dim], place, *found[dim + 1 :]))
+
+    return _recipe([value], shape, value.dtype, read, 2)
+
+
+def overlay(
+    schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int
+) -> Value:
+    """`below` with `above` at every `step`-th index from `start` on along `dim`."""
+    _settle(schedule, below)
+    _settle(schedule, above)
+    return _choose(above, below, dim, start, step, below.shape, schedule)
+
+
+def _choose(
+    above: Value,
+    below: Value,
+    dim: int,
+    start: int,
+    step: int,
+    shape: Sequence[int],
+    schedule: Schedule,
+) -> Value:
+    for one in (above, below):
+        if one.pending:
+            schedule.realise(one)
+    schedule.make_room([above, below], 3)
+    upper, lower = above.read, below.read
+
+    def read(emitter: Emitter, found: Indices) -> str:
+        place, inside = _within(emitter, found[dim], start, above.shape[dim], step)
+        first = upper(emitter, (*found[:dim], place, *found[dim + 1 :]))
+        if inside == "true":
+            return first
+        return emitter.op("select({1}, {0}, {2})", first, lower(emitter, found), inside)
+
+    return _recipe([above, below], shape, above.dtype, read, 3)
+
+
+def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) -> tuple[Index, str]:
+    """Which of `size` places, `step` apart from `start` on, `index` is; and whether it is one."""
+    shifted = index + Index(-start)
+    low, high = shifted.bounds
+    if step == 1 and low >= 0 and high < size:
+        return shifted, "true"
+    moved = emitter.number(shifted, "i32")
+    inside = f"{{0}} >= 0 && {{0}} < {size * step}" + (
+        f" && {{0}} % {step} == 0" if step > 1 else ""
+    )
+    place = emitter.op(f"clamp({{0}} / {step}, 0, {size - 1})", moved)
+    return emitter.position(place, size), emitter.op(inside, moved)
+
+
+def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float) -> Value:
+    """`filler` around `value`: before and after the last dim, the one before it, and so on."""
+    for number in range(len(widths) // 2):
+        dim = len(value.shape) - 1 - number
+        before, after = widths[2 * number : 2 * number + 2]
+        start, end = max(0, -before), value.shape[dim] - max(0, -after)
+        value = views.take(schedule, value, dim, start, end - start, 1)
+        before, after = max(0, before), max(0, after)
+        if before or after:
+            size = value.shape[dim] + before + after
+            shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+            below = pointwise.constant(filler, value.dtype, shape)
+            value = overlay(schedule, below, value, dim, before, 1)
+    return value
+
+
+def scatter(
+    schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
+) -> Value:
+    """`value` with `source`, of the index's shape, where `index` points along `dim`.
+
+    Of several sources for one place the last stays, or all are added in order. Takes as long as
+    `index` is along `dim`, for each element: meant for few.
+    """
+    dim %= max(1, len(value.shape))
+    for one in (value, index, source):
+        _settle(schedule, one)
+    count = index.shape[dim]
+    if count > _UNROLLED_MAX:
+        return _scatter_many(schedule, value, dim, index, source, add=add)
+    schedule.make_room([value, index, source], 4 * count)
+    below, pointed, above = value.read, index.read, source.read
+
+    def read(emitter: Emitter, found: Indices) -> str:
+        text = below(emitter, found)
+        here = emitter.number(found[dim], "i32")
+        for number in range(count):
+            place = (*found[:dim], Index(number), *found[dim + 1 :])
+            hit = emitter.op("{0} == {1}", pointed(emitter, place), here)
+            one = above(emitter, views.broadcast(place, source.shape))
+            one = emitter.op("{0} + {1}", text, one) if add else one
+            text = emitter.op("select({1}, {0}, {2})", one, text, hit)
+        return text
+
+    return _recipe([value, index, source], value.shape, value.dtype, read, 4 * count)
+
+
+def _scatter_many(
+    schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
+) -> Value:
+    """The same with a loop over the index: a sum, or the last that points here."""
+    for one in (value, index, source):
+        schedule.realise(one)
+    count, rank = index.shape[dim], len(value.shape)
+    square = (*value.shape, count)
+
+    def spread(one: Value) -> Value:
+        last = [*(d for d in range(rank) if d != dim), dim]
+        turned = views.permute(schedule, views.expand(schedule, one, index.shape), last)
+        shape = [1 if d == dim else value.shape[d] for d in range(rank)]
+        return views.expand(schedule, views.reshape(schedule, turned, [*shape, count]), square)
+
+    here = pointwise.counting(0, 1, square, dim, "i32")
+    hit = pointwise.fuse(schedule, "{0} == {1}", [spread(index), here], square, "bool", 1)
+    if add:
+        operands = [spread(source), pointwise.constant(0, value.dtype), hit]
+        kind = value.dtype
+    else:
+        number = pointwise.counting(0, 1, square, rank, "i32")
+        operands, kind = [number, pointwise.constant(-1, "i32"), hit], "i32"
+    terms = pointwise.fuse(schedule, "select({1}, {0}, {2})", operands, square, kind, 1)
+    fold = reductions.FOLDS["sum" if add else "amax", kind]
+    found = reductions.reduce(schedule, terms, fold, [-1], keepdim=False)
+    if add:
+        return pointwise.fuse(schedule, "{0} + {1}", [value, found], value.shape, kind, 1)
+    schedule.realise(found)
+    zero = pointwise.constant(0, "i32")
+    known = pointwise.fuse(schedule, "max({0}, {1})", [found, zero], value.shape, "i32", 1)
+    chosen = gather(schedule, views.expand(schedule, source, index.shape), dim, known)
+    missing = pointwise.fuse(schedule, "{0} < 0", [found], value.shape, "bool", 1)
+    return pointwise.fuse(
+        schedule, "select({1}, {0}, {2})", [value, chosen, missing], value.shape, value.dtype, 1
+    )
+
+
+def add_rows(schedule: Schedule, value: Value, ids: Value, rows: Value) -> Value:
+    """A copy of `value` [n, c] with `rows` [r, c] added to its rows `ids` [r], in their order.
+
+    Equal ids are chained by a small kernel; each first one adds up its chain, so that nothing is
+    added to by two threads.
+    """
+    count, width = rows.shape
+    listed, added = schedule.contiguous(ids), schedule.contiguous(rows)
+    found = Value(
+        value.shape, "f32", value.read, value.reads, value.cost, value.rows, value.product
+    )
+    out = schedule.realise(found).stored
+    assert out is not None
+    chain = schedule.buffer("i32", count)
+    schedule.add(_chain_kernel(listed, chain, count, schedule.limits.workgroups_max))
+    schedule.add(
+        _rows_kernel(
+            (listed, added, out),
+            chain,
+            (value.shape[0], count, width),
+            schedule.limits.workgroups_max,
+        )
+    )
+    return found
+
+
+def _chain_kernel(ids: Stored, chain: Buffer, count: int, workgroups_max: int) -> Shader:
+    body = f"""
+    let id = ids[{ids.offset} + i];
+    var first = true;
+    for (var j = 0; j < i; j++) {{
+        if (ids[{ids.offset} + j] == id) {{ first = false; break; }}
+    }}
+    var next = i + 1;
+    for (; next < {count}; next++) {{
+        if (ids[{ids.offset} + next] == id) {{ break; }}
+    }}
+    // next is at least 1, so its sign can say that an equal id stands before this one.
+    chain[i] = select(-next, next, first);"""
+    return _direct(
+        [("ids", ids.buffer, "i32"), ("chain", chain, "i32")], body, count, workgroups_max
+    )
+
+
+def _rows_kernel(
+    stored: tuple[Stored, Stored, Stored],
+    chain: Buffer,
+    sizes: tuple[int, int, int],
+    workgroups_max: int,
+) -> Shader:
+    (ids, rows, out), (num_rows, count, width) = stored, sizes
+    body = f"""
+    var j = i / {width};
+    let column = i % {width};
+    var id = ids[{ids.offset} + j];
+    id = select(id, id + {num_rows}, id < 0);
+    if (chain[j] < 0 || id < 0 || id >= {num_rows}) {{ return; }}
+    var sum = out[id * {width} + column];
+    while (j < {count}) {{
+        sum += rows[{rows.offset} + j * {width} + column];
+        j = abs(chain[j]);
+    }}
+    out[id * {width} + column] = sum;"""
+    names = [
+        ("ids", ids.buffer, "i32"),
+        ("chain", chain, "i32"),
+        ("rows", rows.buffer, "f32"),
+        ("out", out.buffer, "f32"),
+    ]
+    return _direct(names, body, count * width, workgroups_max)
+
+
+def _direct(
+    names: Sequence[tuple[str, Buffer, str]], body: str, size: int, workgroups_max: int
+) -> Shader:
+    """A kernel of `size` threads whose last buffer is written to."""
+    groups = -(-size // THREADS)
+    x = min(groups, workgroups_max)
+    bindings = [
+        f"@group(0) @binding({number}) "
+        f"var<storage, {'read_write' if number == len(names) - 1 else 'read'}> "
+        f"{name}: array<{dtype}>;\n"
+        for number, (name, _, dtype) in enumerate(names)
+    ]
+    source = f"""{"".join(bindings)}
+@compute @workgroup_size({THREADS})
+fn main(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(local_invocation_id) local: vec3<u32>,
+) {{
+    let i = (i32(group.y) * {x} + i32(group.x)) * {THREADS} + i32(local.x);
+    if (i >= {size}) {{ return; }}{body}
+}}
+"""
+    return Shader(source, (x, -(-groups // x), 1), tuple(buffer for _, buffer, _ in names))
+
+
+def _settle(schedule: Schedule, value: Value) -> None:
+    """Stores what would be computed several times, or where it is not needed."""
+    if value.pending or value.cost > 4 * CHEAP:
+        schedule.realise(value)
+
+
+def _recipe(
+    values: Sequence[Value],
+    shape: Sequence[int],
+    dtype: str,
+    read: Callable[[Emitter, Indices], str],
+    cost: int,
+) -> Value:
+    reads = frozenset().union(*(one.reads for one in values))
+    return Value(tuple(shape), dtype, read, reads, cost + sum(one.cost for one in values))
+
+
+def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
+    """Indices into the first dims, of `sizes`, as one index in C order, flat."""
+    shape = broadcast_shape([one.shape for one in indices])
+    total: Value | None = None
+    for one, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
+        wrapped = f"select({{0}}, {{0}} + {size}, {{0}} < 0) * {stride}"
+        term = pointwise.fuse(schedule, wrapped, [one], shape, "i32", 2)
+        total = (
+            term
+            if total is None
+            else pointwise.fuse(schedule, "{0} + {1}", [total, term], shape, "i32", 1)
+        )
+    assert total is not None
+    return views.reshape(schedule, total, [math.prod(shape)])
+
+
+def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that all of `shapes`, known to fit, are broadcast to."""
+    rank = max(len(shape) for shape in shapes)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True))

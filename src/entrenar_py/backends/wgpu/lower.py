@@ -1,0 +1,215 @@
+"""From a graph of core ATen operations to dispatches: one function for each kind of operation.
+
+What has no function here is refused, with the model's line that asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from entrenar_py.backends.wgpu import index as at
+from entrenar_py.backends.wgpu import pointwise, views
+from entrenar_py.backends.wgpu.emitter import Buffer
+from entrenar_py.backends.wgpu.nodes import dtype_of, line_of, name_of, shape_of
+from entrenar_py.backends.wgpu.operations import FUSING, OPERATIONS, VIEWS
+from entrenar_py.backends.wgpu.product import Limits
+from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Step, Stored, Value
+from entrenar_py.errors import UsageError
+
+REGION_MAX = 12  # operations between a value and where all that is made of it meets
+
+
+@dataclass(frozen=True)
+class Result:
+    """An output of the graph: `buffer` from `offset` elements on, in C order."""
+
+    buffer: Buffer
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph as dispatches in order. `inputs` are its placeholders' buffers, `constants` those of
+    tensors that the graph holds itself."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[Buffer, ...]
+    constants: tuple[tuple[Buffer, torch.Tensor], ...]
+    results: tuple[Result, ...]
+
+
+def lower(graph: GraphModule, limits: Limits, *, bindings_max: int, fused: bool = True) -> Lowered:
+    """The dispatches of `graph`; without `fused` one or more for each operation that is no view.
+
+    What `graph` computes twice is computed once from now on.
+    Raises UsageError for an operation or a type that has no kernel, with the line it came from.
+    """
+    _merge_equals(graph)
+    return _Lowering(graph, Schedule(limits, bindings_max), fused).run()
+
+
+class _Lowering:
+    """The values of a graph's nodes, made in order."""
+
+    def __init__(self, graph: GraphModule, schedule: Schedule, fused: bool) -> None:
+        self.schedule = schedule
+        self._graph = graph
+        self._fused = fused
+        self._values: dict[Node, Value | tuple[Value, ...]] = {}
+        self._uses = _uses(graph)
+        self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
+
+    def run(self) -> Lowered:
+        inputs: list[Buffer] = []
+        constants: list[tuple[Buffer, torch.Tensor]] = []
+        results: tuple[Result, ...] = ()
+        for node in self._graph.graph.nodes:
+            self.schedule.line = line_of(node)
+            if node.op == "placeholder":
+                inputs.append(self._given(node, f"input{len(inputs)}"))
+            elif node.op == "get_attr":
+                buffer = self._given(node, f"constant{len(constants)}")
+                constants.append((buffer, getattr(self._graph, str(node.target))))
+            elif node.op == "output":
+                results = self._results(node)
+            elif self._uses[node]:
+                self._values[node] = self._call(node)
+        return Lowered(tuple(self.schedule.steps), tuple(inputs), tuple(constants), results)
+
+    def _given(self, node: Node, name: str) -> Buffer:
+        shape, dtype = shape_of(node), dtype_of(node)
+        buffer = Buffer(name, dtype, math.prod(shape))
+        stored = Stored(buffer, at.strides_of(shape))
+        self._values[node] = views.stored_value(shape, dtype, stored)
+        return buffer
+
+    def _results(self, node: Node) -> tuple[Result, ...]:
+        results = []
+        for one in node.args[0]:  # type: ignore[union-attr]
+            value = self._values[one]  # type: ignore[index]
+            assert isinstance(value, Value)
+            self.schedule.line = line_of(one)  # type: ignore[arg-type]
+            stored = self.schedule.contiguous(value)
+            dtype = one.meta["val"].dtype  # type: ignore[union-attr]
+            results.append(Result(stored.buffer, stored.offset, value.shape, dtype))
+        return tuple(results)
+
+    def _call(self, node: Node) -> Any:
+        name = name_of(node)
+        if name == "getitem":
+            source, position = node.args
+            found = self._values[source]  # type: ignore[index]
+            assert isinstance(found, tuple)
+            assert isinstance(position, int)
+            return found[position]
+        args = [self._argument(one) for one in node.args]
+        kwargs = {key: self._argument(one) for key, one in node.kwargs.items()}
+        try:
+            found = self._lower(name, node, args, kwargs)
+        except OverflowError as error:
+            raise UsageError(
+                f"{node.target} at {line_of(node)}: {error}; use smaller ones"
+            ) from error
+        if found is None:
+            raise UsageError(_refusal(node))
+        if isinstance(found, Value):
+            assert found.shape == shape_of(node), f"{node.target}: {found.shape}"
+            self._settle(node, name, found)
+        return found
+
+    def _lower(self, name: str, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if name in OPERATIONS:
+            return OPERATIONS[name](self.schedule, node, *args, **kwargs)
+        if name in pointwise.SCALARS:
+            return pointwise.apply(self.schedule, name, args, shape_of(node), dtype_of(node))
+        return None
+
+    def _settle(self, node: Node, name: str, value: Value) -> None:
+        """Stores what several users would compute again at a cost."""
+        if name in VIEWS or value.stored is not None:
+            return
+        if not self._fused or (self._uses[node] > 1 and not self._may_stay(node, value)):
+            self.schedule.realise(value)
+
+    def _may_stay(self, node: Node, value: Value) -> bool:
+        """True if what several users compute again costs little, or is computed in one kernel."""
+        if not value.pending and value.cost <= CHEAP and len(value.reads) <= 1:
+            return True
+        fits = value.product is None and value.cost <= COST_MAX // 2
+        return fits and self._converges(node)
+
+    def _converges(self, node: Node) -> bool:
+        """True if all that is made of `node` goes, through few operations that fuse, into one."""
+        ahead = {user for user in node.users if self._uses[user]}
+        for _ in range(REGION_MAX):
+            first = min(ahead, key=self._order.__getitem__)
+            if name_of(first) not in FUSING:
+                return False
+            if len(ahead) == 1:
+                return True
+            ahead.remove(first)
+            ahead |= {user for user in first.users if self._uses[user]}
+        return False
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return self._values[argument]
+        if isinstance(argument, list | tuple):
+            return [self._argument(one) for one in argument]
+        return argument
+
+
+def _merge_equals(graph: GraphModule) -> None:
+    """Makes one node of those that are the same operation of the same operands."""
+    known: dict[Any, Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        # The types, too: 1, 1.0 and True are equal.
+        arguments = _hashable(node.args), _hashable(node.kwargs)
+        key = (node.target, repr(arguments), arguments)
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+
+
+def _hashable(argument: Any) -> Any:
+    """`argument` of a node so that it can be a key."""
+    if isinstance(argument, list | tuple):
+        return tuple(_hashable(one) for one in argument)
+    if isinstance(argument, dict):
+        return tuple((key, _hashable(one)) for key, one in argument.items())
+    return argument
+
+
+def _uses(graph: GraphModule) -> dict[Node, int]:
+    """How many operations need each node, those that need a view of it among them."""
+    uses: dict[Node, int] = {}
+    for node in reversed(graph.graph.nodes):
+        uses[node] = 1 if node.op == "output" else 0
+        for user in node.users:
+            uses[node] += uses[user] if name_of(user) in VIEWS else min(1, uses[user])
+    return uses
+
+
+def _refusal(node: Node) -> str:
+    return (
+        f"{node.target} at {line_of(node)}: backend wgpu has no kernel for it with "
+        f"{_given_to(node)}; write it with other operations, or use another backend"
+    )
+
+
+def _given_to(node: Node) -> str:
+    shown = []
+    for one in node.args:
+        value = one.meta.get("val") if isinstance(one, Node) else None
+        shown.append(f"{value.dtype} {list(value.shape)}" if value is not None else str(one))
+    return ", ".join(shown) or "nothing"

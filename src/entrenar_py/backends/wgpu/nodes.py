@@ -1,0 +1,52 @@
+"""What a node of a captured graph says about itself: its operation, shape, type and line."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from entrenar_py.errors import UsageError
+
+DTYPES = {
+    torch.float32: "f32",
+    torch.int64: "i32",
+    torch.int32: "i32",
+    torch.bool: "bool",
+}
+
+# torch counts in these where numbers are few, and only compares what it counted; arithmetic would
+# wrap around earlier than ours does.
+_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
+_COUNTING = frozenset({"arange", "unsqueeze", "view", "expand"})
+
+
+def name_of(node: Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+
+
+def line_of(node: Node) -> str:
+    return str(node.meta.get("line", "a line outside of the model"))
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    shape = tuple(int(size) for size in node.meta["val"].shape)
+    if 0 in shape:
+        raise UsageError(
+            f"{node.target} at {line_of(node)}: shape={list(shape)} holds nothing; backend wgpu "
+            "takes sizes of at least 1"
+        )
+    return shape
+
+
+def dtype_of(node: Node) -> str:
+    dtype = node.meta["val"].dtype
+    if dtype in _NARROW and name_of(node) in _COUNTING:
+        return "i32"
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"{node.target} at {line_of(node)}: dtype={dtype}; backend wgpu computes in "
+            f"{', '.join(str(one) for one in DTYPES)}: cast it, or use another backend"
+        )
+    return DTYPES[dtype]

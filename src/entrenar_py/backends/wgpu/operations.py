@@ -1,0 +1,294 @@
+"""Each kind of core ATen operation as a value: which function makes it, from its own arguments.
+
+Every function is (schedule, node, the operation's arguments) -> value, or None for arguments that
+no kernel serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from entrenar_py.backends.wgpu import indexing, pointwise, reductions, views
+from entrenar_py.backends.wgpu.emitter import Emitter
+from entrenar_py.backends.wgpu.nodes import dtype_of, name_of, shape_of
+from entrenar_py.backends.wgpu.values import Operands, Schedule, Value
+
+
+def _same(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
+    return pointwise.cast(schedule, value, dtype_of(node))
+
+
+def _reshape(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
+    return views.reshape(schedule, value, shape_of(node))
+
+
+def _permute(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
+    return views.permute(schedule, value, dims)
+
+
+def _transpose(schedule: Schedule, node: Node, value: Value, first: int, second: int) -> Value:
+    order = list(range(len(value.shape)))
+    order[first], order[second] = order[second], order[first]
+    return views.permute(schedule, value, order)
+
+
+def _turn(schedule: Schedule, node: Node, value: Value) -> Value:
+    return views.permute(schedule, value, list(range(len(value.shape)))[::-1])
+
+
+def _expand(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
+    return views.expand(schedule, value, shape_of(node))
+
+
+def _repeat(schedule: Schedule, node: Node, value: Value, times: Sequence[int]) -> Value:
+    return views.repeat(schedule, value, times)
+
+
+def _flip(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
+    return views.flip(schedule, value, dims)
+
+
+def _slice(
+    schedule: Schedule,
+    node: Node,
+    value: Value,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Value:
+    dim %= len(value.shape)
+    first, _, _ = slice(start, end, step).indices(value.shape[dim])
+    return views.take(schedule, value, dim, first, shape_of(node)[dim], step)
+
+
+def _select(schedule: Schedule, node: Node, value: Value, dim: int, index: int) -> Value:
+    dim %= len(value.shape)
+    one = views.take(schedule, value, dim, index % value.shape[dim], 1, 1)
+    return views.reshape(schedule, one, shape_of(node))
+
+
+def _add(
+    schedule: Schedule, node: Node, a: Any, b: Any, *, alpha: float = 1, name: str = "add"
+) -> Value | None:
+    if alpha != 1:
+        shape = b.shape if isinstance(b, Value) else ()
+        b = pointwise.apply(schedule, "mul", [b, alpha], shape, dtype_of(node))
+    return pointwise.apply(schedule, name, [a, b], shape_of(node), dtype_of(node))
+
+
+def _subtract(schedule: Schedule, node: Node, a: Any, b: Any, *, alpha: float = 1) -> Value | None:
+    return _add(schedule, node, a, b, alpha=alpha, name="sub")
+
+
+def _divide(
+    schedule: Schedule, node: Node, a: Any, b: Any, *, rounding_mode: str | None = None
+) -> Value | None:
+    name = {None: "div", "floor": "floor_divide", "trunc": "trunc_divide"}[rounding_mode]
+    return pointwise.apply(schedule, name, [a, b], shape_of(node), dtype_of(node))
+
+
+def _clamp(schedule: Schedule, node: Node, x: Any, low: Any = None, high: Any = None) -> Any:
+    shape, dtype = shape_of(node), dtype_of(node)
+    for name, limit in (("maximum", low), ("minimum", high)):
+        if limit is not None:
+            x = pointwise.apply(schedule, name, [x, limit], shape, dtype)
+    return x
+
+
+def _where(schedule: Schedule, node: Node, condition: Any, a: Any, b: Any) -> Value | None:
+    return pointwise.apply(schedule, "where", [a, b, condition], shape_of(node), dtype_of(node))
+
+
+def _full(schedule: Schedule, node: Node, *args: Any, **_: Any) -> Value:
+    value = args[1] if name_of(node) in ("full", "full_like") else args[0]
+    return pointwise.constant(value, dtype_of(node), shape_of(node))
+
+
+def _zeros(schedule: Schedule, node: Node, *_: Any, **__: Any) -> Value:
+    return pointwise.constant(0, dtype_of(node), shape_of(node))
+
+
+def _ones(schedule: Schedule, node: Node, *_: Any, **__: Any) -> Value:
+    return pointwise.constant(1, dtype_of(node), shape_of(node))
+
+
+def _arange(schedule: Schedule, node: Node, *args: Any, **_: Any) -> Value:
+    start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+    return pointwise.counting(start, step, shape_of(node), 0, dtype_of(node))
+
+
+def _fold(name: str) -> Callable[..., Value | None]:
+    """sum, prod, amax, amin, any, all along the dims that the operation names."""
+
+    def reduce(
+        schedule: Schedule, node: Node, x: Value, dims: Any = None, keepdim: bool = False, **_: Any
+    ) -> Value | None:
+        dtype = "bool" if name in ("any", "all") else dtype_of(node)
+        fold = reductions.FOLDS.get((name, dtype))
+        if fold is None:
+            return None
+        listed = [dims] if isinstance(dims, int) else list(dims or ())
+        inner = pointwise.cast(schedule, x, dtype)
+        return reductions.reduce(schedule, inner, fold, listed, keepdim=keepdim)
+
+    return reduce
+
+
+def _mean(
+    schedule: Schedule, node: Node, x: Value, dims: Any = None, keepdim: bool = False, **_: Any
+) -> Value | None:
+    total = _fold("sum")(schedule, node, x, dims, keepdim)
+    assert total is not None
+    count = x.size / total.size
+    return pointwise.apply(schedule, "div", [total, count], total.shape, "f32")
+
+
+def _extreme(name: str) -> Callable[..., Any]:
+    """max and min: of all, or along one dim, values and where they stand."""
+
+    def both(
+        schedule: Schedule, node: Node, x: Value, dim: int | None = None, keepdim: bool = False
+    ) -> Any:
+        if dim is None:
+            return _fold(name)(schedule, node, x)
+        schedule.realise(x)
+        fold = reductions.FOLDS[name, x.dtype]
+        return (
+            schedule.realise(reductions.reduce(schedule, x, fold, [dim], keepdim=keepdim)),
+            reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim),
+        )
+
+    return both
+
+
+def _argument_of(name: str) -> Callable[..., Value]:
+    def place(
+        schedule: Schedule, node: Node, x: Value, dim: int | None = None, keepdim: bool = False
+    ) -> Value:
+        return reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim)
+
+    return place
+
+
+def _cumsum(schedule: Schedule, node: Node, x: Value, dim: int, **_: Any) -> Value:
+    return reductions.cumulative_sum(schedule, pointwise.cast(schedule, x, dtype_of(node)), dim)
+
+
+def _multiply(schedule: Schedule, node: Node, a: Value, b: Value) -> Value:
+    """mm and bmm: stored operands, the product itself pending."""
+    for one in (a, b):
+        schedule.strided(one)
+    operands = Operands(a.shape[:-2], a, b)
+    return Value(
+        *(shape_of(node), "f32", lambda emitter, indices: _accumulated(emitter, operands)),
+        cost=1,
+        product=operands,
+    )
+
+
+def _accumulated(emitter: Emitter, operands: Operands) -> str:
+    assert emitter.product is operands, "a product is read by its own epilogue"
+    return "acc"
+
+
+def _add_product(
+    schedule: Schedule, node: Node, x: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1
+) -> Value | None:
+    """addmm and baddbmm: beta x + alpha a b."""
+    shape, product = shape_of(node), _multiply(schedule, node, a, b)
+    if alpha != 1:
+        product = _need(pointwise.apply(schedule, "mul", [product, alpha], shape, "f32"))
+    if beta == 0:
+        return product
+    if beta != 1:
+        x = _need(pointwise.apply(schedule, "mul", [x, beta], x.shape, "f32"))
+    return pointwise.apply(schedule, "add", [x, product], shape, "f32")
+
+
+def _need(value: Value | None) -> Value:
+    assert value is not None
+    return value
+
+
+# By the part of aten's name before the dot; pointwise.SCALARS has the rest.
+VIEWS: dict[str, Callable[..., Value]] = {
+    "alias": _same,
+    "clone": _same,
+    "detach": _same,
+    "contiguous": _same,
+    "lift_fresh_copy": _same,
+    "view": _reshape,
+    "_unsafe_view": _reshape,
+    "reshape": _reshape,
+    "unsqueeze": _reshape,
+    "squeeze": _reshape,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": _turn,
+    "expand": _expand,
+    "repeat": _repeat,
+    "flip": _flip,
+    "slice": _slice,
+    "select": _select,
+}
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **VIEWS,
+    "_to_copy": _same,
+    "add": _add,
+    "sub": _subtract,
+    "div": _divide,
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "where": _where,
+    "full": _full,
+    "full_like": _full,
+    "scalar_tensor": _full,
+    "zeros": _zeros,
+    "zeros_like": _zeros,
+    "new_zeros": _zeros,
+    "ones": _ones,
+    "ones_like": _ones,
+    "arange": _arange,
+    **{name: _fold(name) for name in ("sum", "prod", "amax", "amin", "any", "all")},
+    "mean": _mean,
+    "max": _extreme("amax"),
+    "min": _extreme("amin"),
+    "argmax": _argument_of("amax"),
+    "argmin": _argument_of("amin"),
+    "cumsum": _cumsum,
+    "mm": _multiply,
+    "bmm": _multiply,
+    "addmm": _add_product,
+    "baddbmm": _add_product,
+    "embedding": indexing.embedding,
+    "embedding_dense_backward": indexing.embedding_backward,
+    "index": indexing.index,
+    "index_select": indexing.index_select,
+    "index_put": indexing.index_put,
+    "gather": indexing.gather,
+    "scatter": indexing.scatter,
+    "scatter_add": indexing.scatter,
+    "cat": indexing.cat,
+    "constant_pad_nd": indexing.pad,
+    "slice_scatter": indexing.slice_scatter,
+    "select_scatter": indexing.select_scatter,
+}
+# What becomes part of its users' kernels, if its shape allows.
+FUSING = frozenset(pointwise.SCALARS) | {
+    *(
+        "alias",
+        "clone",
+        "detach",
+        "_to_copy",
+        "clamp",
+        "clamp_min",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+    ),
+    *("sum", "mean", "amax", "amin"),
+}

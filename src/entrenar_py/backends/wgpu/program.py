@@ -1,0 +1,286 @@
+"""A captured step on one device: compiled once, then one upload, one submission, one read-back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from entrenar_py.backends.wgpu import plan as planning
+from entrenar_py.backends.wgpu.capture import Function, capture
+from entrenar_py.backends.wgpu.device import Device
+from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES, Buffer
+from entrenar_py.backends.wgpu.lower import Lowered, lower
+from entrenar_py.backends.wgpu.values import Step
+from entrenar_py.errors import BackendUnavailable, UsageError
+
+Array = NDArray[Any]
+
+_HOST = {"f32": np.float32, "i32": np.int32, "bool": np.uint32}
+_RESULT = {torch.float32: np.float32, torch.int64: np.int64, torch.int32: np.int32}
+_INT_MAX = 2**31 - 1
+
+# Device -> source text -> pipeline: equal kernels are compiled once, whoever needs them.
+_PIPELINES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A step as the device takes it."""
+
+    pipeline: Any
+    group: Any
+    workgroups: tuple[int, int, int]
+
+
+@dataclass
+class Counts:
+    """What a program has done so far. `host_s` is all time in `run`, `compile_s` all before it."""
+
+    runs: int = 0
+    submissions: int = 0
+    read_backs: int = 0
+    uploads: int = 0
+    upload_bytes: int = 0
+    dispatches: int = 0
+    pipelines: int = 0
+    compile_s: float = 0.0
+    encode_s: float = 0.0
+    host_s: float = 0.0
+
+
+def compile_step(
+    device: Device,
+    fn: Function,
+    inputs: Sequence[Tensor],
+    resident: Sequence[Tensor] = (),
+    *,
+    fused: bool = True,
+) -> Program:
+    """`fn(*inputs, *resident)`, a flat tuple of tensors, as a program for inputs like these.
+
+    `resident` are uploaded now and never again. Without `fused`, each operation is a dispatch of
+    its own. Raises UsageError for an operation that has no kernel, with the line it came from;
+    BackendUnavailable for what the device does not take.
+    """
+    started = time.perf_counter()
+    graph = capture(fn, [*inputs, *resident])
+    bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
+    lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
+    program = Program(device, lowered, inputs, resident)
+    program.counts.compile_s = time.perf_counter() - started
+    return program
+
+
+class Program:
+    """Dispatches with their memory on `device`. Not to be used by two threads at once."""
+
+    def __init__(
+        self, device: Device, lowered: Lowered, inputs: Sequence[Tensor], resident: Sequence[Tensor]
+    ) -> None:
+        self.counts = Counts()
+        self.device = device
+        self._lowered = lowered
+        self._given = lowered.inputs[: len(inputs)]
+        self._shapes = [tuple(one.shape) for one in inputs]
+        self._plan = planning.plan(lowered, self._given)
+        self._starts, self._input_bytes = planning.offsets([one.num_bytes for one in self._given])
+        self._host = np.zeros(max(ELEMENT_BYTES, self._input_bytes), np.uint8)
+        self._result_starts, self._result_bytes = planning.offsets(
+            [_num_bytes(one.shape) for one in lowered.results]
+        )
+        self._check_sizes()
+        # Where each buffer lies: in which GPU buffer, from which byte on.
+        self.places: dict[Buffer, tuple[Any, int]] = {}
+        with device.failures():
+            self._allocate(resident)
+            once = [self._prepare(step) for step in self._plan.once]
+            self.dispatches = [self._prepare(step) for step in self._plan.steps]
+            self._compute_once(once)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What `dispatches` are made of, in their order."""
+        return self._plan.steps
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory of intermediate results."""
+        return sum(self._plan.slot_bytes)
+
+    def run(self, inputs: Sequence[Array]) -> list[Array]:
+        """The results for these inputs: float32, int64 or bool, of the shapes compiled for.
+
+        Fresh arrays. Raises UsageError for inputs of other shapes or beyond 32 bits,
+        BackendUnavailable with the adapter's words when it fails.
+        """
+        started = time.perf_counter()
+        self._fill(inputs)
+        with self.device.failures():
+            self._upload()
+            encoder = self.device.handle.create_command_encoder()
+            self.encode(encoder, self.dispatches)
+            self._collect(encoder)
+            self.counts.encode_s += time.perf_counter() - started
+            self.submit(encoder)
+            data = self._read()
+        results = [
+            _unpack(data, start, one.shape, one.dtype)
+            for start, one in zip(self._result_starts, self._lowered.results, strict=True)
+        ]
+        self.counts.runs += 1
+        self.counts.host_s += time.perf_counter() - started
+        return results
+
+    def encode(self, encoder: Any, dispatches: Sequence[Dispatch]) -> None:
+        """Records `dispatches` in order, as one pass."""
+        compute = encoder.begin_compute_pass()
+        current = None
+        for one in dispatches:
+            if one.pipeline is not current:
+                current = one.pipeline
+                compute.set_pipeline(current)
+            compute.set_bind_group(0, one.group)
+            compute.dispatch_workgroups(*one.workgroups)
+        compute.end()
+        self.counts.dispatches += len(dispatches)
+
+    def submit(self, encoder: Any) -> None:
+        """Submits what was recorded."""
+        self.device.handle.queue.submit([encoder.finish()])
+        self.counts.submissions += 1
+
+    def _check_sizes(self) -> None:
+        largest = max(
+            (one for step in self._lowered.steps for one in step.bindings),
+            key=lambda one: one.num_bytes,
+            default=None,
+        )
+        where = f"backend wgpu on {self.device.name}"
+        if largest is not None and largest.num_bytes > self.device.limits.binding_bytes_max:
+            step = next(one for one in self._lowered.steps if largest in one.bindings)
+            raise BackendUnavailable(
+                f"{where}: {step.line}: a tensor of {largest.num_bytes} bytes, a binding holds "
+                f"{self.device.limits.binding_bytes_max}; use smaller tensors or another backend"
+            )
+        for what, size in (("inputs", self._input_bytes), ("results", self._result_bytes)):
+            if size > self.device.buffer_bytes_max:
+                raise BackendUnavailable(
+                    f"{where}: the {what} of a step take {size} bytes, a buffer holds "
+                    f"{self.device.buffer_bytes_max}; use a smaller model or another backend"
+                )
+
+    def _allocate(self, resident: Sequence[Tensor]) -> None:
+        import wgpu
+
+        gpu, usage = self.device.handle, wgpu.BufferUsage
+        storage = usage.STORAGE | usage.COPY_SRC
+        self._inputs = gpu.create_buffer(size=self._host.nbytes, usage=storage | usage.COPY_DST)
+        for buffer, start in zip(self._given, self._starts, strict=True):
+            self.places[buffer] = (self._inputs, start)
+        given = zip(self._lowered.inputs[len(self._given) :], resident, strict=True)
+        for buffer, tensor in (*given, *self._lowered.constants):
+            array = _device_array(tensor.detach().contiguous().numpy(), buffer)
+            self.places[buffer] = (gpu.create_buffer_with_data(data=array, usage=storage), 0)
+        for buffer in self._plan.kept:
+            self.places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
+        shared = [gpu.create_buffer(size=size, usage=storage) for size in self._plan.slot_bytes]
+        self.places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
+        self._staging = gpu.create_buffer(
+            size=max(ELEMENT_BYTES, self._result_bytes), usage=usage.MAP_READ | usage.COPY_DST
+        )
+
+    def _prepare(self, step: Step) -> Dispatch:
+        pipeline = self._pipeline(step.source)
+        entries = []
+        for number, buffer in enumerate(step.bindings):
+            memory, start = self.places[buffer]
+            resource = {"buffer": memory, "offset": start, "size": buffer.num_bytes}
+            entries.append({"binding": number, "resource": resource})
+        group = self.device.handle.create_bind_group(
+            layout=pipeline.get_bind_group_layout(0), entries=entries
+        )
+        return Dispatch(pipeline, group, step.workgroups)
+
+    def _pipeline(self, source: str) -> Any:
+        known = _PIPELINES.setdefault(self.device.handle, {})
+        if source not in known:
+            module = self.device.handle.create_shader_module(code=source)
+            known[source] = self.device.handle.create_compute_pipeline(
+                layout="auto", compute={"module": module, "entry_point": "main"}
+            )
+            self.counts.pipelines += 1
+        return known[source]
+
+    def _compute_once(self, dispatches: Sequence[Dispatch]) -> None:
+        if dispatches:
+            encoder = self.device.handle.create_command_encoder()
+            self.encode(encoder, dispatches)
+            self.submit(encoder)
+        self.counts = Counts(pipelines=self.counts.pipelines)
+
+    def _fill(self, inputs: Sequence[Array]) -> None:
+        shapes = [tuple(np.shape(one)) for one in inputs]
+        if shapes != self._shapes:
+            raise UsageError(f"inputs of shapes {shapes}: the program takes {self._shapes}")
+        for array, buffer, start in zip(inputs, self._given, self._starts, strict=True):
+            place = self._host[start : start + buffer.num_bytes].view(_HOST[buffer.dtype])
+            place[:] = _device_array(array, buffer).reshape(-1)
+
+    def _upload(self) -> None:
+        if self._given:
+            self.device.handle.queue.write_buffer(self._inputs, 0, self._host)
+            self.counts.uploads += 1
+            self.counts.upload_bytes += self._host.nbytes
+
+    def _collect(self, encoder: Any) -> None:
+        """Copies all results to where they are read back from."""
+        for start, one in zip(self._result_starts, self._lowered.results, strict=True):
+            memory, offset = self.places[one.buffer]
+            encoder.copy_buffer_to_buffer(
+                *(memory, offset + one.offset * ELEMENT_BYTES, self._staging, start),
+                _num_bytes(one.shape),
+            )
+
+    def _read(self) -> memoryview:
+        import wgpu
+
+        self._staging.map_sync(wgpu.MapMode.READ)
+        try:
+            self.counts.read_backs += 1
+            return memoryview(self._staging.read_mapped(copy=True))
+        finally:
+            self._staging.unmap()
+
+
+def _num_bytes(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * ELEMENT_BYTES
+
+
+def _device_array(array: Array, buffer: Buffer) -> Array:
+    """`array` as the device holds it; UsageError for integers beyond 32 bits."""
+    if buffer.dtype == "i32" and array.dtype.itemsize > ELEMENT_BYTES and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < -_INT_MAX - 1 or high > _INT_MAX:
+            raise UsageError(
+                f"{buffer.name} holds integers from {low} to {high}: backend wgpu takes those of "
+                "32 bits; use smaller ones or another backend"
+            )
+    return np.ascontiguousarray(array, dtype=_HOST[buffer.dtype])
+
+
+def _unpack(data: memoryview, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    """A result as torch would have it, in memory of its own."""
+    raw = np.frombuffer(data, np.uint8, _num_bytes(shape), start)
+    if dtype == torch.bool:
+        return np.not_equal(raw.view(np.uint32).reshape(shape), 0)
+    if dtype == torch.float32:
+        return raw.view(np.float32).reshape(shape).copy()
+    return raw.view(np.int32).reshape(shape).astype(_RESULT[dtype])

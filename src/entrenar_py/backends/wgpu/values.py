@@ -1,0 +1,258 @@
+"""A tensor of the graph before and after it lies in memory, and the kernels that put it there.
+
+A value that is not stored is a recipe: whoever needs an element computes it. Recipes that hold a
+reduction or a matrix product are *pending*: they have one user, which either becomes part of the
+same kernel or makes them be stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from entrenar_py.backends.wgpu import codegen
+from entrenar_py.backends.wgpu import index as at
+from entrenar_py.backends.wgpu.emitter import Buffer, Emitter, Loop
+from entrenar_py.backends.wgpu.index import Index, Indices
+from entrenar_py.backends.wgpu.product import Layout, Limits, Product, product_kernel
+
+Read = Callable[[Emitter, Indices], str]
+
+CHEAP = 4  # what costs no more is computed again rather than stored for several users
+COST_MAX = 120  # of one kernel's element
+SERIAL_MAX = 32  # the longest loop that a thread runs alone
+# A workgroup that has a row of its own is alone with it: few long rows are spread better.
+FEW_ROWS, LONG_ROW = 64, 4096
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies, strides and offset in elements."""
+
+    buffer: Buffer
+    strides: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class Operands:
+    """A matrix product to be computed, [batch, m, k] x [batch, k, n], its batch in C order."""
+
+    batch: tuple[int, ...]
+    a: Value
+    b: Value
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(all batches, m, n)."""
+        return math.prod(self.batch), self.a.shape[-2], self.b.shape[-1]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor: `read` writes the code of one element.
+
+    `reads` are the buffers that this takes, `cost` roughly its operations. `rows`: the first dims,
+    on which alone the pending reductions in it depend; None without any. `product`: the pending
+    product in it, whose elements are in the order of this value's. `view`: what this is a view of,
+    and the function that views it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Read
+    reads: frozenset[Buffer] = frozenset()
+    cost: int = 0
+    rows: int | None = None
+    product: Operands | None = None
+    stored: Stored | None = None
+    view: tuple[Value, Callable[[Value], Value]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def pending(self) -> bool:
+        """True if a reduction or a product is part of the recipe."""
+        return self.rows is not None or self.product is not None
+
+    @property
+    def single(self) -> bool:
+        """True if each pending reduction is for one element."""
+        return self.rows is not None and math.prod(self.shape[self.rows :]) == 1
+
+    def store(self, stored: Stored) -> None:
+        """From now on this is read from memory."""
+
+        def read(emitter: Emitter, indices: Indices) -> str:
+            return emitter.load(stored.buffer, at.place(indices, stored.strides, stored.offset))
+
+        self.stored, self.read, self.reads = stored, read, frozenset({stored.buffer})
+        self.cost, self.rows, self.product = 1, None, None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One dispatch: binding i is `bindings[i]`, of which only `writes` is written to."""
+
+    source: str
+    workgroups: tuple[int, int, int]
+    bindings: tuple[Buffer, ...]
+    writes: Buffer
+    line: str
+
+
+@dataclass
+class Schedule:
+    """The dispatches so far, in order. `line` is the model's line that is being lowered."""
+
+    limits: Limits
+    bindings_max: int
+    steps: list[Step] = field(default_factory=list)
+    line: str = ""
+    _count: int = 0
+
+    def buffer(self, dtype: str, size: int) -> Buffer:
+        """Memory that nothing has been written to."""
+        self._count += 1
+        return Buffer(f"buffer{self._count}", dtype, size)
+
+    def realise(self, value: Value) -> Value:
+        """`value`, stored in C order; a view of what is stored may have any strides."""
+        if value.stored is None:
+            self._write(value)
+        return value
+
+    def strided(self, value: Value) -> Stored:
+        """Where `value` lies with any strides; a view of a recipe has that stored, not itself."""
+        if value.stored is None and value.view is not None:
+            base, again = value.view
+            if base.size <= value.size:
+                self.strided(base)
+                viewed = again(base)
+                if viewed.stored is not None:
+                    value.store(viewed.stored)
+        self.realise(value)
+        assert value.stored is not None
+        return value.stored
+
+    def contiguous(self, value: Value) -> Stored:
+        """Where `value` lies in C order, from any offset on."""
+        stored = self.strided(value)
+        if is_contiguous(value.shape, stored.strides):
+            return stored
+        copy = replace(value, stored=None, view=None)
+        self._write(copy)
+        assert copy.stored is not None
+        return copy.stored
+
+    def make_room(self, values: Sequence[Value], cost: int) -> None:
+        """Stores some of `values`, the costliest first, until one kernel takes what is left."""
+        products = any(one.product is not None for one in values)
+        room = self.bindings_max - (3 if products else 1)
+        while True:
+            reads = frozenset[Buffer]().union(*(one.reads for one in values))
+            total = cost + sum(one.cost for one in values)
+            recipes = [one for one in values if one.stored is None and one.reads]
+            if (len(reads) <= room and total <= COST_MAX) or not recipes:
+                return
+            self.realise(max(recipes, key=lambda one: (len(one.reads), one.cost)))
+
+    def _write(self, value: Value) -> None:
+        out = self.buffer(value.dtype, value.size)
+        if value.product is not None:
+            self._multiply(value, value.product, out)
+        else:
+            self._loop(value, out)
+        value.store(Stored(out, at.strides_of(value.shape)))
+
+    def _loop(self, value: Value, out: Buffer) -> None:
+        split = len(value.shape) if value.rows is None else value.rows
+        rows, columns = value.shape[:split], value.shape[split:]
+        emitter = Emitter(rows)
+        found = ""
+        if math.prod(columns) == 1:
+            found = value.read(emitter, emitter.variables + (Index(0),) * len(columns))
+        else:
+            emitter.columns(columns, lambda inner: value.read(emitter, emitter.variables + inner))
+        loops = [item.size for item in emitter.body if isinstance(item, Loop)]
+        write = codegen.row_kernel if max(loops, default=0) > SERIAL_MAX else codegen.thread_kernel
+        self.add(write(emitter, found, out, workgroups_max=self.limits.workgroups_max))
+
+    def add(self, shader: codegen.Shader) -> None:
+        """One more dispatch, which writes to the last of the shader's buffers."""
+        self.steps.append(
+            Step(shader.source, shader.workgroups, shader.buffers, shader.buffers[-1], self.line)
+        )
+
+    def _multiply(self, value: Value, operands: Operands, out: Buffer) -> None:
+        a, b = self.strided(operands.a), self.strided(operands.b)
+        _, m, n = operands.shape
+        product = Product(
+            batch=operands.batch,
+            m=m,
+            k=operands.a.shape[-1],
+            n=n,
+            a=_layout(a, operands.a.shape, operands.batch),
+            b=_layout(b, operands.b.shape, operands.batch),
+            c=Layout(
+                batch=tuple(one * m * n for one in at.strides_of(operands.batch)), row=n, column=1
+            ),
+        )
+        emitter = Emitter(operands.shape, product=operands)
+        position = at.place(emitter.variables, at.strides_of(operands.shape))
+        found = value.read(emitter, at.unravel(position, value.shape))
+        finish = codegen.epilogue(emitter, found) if found != "acc" else ""
+        kernel = product_kernel(
+            product, self.limits, epilogue=finish, num_extra=len(emitter.buffers)
+        )
+        bindings = (a.buffer, b.buffer, out, *emitter.buffers)
+        self.steps.append(Step(kernel.source, kernel.workgroups, bindings, out, self.line))
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if elements lie in C order without gaps; strides of dims of size 1 don't matter."""
+    expected = at.strides_of(shape)
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, expected, strict=True))
+
+
+def join_rows(shape: tuple[int, ...], values: Iterable[Value]) -> int | None:
+    """The rows of a value of `shape` that `values`, broadcast to it, are part of; None if theirs
+    differ or if one would be computed more than once."""
+    found: int | None = None
+    for value in values:
+        if value.rows is None:
+            continue
+        rows = _rows_within(shape, value)
+        if rows is None:
+            return None
+        if found is None:
+            found = rows
+        elif math.prod(shape[:rows]) != math.prod(shape[:found]):
+            return None
+        found = max(found, rows)
+    return found
+
+
+def _rows_within(shape: tuple[int, ...], value: Value) -> int | None:
+    assert value.rows is not None
+    own = (1,) * (len(shape) - len(value.shape)) + value.shape
+    rows = value.rows + len(shape) - len(value.shape)
+    if own == shape:
+        return rows
+    if not value.single:
+        return None
+    last = max((dim for dim, size in enumerate(own) if size > 1), default=-1) + 1
+    if own[:last] != shape[:last]:
+        return None
+    num_rows, columns = math.prod(shape[:last]), math.prod(shape[last:])
+    return None if num_rows < FEW_ROWS and columns > LONG_ROW else last
+
+
+def _layout(stored: Stored, shape: Sequence[int], batch: tuple[int, ...]) -> Layout:
+    strides = stored.strides
+    own = strides[:-2] if len(shape) > 2 else (0,) * len(batch)
+    return Layout(offset=stored.offset, batch=own, row=strides[-2], column=strides[-1])

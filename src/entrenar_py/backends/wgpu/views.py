@@ -1,0 +1,196 @@
+"""Views: index arithmetic alone; strides and an offset of what is stored, where those do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from entrenar_py.backends.wgpu import index as at
+from entrenar_py.backends.wgpu.emitter import Emitter
+from entrenar_py.backends.wgpu.index import Index, Indices
+from entrenar_py.backends.wgpu.values import Schedule, Stored, Value, join_rows
+
+Change = Callable[[Indices], Indices]  # indices of the view -> of what it is a view of
+Restride = Callable[[Stored], Stored | None]
+
+
+def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
+    """The same elements in C order; one size may be -1."""
+    to = tuple(shape)
+    if -1 in to:
+        known = -math.prod(to)
+        to = tuple(value.size // known if one == -1 else one for one in to)
+    if to == value.shape:
+        return value
+    own = value.shape
+
+    def restride(stored: Stored) -> Stored | None:
+        strides = reshaped_strides(own, stored.strides, to)
+        return None if strides is None else Stored(stored.buffer, strides, stored.offset)
+
+    return _view(
+        *(schedule, value, to, lambda found: at.reshape(found, to, own), restride),
+        ordered=True,
+    )
+
+
+def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
+    """Dim i of the view is dim `dims[i]` of the value."""
+    order = [dim % len(value.shape) for dim in dims]
+    if order == list(range(len(order))):
+        return value
+
+    def change(found: Indices) -> Indices:
+        return tuple(found[order.index(dim)] for dim in range(len(order)))
+
+    def restride(stored: Stored) -> Stored:
+        return Stored(stored.buffer, tuple(stored.strides[dim] for dim in order), stored.offset)
+
+    return _view(schedule, value, [value.shape[dim] for dim in order], change, restride)
+
+
+def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
+    """Repeated along dims of size 1, and along new ones in front; -1 keeps a size."""
+    new = len(shape) - len(value.shape)
+    own = (1,) * new + value.shape
+    to = tuple(size if one == -1 else one for one, size in zip(shape, own, strict=True))
+    if to == value.shape:
+        return value
+    if value.rows is not None:
+        rows = join_rows(to, [value])
+        if rows is not None:
+            found = _recipe(value, to, lambda one: broadcast(one, value.shape))
+            found.rows = rows
+            return found
+
+    def restride(stored: Stored) -> Stored:
+        strides = (0,) * new + stored.strides
+        kept = zip(strides, own, to, strict=True)
+        return Stored(stored.buffer, tuple(s if a == b else 0 for s, a, b in kept), stored.offset)
+
+    return _view(schedule, value, to, lambda one: broadcast(one, value.shape), restride)
+
+
+def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step: int) -> Value:
+    """Every `step`-th index from `start` on along `dim`, `size` of them."""
+    shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+    if shape == value.shape:
+        return value
+
+    def change(found: Indices) -> Indices:
+        return (*found[:dim], found[dim] * step + Index(start), *found[dim + 1 :])
+
+    def restride(stored: Stored) -> Stored:
+        strides = list(stored.strides)
+        offset = stored.offset + start * strides[dim]
+        strides[dim] *= step
+        return Stored(stored.buffer, tuple(strides), offset)
+
+    return _view(schedule, value, shape, change, restride)
+
+
+def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
+    """The tensor side by side, so many times along each dim; new dims in front."""
+    own = (1,) * (len(times) - len(value.shape)) + value.shape
+    apart = [one for size in own for one in (1, size)]
+    spread = [one for pair in zip(times, own, strict=True) for one in pair]
+    found = expand(schedule, reshape(schedule, value, apart), spread)
+    return reshape(schedule, found, [n * size for n, size in zip(times, own, strict=True)])
+
+
+def flip(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
+    """The elements in reverse order along `dims`."""
+    turned = {dim % len(value.shape) for dim in dims}
+
+    def change(found: Indices) -> Indices:
+        return tuple(
+            one * -1 + Index(size - 1) if dim in turned else one
+            for dim, (one, size) in enumerate(zip(found, value.shape, strict=True))
+        )
+
+    return _view(schedule, value, value.shape, change, lambda stored: None)
+
+
+def broadcast(indices: Indices, shape: Sequence[int]) -> Indices:
+    """Indices into a tensor of `shape` that is broadcast to what `indices` are of."""
+    own = indices[len(indices) - len(shape) :]
+    return tuple(Index(0) if size == 1 else one for one, size in zip(own, shape, strict=True))
+
+
+def reshaped_strides(
+    shape: Sequence[int], strides: Sequence[int], to: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Strides under which the elements of a strided tensor are one of shape `to`; None without.
+
+    Neighbouring dims that are stepped through as one are made one, and cut anew.
+    """
+    blocks: list[tuple[int, int]] = []  # (size, stride of its elements)
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if blocks and blocks[-1][1] == stride * size:
+            blocks[-1] = (blocks[-1][0] * size, stride)
+        else:
+            blocks.append((size, stride))
+    found: list[int] = []
+    rest = 1  # of the block being cut, from its end
+    for size in reversed(to):
+        if size == 1:
+            found.append(1)
+            continue
+        if not blocks or blocks[-1][0] % (rest * size):
+            return None
+        found.append(blocks[-1][1] * rest)
+        rest *= size
+        if rest == blocks[-1][0]:
+            blocks.pop()
+            rest = 1
+    return tuple(reversed(found))
+
+
+def _view(
+    schedule: Schedule,
+    value: Value,
+    shape: Sequence[int],
+    change: Change,
+    restride: Restride,
+    *,
+    ordered: bool = False,
+) -> Value:
+    """A view; `ordered` if its elements are all of the value's, in the same order."""
+    to = tuple(shape)
+    keeps_product = value.product is not None and ordered
+    keeps_rows = value.single and math.prod(to) == value.size
+    if value.pending and not (keeps_product or keeps_rows):
+        schedule.realise(value)
+    if value.stored is not None:
+        stored = restride(value.stored)
+        if stored is not None:
+            return stored_value(to, value.dtype, stored)
+    found = _recipe(value, to, change)
+    found.product = value.product
+    found.rows = None if value.rows is None else len(to)
+    found.view = (value, lambda base: _view(schedule, base, to, change, restride, ordered=ordered))
+    return found
+
+
+def stored_value(shape: tuple[int, ...], dtype: str, stored: Stored) -> Value:
+    """A tensor that lies in memory."""
+    value = Value(shape, dtype, _never)
+    value.store(stored)
+    return value
+
+
+def _never(emitter: Emitter, indices: Indices) -> str:
+    raise AssertionError("a stored value is read from memory")
+
+
+def _recipe(value: Value, shape: tuple[int, ...], change: Change) -> Value:
+    recipe = value.read
+    return Value(
+        shape,
+        value.dtype,
+        lambda emitter, indices: recipe(emitter, change(indices)),
+        value.reads,
+        value.cost,
+    )

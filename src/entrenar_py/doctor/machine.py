@@ -1,0 +1,119 @@
+"""Versions of what computes here, and every backend: opened, and seen to multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from entrenar_py import backends
+from entrenar_py.backends import chain
+from entrenar_py.doctor import Found
+from entrenar_py.errors import BackendUnavailable
+from entrenar_py.systems import environment
+
+NONE = "not installed"
+PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")
+# Of an adapter's limits those that decide what a step may be; in bytes, invocations and workgroups.
+LIMITS = (
+    "max-buffer-size",
+    "max-storage-buffer-binding-size",
+    "max-storage-buffers-per-shader-stage",
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroups-per-dimension",
+)
+
+
+def versions() -> dict[str, str]:
+    """What each part calls its version."""
+    found = dict(environment.describe())
+    found.pop("wgpu_adapter", None)
+    found |= {name: _version(name) for name in PACKAGES}
+    found["wgpu_native"] = _wgpu_native()
+    found["cuda runtime"] = str(torch.version.cuda or "none: torch is built without CUDA")
+    found["nccl"] = _nccl()
+    found["gloo"] = "in torch" if dist.is_available() and dist.is_gloo_available() else NONE
+    return found
+
+
+def found() -> list[Found]:
+    """The CPU, every GPU that torch sees, every adapter; or why there is none of a kind."""
+    return [*_examined("cpu", {}), *_cuda(), *_wgpu()]
+
+
+def _cuda() -> Iterator[Found]:
+    count = torch.cuda.device_count()
+    if not count:
+        yield from _examined("cuda", {})
+    for index in range(count):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        facts = {
+            "compute capability": f"{about.major}.{about.minor}",
+            "memory bytes": total,
+            "free bytes": free,
+            "multiprocessors": about.multi_processor_count,
+        }
+        yield from _examined(f"cuda:{index}", facts)
+
+
+def _wgpu() -> Iterator[Found]:
+    from entrenar_py.backends.wgpu import adapters
+
+    try:
+        there = adapters.found()
+    except BackendUnavailable as error:
+        yield Found(name="wgpu", serves=False, reason=str(error))
+        return
+    if not there:
+        yield from _examined("wgpu", {})
+    for index, adapter in enumerate(there):
+        facts: dict[str, Any] = {
+            "driver": adapter.info["description"],
+            "kind": adapter.info["adapter_type"],
+            "limits": {name: adapter.limits[name] for name in LIMITS},
+            "features": sorted(adapter.features),
+            # wgpu-native counts objects, and reports no bytes of buffers and no size of memory.
+            "memory bytes": None,
+        }
+        yield from _examined(f"wgpu:{index}", facts)
+
+
+def _examined(name: str, facts: dict[str, Any]) -> Iterator[Found]:
+    """Opened, and tried with a product that float64 confirms."""
+    backend = None
+    try:
+        backend = backends.open_backend(name)
+        chain.probe(backend)
+    except chain.FAILURES as error:
+        device = "" if backend is None else backend.device
+        yield Found(name=name, serves=False, device=device, reason=str(error), facts=facts)
+        return
+    yield Found(
+        name=name, serves=True, device=backend.device, software=backend.software, facts=facts
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return NONE
+
+
+def _wgpu_native() -> str:
+    try:
+        from wgpu.backends import wgpu_native
+    except (ImportError, OSError):
+        return NONE
+    return str(wgpu_native.__version__)
+
+
+def _nccl() -> str:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "none: torch is built without NCCL"
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -1,0 +1,96 @@
+"""An examination as tables for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from entrenar_py.doctor import Examination, Found
+from entrenar_py.reports import terminal
+
+_GIB = 2**30
+_FEATURES = ("shader-f16", "subgroup", "timestamp-query")
+
+
+def show(examined: Examination, console: Console) -> None:
+    """Prints all of it."""
+    for table in (_versions(examined), _backends(examined), _trainers(examined)):
+        terminal.print_table(console, table)
+        console.print()
+    terminal.print_table(console, _clauses(examined))
+    counts = Counter(one.state for one in examined.clauses)
+    told = f"{counts['yes']} exercised, {counts['partly']} partly, {counts['no']} not"
+    console.print(f"{len(examined.clauses)} clauses, as they are planned, on this machine: {told}")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _versions(examined: Examination) -> Table:
+    table = _table("versions", "part", "version")
+    for name, version in examined.versions.items():
+        table.add_row(name, version)
+    return table
+
+
+def _backends(examined: Examination) -> Table:
+    table = _table("backends", "--backend", "serves", "device", "of it")
+    for one in examined.backends:
+        device = f"{one.device}{', software' if one.software else ''}"
+        table.add_row(one.name, "yes" if one.serves else "no", device, "; ".join(_facts(one)))
+    return table
+
+
+def _facts(one: Found) -> Iterator[str]:
+    if one.reason:
+        yield one.reason
+    if one.facts.get("memory bytes"):
+        free = one.facts["free bytes"] / _GIB
+        yield f"{one.facts['memory bytes'] / _GIB:.1f} GiB, {free:.1f} free"
+    if "compute capability" in one.facts:
+        yield f"compute capability {one.facts['compute capability']}"
+    if "limits" in one.facts:
+        limits = one.facts["limits"]
+        yield one.facts["driver"]
+        yield f"a binding holds {_bytes(limits['max-storage-buffer-binding-size'])}"
+        yield f"a buffer {_bytes(limits['max-buffer-size'])}"
+        yield f"{limits['max-storage-buffers-per-shader-stage']} storage buffers a stage"
+        yield f"workgroups of {limits['max-compute-invocations-per-workgroup']}"
+        yield f"with {_bytes(limits['max-compute-workgroup-storage-size'])}"
+        has = [name for name in _FEATURES if name in one.facts["features"]]
+        yield f"of {', '.join(_FEATURES)} it has {', '.join(has) or 'none'}"
+        yield "reports no size of its memory"
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((_GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number} bytes"
+
+
+def _trainers(examined: Examination) -> Table:
+    table = _table("trainers", "--system", "computes here on", "limits")
+    for one in examined.trainers:
+        table.add_row(one.system, ", ".join(one.backends) or "nothing", "; ".join(one.limits))
+    return table
+
+
+def _clauses(examined: Examination) -> Table:
+    table = _table("clauses", "contract", "clause", "exercised", "runs", "lacking")
+    for one in examined.clauses:
+        table.add_row(
+            one.contract.removesuffix(".yaml"),
+            f"{one.id} {one.name}",
+            one.state,
+            f"{one.can} of {one.planned}",
+            "; ".join(one.lacking),
+        )
+    return table

@@ -1,0 +1,95 @@
+"""What a worker takes of a device's own memory: of a GPU's through torch, or of an adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import finalize
+
+from entrenar_py import backends
+from entrenar_py.backends import Backend
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes before the work and the most during it; and of the whole device, where it says so."""
+
+    baseline_bytes: int
+    peak_bytes: int
+    reported_bytes: int | None
+
+
+Work = Callable[[Backend], None]
+
+
+def measure(name: str, *, before: Work, work: Work) -> Measured:
+    """What `work` takes of the memory of backend `name`, after `before`.
+
+    Raises BackendUnavailable when the backend can't be opened or fails.
+    """
+    return MEASURES[backends.kind_of(name)](name, before, work)
+
+
+def _of_cuda(name: str, before: Work, work: Work) -> Measured:
+    """As torch's allocator counts it."""
+    import torch
+
+    backend = backends.open_backend(name)
+    before(backend)
+    index = int(name.partition(":")[2] or torch.cuda.current_device())
+    torch.cuda.reset_peak_memory_stats(index)
+    baseline = torch.cuda.memory_allocated(index)
+    work(backend)
+    total = torch.cuda.get_device_properties(index).total_memory
+    return Measured(baseline, torch.cuda.max_memory_allocated(index), total)
+
+
+def _of_adapter(name: str, before: Work, work: Work) -> Measured:
+    """As the backend asks for it, buffer by buffer: WebGPU has no word for an adapter's memory, and
+    wgpu-native's own report counts objects, not bytes.
+    """
+    from entrenar_py.backends import wgpu
+    from entrenar_py.backends.wgpu.device import open_device
+
+    device = open_device(int(name.partition(":")[2] or 0))
+    counted = Counted(device.handle)
+    backend = wgpu.WgpuBackend(replace(device, handle=counted), name=name)
+    before(backend)
+    counted.peak_bytes = baseline = counted.held_bytes
+    work(backend)
+    return Measured(baseline, counted.peak_bytes, None)
+
+
+MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {
+    "cuda": _of_cuda,
+    "wgpu": _of_adapter,
+}
+
+
+class Counted:
+    """A wgpu.GPUDevice, `handle`, that counts the bytes of the buffers which it is asked for."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.held_bytes = self.peak_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def create_buffer(self, **given: Any) -> Any:
+        """The device's, counted until nobody holds it."""
+        return self._count(self._handle.create_buffer(**given))
+
+    def create_buffer_with_data(self, **given: Any) -> Any:
+        """The same, with something in it."""
+        return self._count(self._handle.create_buffer_with_data(**given))
+
+    def _count(self, buffer: Any) -> Any:
+        self._add(buffer.size)
+        finalize(buffer, self._add, -buffer.size)
+        return buffer
+
+    def _add(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -1,0 +1,107 @@
+"""A whole step in one submission: what it costs, that it is right, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from entrenar_py.backends.wgpu.capture import capture
+from entrenar_py.backends.wgpu.device import Device, open_device
+from entrenar_py.backends.wgpu.lower import lower
+from entrenar_py.backends.wgpu.program import Array, Program, compile_step
+from entrenar_py.errors import BackendUnavailable, UsageError
+from tests.backends.wgpu.whole_steps import check_step
+
+pytestmark = pytest.mark.wgpu
+
+
+def test_a_step_of_a_workload(device: Device) -> None:
+    """Torch's gradients in one submission; the other workloads are left to `whole_steps`."""
+    check_step(device, "mlp")
+
+
+def test_equal_kernels_are_compiled_once(device: Device) -> None:
+    """Twice the same function compiles nothing the second time; nor does a run."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return (x * 3.25 + x.sum(0),)
+
+    first = compile_step(device, fn, [torch.ones(3, 5)])
+    assert first.counts.pipelines > 0
+    assert compile_step(device, fn, [torch.ones(3, 5)]).counts.pipelines == 0
+    before = first.counts.pipelines
+    first.run([np.ones((3, 5), np.float32)])
+    assert first.counts.pipelines == before
+
+
+def test_what_needs_no_input_is_computed_once(device: Device) -> None:
+    """Work on resident tensors alone is done when the step is compiled, and not in a run."""
+
+    def fn(x: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        return x * torch.cos(table).sum(0), table.t().contiguous()
+
+    table = torch.linspace(0, 3, 15).reshape(5, 3)
+    program = compile_step(device, fn, [torch.ones(3)], [table])
+    assert len(program.steps) == 1
+    for factor in (1.0, 2.0):
+        scaled, turned = program.run([np.full(3, factor, np.float32)])
+        np.testing.assert_allclose(scaled, factor * torch.cos(table).sum(0).numpy(), rtol=1e-5)
+        np.testing.assert_array_equal(turned, table.t().numpy())
+
+
+def test_inputs_and_constants_as_results(device: Device) -> None:
+    """What is only passed through comes back as it is, whatever its type."""
+
+    def fn(x: Tensor, i: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return x, i, b, x, torch.full((2, 2), 7)
+
+    given: list[Array] = [
+        np.array([1, 2, 3], np.float32),
+        np.array([[-5], [2**31 - 1]]),
+        np.array([True, False]),
+    ]
+    program = compile_step(device, fn, [torch.from_numpy(one) for one in given])
+    x, i, b, again, sevens = program.run(given)
+    for found, expected in zip((x, i, b, again), (*given, given[0]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    assert sevens.tolist() == [[7, 7], [7, 7]]
+
+
+def test_inputs_that_do_not_fit(device: Device) -> None:
+    """Other shapes than those compiled for, or integers beyond 32 bits, are refused."""
+    program = compile_step(device, lambda i: (i + 1,), [torch.zeros(3, dtype=torch.int64)])
+    with pytest.raises(UsageError, match=r"shapes \[\(2,\)\]: the program takes \[\(3,\)\]"):
+        program.run([np.zeros(2, np.int64)])
+    with pytest.raises(UsageError, match=r"integers from 0 to 4294967296: .* 32 bits"):
+        program.run([np.array([0, 0, 2**32])])
+
+
+def test_a_tensor_larger_than_a_binding(device: Device) -> None:
+    """It is refused with its size and the line that makes it, before anything is allocated."""
+    side = int((device.limits.binding_bytes_max / 4) ** 0.5) + 1
+    with pytest.raises(BackendUnavailable, match=r"test_program.*a tensor of \d+ bytes, a binding"):
+        compile_step(device, lambda x: (x[:, None] + x,), [torch.zeros(side)])
+
+
+def test_a_shader_that_the_adapter_rejects(device: Device) -> None:
+    """It is reported in the adapter's words."""
+    lowered = lower(capture(lambda x: (x + 1,), [torch.zeros(3)]), device.limits, bindings_max=8)
+    broken = dataclasses.replace(lowered.steps[0], source="fn main() { let x: f32 = 1u; }")
+    with pytest.raises(BackendUnavailable, match=r"(?s)backend wgpu on .*f32"):
+        Program(device, dataclasses.replace(lowered, steps=(broken,)), [torch.zeros(3)], [])
+
+
+def test_a_device_that_is_lost() -> None:
+    """A run on it raises BackendUnavailable with the adapter's words, and so does a compilation."""
+    lost = open_device(0)
+    program: Program = compile_step(lost, lambda x: (x + 1,), [torch.zeros(3)])
+    lost.handle.destroy()
+    with pytest.raises(BackendUnavailable, match=r"backend wgpu on .*"):
+        program.run([np.zeros(3, np.float32)])
+    with pytest.raises(BackendUnavailable, match=r"backend wgpu on .*"):
+        compile_step(lost, lambda x: (x + 2,), [torch.zeros(3)])

@@ -1,0 +1,60 @@
+"""What is found on the machine that these tests run on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from entrenar_py import backends
+from entrenar_py.backends.cpu import open_cpu
+from entrenar_py.doctor import machine
+from entrenar_py.errors import BackendUnavailable
+
+
+def test_versions_are_those_imported() -> None:
+    """Of what is there; and of what is not, that."""
+    versions = machine.versions()
+    assert versions["torch"] == torch.__version__
+    assert {*machine.PACKAGES, "python", "nccl", "gloo", "cuda runtime", "wgpu_native"} <= {
+        *versions
+    }
+    assert all(versions.values())
+
+
+def test_the_cpu_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always; the others say why not."""
+    monkeypatch.setitem(sys.modules, "wgpu", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    cpu, *others = machine.found()
+    assert (cpu.name, cpu.serves, cpu.device) == ("cpu", True, open_cpu().device)
+    assert [one.name for one in others] == ["cuda", "wgpu"]
+    assert "entrenar-py[wgpu]" in others[1].reason
+    assert not others[1].serves
+
+
+def test_a_wrong_product_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that opens and miscomputes does not serve."""
+
+    class Wrong(type(open_cpu())):  # type: ignore[misc]
+        def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return (a @ b) * 2
+
+    monkeypatch.setitem(backends.BACKENDS, "cpu", lambda: Wrong("x86"))
+    found = machine.found()[0]
+    assert (found.name, found.serves, found.device) == ("cpu", False, "x86")
+    assert "rounding explains" in found.reason
+
+
+@pytest.mark.wgpu
+def test_adapters_are_told_with_their_limits() -> None:
+    """Each by the name it can be asked for, with what decides whether a step fits."""
+    found = [one for one in machine.found() if one.name.startswith("wgpu")]
+    if not found[0].serves:
+        pytest.skip(found[0].reason)
+    assert [one.name for one in found] == [f"wgpu:{index}" for index in range(len(found))]
+    assert found[0].device == backends.open_backend("wgpu").device
+    assert set(found[0].facts["limits"]) == set(machine.LIMITS)
+    with pytest.raises(BackendUnavailable, match=r"this machine has wgpu:0 "):
+        backends.open_backend(f"wgpu:{len(found)}")
