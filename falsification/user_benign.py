@@ -289,4 +289,17 @@ VARIANTS = (
         script="ddp.py",
         changes=(("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8)"),),
     ),
+    Twin(
+        name="samples are drawn with replacement, by each rank for itself",
+        script="ddp.py",
+        changes=(
+            (
+                "sampler: DistributedSampler[TensorDataset] = DistributedSampler(data)\n",
+                "sampler = torch.utils.data.WeightedRandomSampler(\n"
+                "    torch.ones(32), 32 // dist.get_world_size(),\n"
+                "    generator=torch.Generator().manual_seed(dist.get_rank()))\n",
+            ),
+            ("    sampler.set_epoch(epoch)\n", ""),
+        ),
+    ),
 )

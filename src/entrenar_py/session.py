@@ -30,7 +30,7 @@ from entrenar_py import (
     shipped,
     stored,
 )
-from entrenar_py.command import ranks, runs, watched
+from entrenar_py.command import keeping, ranks, runs, watched
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.options import FILES, PROG
@@ -219,26 +219,30 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
     """
     tasks = watched.tasks(selected)
     runs.require_program(options.command[0])
-    wish = runs.Plan(
+    wish = partial(
+        runs.Plan,
         command=options.command,
         wanted={one.check.name for one in tasks if one.check is not None},
         world_sizes=options.world_size or runs.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,
         deadline_s=options.deadline,
-        folder=options.trace_dir,
     )
+    wish(folder=Path())  # says what can't be
     traces: dict[Path, Trace] = {}
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
-        if tasks:  # else no run would say anything
-            try:
-                traces.update(runs.record(wish, partial(show, "runs", 0, 0)))
-            except KeyboardInterrupt:  # what was found already stays; nothing held for want of runs
-                known = watched.judge(tasks, traces, on_judged=judged)
-                yield from (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
-                raise
-        yield from watched.judge(tasks, traces, on_judged=judged)
+        with keeping.folder(options.trace_dir) as kept:
+            if tasks:  # else no run would say anything
+                try:
+                    told = partial(show, "runs", 0, 0)
+                    traces.update(runs.record(wish(folder=kept.path), told))
+                except KeyboardInterrupt:  # what was found stays; nothing held for want of runs
+                    known = watched.judge(tasks, traces, on_judged=judged)
+                    broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
+                    yield from map(kept.see, broken)
+                    raise
+            yield from map(kept.see, watched.judge(tasks, traces, on_judged=judged))
 
     return _Work(
         entries=entries,

@@ -10,7 +10,7 @@ import pytest
 
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Membership, Shard, Start, Trace, Update
-from entrenar_py.verdict import Verdict
+from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario, without
 
@@ -335,3 +335,25 @@ def test_steps_before_a_gap_are_counted() -> None:
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=(), weight=0.0)
     found = broken(traces.judge("coverage", [without(trace, Shard, step=4)]))
     assert found.step == 1
+
+
+def test_samples_drawn_with_replacement() -> None:
+    """Come as often as they will, where the trainer says so: of the data set, and the same again;
+    another number of workers draws others.
+    """
+    steps = [[[0, 0], [3, 1]], [[0, 5], [2, 2]]]
+    subject = six_samples(steps, options={"replacement": True})
+    assert "drawn again" in broken(judged(sampled(steps, six_samples(steps)))).message
+    alone = sampled([[[1, 1, 2, 3]], [[4, 4, 0, 1]]], subject.with_(world_size=1))
+    finding = judged(sampled(steps, subject), alone)
+    assert finding.verdict is Verdict.HELD, finding.reason
+    assert "drawn with replacement" in finding.notes[0]
+    strange = sampled([[[0, 0], [3, 6]], steps[1]], subject)
+    assert "outside 0 .. 5" in broken(judged(strange)).message
+    other = sampled([[[0, 1], [3, 1]], steps[1]], subject.with_(repeat=1))
+    assert "draws other samples" in broken(judged(sampled(steps, subject), other)).message
+
+
+def judged(*runs: Trace) -> Finding:
+    """What is found on them."""
+    return traces.judge("coverage", runs)

@@ -147,6 +147,15 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("", "nothing was recorded: add `obs = entrenar_py.observe"),
         ("raise SystemExit(7)", "nothing was recorded: .*exit code 7"),
         ("import time; time.sleep(600)", "not finished after .* s: no rank had begun"),
+        (
+            "import os; open(os.environ['ENTRENAR_TRACE_DIR'] + '/00000-000.rank.jsonl', 'w')"
+            ".write('nonsense' + chr(10))",
+            "exit code 0, and what its ranks recorded is damaged: .*rank.jsonl:1: no JSON",
+        ),
+        (
+            "import os, shutil; shutil.rmtree(os.environ['ENTRENAR_TRACE_DIR'])",
+            "2-workers, was removed while it ran; exit code 0",
+        ),
     ],
 )
 def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -> None:
@@ -162,19 +171,35 @@ def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -
         assert re.search(reason, one.reason), one.reason
 
 
-def test_a_rank_that_never_enters_the_collective(tmp_path: Path) -> None:
+def test_a_rank_that_never_enters_the_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Is named, with the call that it never made, and where each rank stood."""
+    monkeypatch.setattr(launch, "LEAVING_S", 5.0)
     text = (scripts.EXAMPLES / "plain_loop.py").read_text()
-    late = "    if rank == 1 and step == 2:\n        __import__('time').sleep(600)\n"
+    late = (
+        "    if step == 2:\n"
+        f"        open(f'{tmp_path}/{{rank}}.here', 'x').close()\n"
+        "        if rank == 1:\n            __import__('time').sleep(600)\n"
+    )
     place = "    dist.all_reduce(count)\n"
     assert text.count(place) == 1
     script = tmp_path / "plain_loop.py"
     script.write_text(text.replace(place, late + place))
     told = scripts.command(script)
-    traces = scripts.record(told, {"replica_identity"}, tmp_path / "runs", deadline_s=12.0)
+    # The deadline is not waited for: both are where they hang, and then have LEAVING_S.
+    both = [tmp_path / f"{rank}.here" for rank in range(2)]
+    traces = scripts.record(
+        told,
+        {"replica_identity"},
+        tmp_path / "runs",
+        launch=lambda *given, **named: launch.launch(
+            *given, **{**named, "is_over": lambda: all(one.exists() for one in both)}
+        ),
+    )
     reason = traces[tmp_path / "runs/2-workers.jsonl"].end.reason
     lines = script.read_text().splitlines()
-    asleep = lines.index(late.splitlines()[1]) + 1
+    asleep = lines.index(late.splitlines()[-1]) + 1
     waits = lines.index(place.rstrip()) + 1
     assert "steps made: rank 0 2, rank 1 2" in reason
     assert f"rank 0 in all_reduce ({script}:{waits})" in reason
@@ -224,8 +249,8 @@ def test_placeholders() -> None:
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
     """Is refused, and not ignored."""
     with pytest.raises(UsageError, match="so that it would never hear of it"):
-        runs.Plan(command=("train",), wanted=(), **changes)  # type: ignore[arg-type]
-    runs.Plan(command=("train", "{seed}", "{steps}"), wanted=(), **changes)  # type: ignore[arg-type]
+        runs.Plan(command=("train",), wanted=(), folder=Path(), **changes)  # type: ignore[arg-type]
+    runs.Plan(command=("train", "{seed}", "{steps}"), wanted=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:

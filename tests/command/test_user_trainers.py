@@ -59,7 +59,8 @@ def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
 
 def test_knobs_are_turned_one_by_one() -> None:
     """And those beside which another does wrong what it does."""
-    usual = runs.Plan(command=("train", "{clip}", "{loss_scale}"), wanted={"parity"})
+    command = ("train", "{clip}", "{loss_scale}")
+    usual = runs.Plan(command=command, wanted={"parity"}, folder=Path())
     trace = traces.hand_written()
     turned = {name: asked.turn for name, asked in usual.pairs(trace).items()}
     assert list(turned) == ["2-workers-clip-0.001", "2-workers-loss_scale-1024"]

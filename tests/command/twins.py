@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from entrenar_py.verdict import Finding, Verdict
-from falsification import user_benign, user_bugs, user_knobs
+from falsification import user_benign, user_bugs, user_knobs, user_scalers
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, zygote
 
@@ -68,7 +68,10 @@ def is_broken(finding: Finding) -> bool:
 
 def main() -> int:
     """Prints one line for each, and how many are not as they should be."""
-    every = (*TWINS, *user_bugs.BUGS, *user_knobs.BUGS, *user_benign.VARIANTS)
+    every = (
+        *(*TWINS, *user_bugs.BUGS, *user_knobs.BUGS, *user_scalers.BUGS),
+        *(*user_benign.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),
+    )
     chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
     missed = 0
     for twin in chosen:

@@ -80,3 +80,16 @@ def test_what_is_told_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (file,) = tmp_path.glob("*.jsonl")
     found = rank_file.load(file)
     assert (found.ended, found.problem, found.events) == (True, "", ())
+
+
+def test_an_optimizer_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is no error, since a part of it may be the script's own business; a warning says so."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    entrenar_py.observe(_MODEL, _OPTIMIZER).close()
+    assert not caplog.records
+    stranger = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    entrenar_py.observe(_MODEL, [_OPTIMIZER, stranger]).close()
+    (told,) = caplog.messages
+    assert "none of the parameters of SGD is one of the model's" in told

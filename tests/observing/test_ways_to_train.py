@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
-from entrenar_py.observing import FOLDER, assembly
+from entrenar_py.observing import FOLDER, assembly, wholes
 from entrenar_py.observing.rank_file import RankTrace
 from entrenar_py.trace import Event, Shard, Start, Update
 
@@ -190,3 +193,71 @@ def test_two_models_at_once(folder: Path) -> None:
         obs.close()
     (problem,) = assembly.load(folder)[1]
     assert "called observe() again, from step 1 on, after 4 steps" in problem
+
+
+class Checkpointed(nn.Module):
+    """Parts that are computed again in the backward pass, by a pass within it; one of them twice,
+    and one in neither.
+    """
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(1, 1) for _ in range(4)])
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Of one sample."""
+        again = partial(checkpoint, use_reentrant=self.reentrant)
+        first, second, third, last = self.parts
+        return last(again(third, second(again(second, again(first, x.requires_grad_())))))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
+    """As reentrant checkpoints have them: all of it is one micro-batch, whatever comes first."""
+    model = Checkpointed(reentrant=reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(4):
+        obs.samples([step])
+        backward(model, sample=step)
+        if step % 2:  # of two micro-batches each
+            optimizer.step()
+            optimizer.zero_grad()
+    obs.close()
+    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    assert [(one.step, one.shard, one.ids) for one in shards] == [
+        (step // 2, step % 2, (step,)) for step in range(4)
+    ]
+    for step, update in enumerate(updates(folder)):
+        summed = wholes.total(one.gradient for one in shards if one.step == step)
+        assert summed.keys() == update.gradient.keys() == dict(model.named_parameters()).keys()
+        for name, record in update.gradient.items():
+            got, due = record.values(), summed[name].values()
+            assert got is not None
+            assert due is not None
+            np.testing.assert_allclose(got, due, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_are_reduced_by_hand(folder: Path) -> None:
+    """What another rank's NaN makes of them shows after the backward pass: the step is skipped; at
+    the end of the run, too, and where the script says so.
+    """
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(4):
+        obs.samples([step])
+        optimizer.zero_grad()
+        backward(model)
+        if step in (0, 3):
+            assert model.weight.grad is not None
+            model.weight.grad += torch.nan  # as all_reduce would
+        elif step == 1:
+            obs.skipped()
+        else:
+            optimizer.step()
+    obs.close()
+    shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
+    assert [(one.step, one.ids) for one in shards] == [(step, (step,)) for step in range(4)]
+    assert [bool(one.gradient) for one in updates(folder)] == [False, False, True, False]

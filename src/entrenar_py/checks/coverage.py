@@ -24,6 +24,11 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     kept = evidence.usable(traces, tally)
     for trace in kept:
         missing.require_updates(tally, trace)
+        if _replaces(trace.scenario):
+            tally.note(
+                "samples are drawn with replacement: judged was whether they are of the data set, "
+                "and the same when it is run again, and not how often each comes"
+            )
         _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)
         _by_members(tally, trace)
@@ -51,7 +56,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         _drawn_alike(tally, trace, shards)
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}))
-        if step >= known_until:
+        if step >= known_until or _replaces(scenario):
             continue
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
@@ -109,7 +114,7 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
     }
     if shard.ids or trace.scenario.num_shards == 1:
         tally.check(
-            not again,
+            not again or _replaces(trace.scenario),
             f"samples drawn again in epoch {shard.epoch} by rank {shard.rank}: {list(again)[:8]}, "
             f"first drawn in step {drawn.get(again[0], shard.step) if again else ''}",
             sample_ids=again,
@@ -149,6 +154,11 @@ def _ended_complete(
 def _drops_last(scenario: Scenario) -> bool:
     """Whether somebody's own trainer says that it drops a last batch that would be short."""
     return scenario.workload == "own" and scenario.options.get("drop_last") is True
+
+
+def _replaces(scenario: Scenario) -> bool:
+    """Whether somebody's own trainer says that it may draw a sample again in an epoch."""
+    return scenario.workload == "own" and scenario.options.get("replacement") is True
 
 
 def _all_made(tally: Tally, trace: Trace) -> None:
@@ -196,6 +206,8 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
     """
     model, model_unknown = evidence.shards(group[0]), missing.unknown_steps(group[0])
     for trace in group[1:]:
+        if _replaces(trace.scenario) and trace.scenario.world_size != group[0].scenario.world_size:
+            continue  # each rank draws for itself
         unknown = model_unknown | missing.unknown_steps(trace)
         ordered = all(one.draws_by_shard for one in (group[0], trace))
         arranged = list if ordered else sorted

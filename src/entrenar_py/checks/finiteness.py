@@ -1,19 +1,24 @@
-"""F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update."""
+"""F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update.
+
+A trainer of one's own may skip the step instead, on all ranks, and go on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from entrenar_py.checks import audits, evidence, history, missing
+from entrenar_py.checks import audits, evidence, history, missing, skips
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
 def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
-    """Runs with a non-finite value must halt at it; all others must stay finite and never halt."""
+    """Runs with a non-finite value must halt at it, or, if they are of somebody's own trainer, make
+    no step of it; all others must stay finite and never halt.
+    """
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
         compare(tally, trace)
@@ -27,28 +32,45 @@ def compare(tally: Tally, trace: Trace) -> None:
     """One run."""
     missing.require_updates(tally, trace)
     missing.require_shards(tally, trace)
-    culprits = _culprits(trace)
+    steps = _steps_struck(trace)
+    passed_over = steps & skips.skipped(trace)
+    if passed_over:
+        tally.compared += len(passed_over)
+        told = skips.told(passed_over)
+        tally.note(f"{told}, as a GradScaler does, for a value that is not finite: nothing moved")
+    culprits = _culprits(trace, steps - passed_over)
     if culprits:
-        _halts(tally, trace, culprits)
+        _halts(tally, trace, culprits, passed_over)
     else:
-        _stays_finite(tally, trace)
+        _stays_finite(tally, trace, passed_over)
 
 
-def _culprits(trace: Trace) -> list[Shard] | list[Injected]:
-    """The non-finite shards of the first step with any, or the faults that no shard admits to."""
+def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
+    """The shards that are not finite, and the faults that make a value so."""
     bad = [shard for shard in trace.of(Shard) if not _is_finite(shard)]
     planted = [
         event
         for event in trace.of(Injected)
         if str(event.fault.get("kind")).startswith("non_finite_")
     ]
-    steps = [shard.step for shard in bad] + [event.step or 0 for event in planted]
-    first = min(steps, default=0)
+    return bad, planted
+
+
+def _steps_struck(trace: Trace) -> set[int]:
+    """The steps with a value that is not finite."""
+    bad, planted = _bad(trace)
+    return {shard.step for shard in bad} | {event.step or 0 for event in planted}
+
+
+def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
+    """The non-finite shards of the first of `steps`, or the faults that no shard admits to."""
+    bad, planted = _bad(trace)
+    first = min(steps, default=-1)
     shards = [shard for shard in bad if shard.step == first]
     return shards or [event for event in planted if (event.step or 0) == first]
 
 
-def _stays_finite(tally: Tally, trace: Trace) -> None:
+def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
     scenario = trace.scenario
     disagreed = {audit.step for audit in audits.undecided(trace)}
     for halt in trace.of(Halt):
@@ -71,7 +93,8 @@ def _stays_finite(tally: Tally, trace: Trace) -> None:
             scenario=scenario,
         )
     for update in trace.of(Update):
-        _finite_update(tally, trace, update)
+        if update.step not in passed_over:
+            _finite_update(tally, trace, update)
     updates = evidence.updates(trace)
     for step, shards in evidence.shards(trace).items():
         if missing.lacks_samples(shards, updates[step]):
@@ -130,7 +153,12 @@ def _same_place(one: Halt | Injected, other: Shard | Injected) -> bool:
     return one.step == other.step and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
-def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Injected]) -> None:
+def _halts(
+    tally: Tally,
+    trace: Trace,
+    culprits: Sequence[Shard] | Sequence[Injected],
+    passed_over: Set[int],
+) -> None:
     halts = trace.of(Halt)
     culprit = _named_by(halts[0], culprits) if halts else culprits[0]
     step = culprit.step or 0
@@ -142,6 +170,8 @@ def _halts(tally: Tally, trace: Trace, culprits: Sequence[Shard] | Sequence[Inje
         "scenario": trace.scenario,
     }
     for update in trace.of(Update):
+        if update.step in passed_over:
+            continue
         if update.step < step:
             _finite_update(tally, trace, update)
             continue

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.checks import evidence, missing, precision
+from entrenar_py.checks import evidence, missing, precision, skips
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
@@ -77,6 +77,11 @@ def compare(
     """
     if not missing.require_updates(tally, model, trace):
         return 0
+    if why := rounded_away(trace) or rounded_away(model):
+        tally.miss(why)
+        return 0
+    if compressed := trace.scenario.options.get("compressed"):
+        tally.note(f"gradients are sent in {compressed}: compared within the rounding of that")
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
     expected = evidence.updates(model)
@@ -86,7 +91,11 @@ def compare(
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
     unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
     num_gradients = 0
+    rested = skips.without_gradients(model), skips.without_gradients(trace)
+    apart = min(rested[0] ^ rested[1], default=None)
     for step, by_rank in evidence.ranks_by_step(trace):
+        if step == apart:  # another scale, or other rounding: from here on another training
+            break
         if step not in expected:
             tally.miss(f"{words.who} has no step {step}")
             continue
@@ -105,15 +114,32 @@ def compare(
             if step < ROUNDING_STEPS:
                 comparison.losses(one, update)
                 compared = comparison.tensors(one, update)
-                for part in sorted(valued - compared):
+                without = {"gradient"} if step in rested[1] else set()
+                for part in sorted(valued - compared - without):
                     what = f"Update.{part} in both runs {missing.WITH_VALUES}"
                     gaps.add(f"was not compared by {part}", what, rank=rank, step=step)
                 num_gradients += "gradient" in compared
             elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
                 comparison.losses(one, update, tolerance)
     gaps.tell(tally)
+    if apart is not None:
+        comparison.parts(apart, skipped=apart in rested[1], is_enough=num_gradients > 0)
     comparison.steps(model, trace)
     return num_gradients
+
+
+def rounded_away(trace: Trace) -> str:
+    """Why its gradients can't be compared within rounding; empty where they can.
+
+    What is sent in 16 bits is compared within the roundings of these.
+    """
+    compressed = str(trace.scenario.options.get("compressed", ""))
+    if compressed in ("", *precision.SIXTEEN):
+        return ""
+    return (
+        f"gradients are compressed by {compressed} on their way, by no rounding that is known "
+        "here: leave the hook out, or use fp16_compress_hook"
+    )
 
 
 @dataclass(frozen=True)
@@ -216,6 +242,18 @@ class _Comparison:
             if evidence.compare_close(self.tally, mine, theirs, bound, told, floor, **place):
                 done.add(part)
         return done
+
+    def parts(self, step: int, *, skipped: bool, is_enough: bool) -> None:
+        """From `step` on the two are two trainings, since one of them alone skipped it."""
+        who = "this run" if skipped else self.words.who
+        why = (
+            f"{self.words.before}{who} alone skipped step {step}, as a GradScaler does whose scale "
+            "is too large: not compared from there on"
+        )
+        if is_enough:
+            self.tally.note(why)
+        else:
+            self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
 
     def steps(self, model: Trace, trace: Trace) -> None:
         """The run makes every step that the model made."""

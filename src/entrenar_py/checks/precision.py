@@ -17,7 +17,7 @@ from entrenar_py.trace import Shard, Tensors, Trace, Update
 
 FLOAT32 = 2.0**-24  # the largest relative error of one rounding
 # numpy has no bfloat16: traces keep it as float32.
-_SIXTEEN = {"bfloat16": (2.0**-8, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
+SIXTEEN = {"bfloat16": (2.0**-8, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
 # So many numbers don't end in zeros by chance (2^-16 each), though a few may be round by nature.
 _NUMBERS_MIN = 8
 
@@ -28,6 +28,9 @@ def unit(*traces: Trace) -> float:
 
 
 def _unit(trace: Trace) -> float:
+    compressed = str(trace.scenario.options.get("compressed", ""))
+    if compressed in SIXTEEN:  # on the way between ranks
+        return SIXTEEN[compressed][0]
     shards = trace.of(Shard)
     found = [unit_of(shard.gradient) for shard in shards[:1]]
     found += [unit_of(update.weights) for update in trace.of(Update)[:1]]
@@ -44,7 +47,7 @@ def unit_of_values(*tensors: NDArray[Any]) -> float:
     """The same of values that all have it, `[size]` each."""
     values = [one[np.isfinite(one)] for one in tensors]
     if all(one.dtype == np.float16 for one in values):
-        return _SIXTEEN["float16"][0]
+        return SIXTEEN["float16"][0]
     if any(one.dtype != np.float32 for one in values):
         return FLOAT32
     return max(_units(values), default=FLOAT32)
@@ -56,6 +59,6 @@ def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
     telling = bits[(bits & 0x7FFFFF) != 0]
     if np.unique(telling).size < _NUMBERS_MIN:
         return
-    for error, cut_off in _SIXTEEN.values():
+    for error, cut_off in SIXTEEN.values():
         if not (telling & cut_off).any():
             yield error

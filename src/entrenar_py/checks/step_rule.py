@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, pairs, precision, update_rule
+from entrenar_py.checks import evidence, missing, pairs, precision, skips, update_rule
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Saved, Start, Synchronised, Tensors, Trace, Update
@@ -53,6 +53,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
         tally.miss("the optimizer's rule is not one that is known here (options: rule: other)")
         return
     rules: dict[int, update_rule.Rule] = {}
+    rested = skips.without_gradients(trace)
     lost: set[int] = set()
     gaps = missing.Gaps()
     for event in trace.events:
@@ -66,12 +67,15 @@ def _follow(tally: Tally, trace: Trace) -> None:
                 rules[event.rank].weights = event.weights
         elif isinstance(event, Update):
             rule_before = replace(rules[event.rank]) if event.rank in rules else None
-            if rule_before is not None and _moved(tally, trace, rules[event.rank], event):
+            moved = rule_before is not None and _moved(tally, trace, rules[event.rank], event)
+            if moved or event.step in rested:  # what it skipped shows in what comes next
                 continue
             if event.rank not in lost and (lack := _lack(rule_before, event)):
                 gaps.add(*lack, rank=event.rank, step=event.step)
             lost.add(event.rank)
     gaps.tell(tally)
+    if rested and rested >= {update.step for update in trace.of(Update)}:
+        tally.miss(f"nothing was recomputed: it {skips.told(rested)}, and made no other")
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, likeness, missing, oracles, parity
+from entrenar_py.checks import clamping, evidence, likeness, missing, oracles, parity, skips
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -88,12 +88,17 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     Needs no second run. Shards record sums over their samples, up to a factor common to all: the
     weight is in it where a trainer divides before it adds.
     """
+    if why := likeness.rounded_away(trace):
+        tally.miss(why)
+        return
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     bound = likeness.Bounds.of({}, trace).gradient
+    limit = clamping.limit(trace) if trace.scenario.workload == "own" else None
     model: tuple[float, float] | None = None
+    rested = skips.without_gradients(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
-        if step in unknown:
+        if step in unknown or step in rested:
             continue
         update = evidence.any_rank(by_rank)
         total = _sum([shard.gradient for shard in shards[step] if shard.ids or shard.gradient])
@@ -110,10 +115,13 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         if divisor is None:
             continue
         place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
-        for name, value in mean.items():
-            gap = float(np.sqrt(np.square(total[name] - divisor * value).sum()))
+        off = _off(total, mean, divisor, bound * abs(divisor) * math.sqrt(size))
+        if off and limit is not None and clamping.explains(total, mean, limit, bound):
+            tally.note(f"gradients are clipped element by element, at {limit:.3g}")
+            off = set()
+        for name in mean:
             tally.check(
-                gap <= bound * abs(divisor) * math.sqrt(size),
+                name not in off,
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
                 "by the number that the other tensors were divided by",
                 tensor=name,
@@ -134,6 +142,20 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+
+def _off(
+    total: Mapping[str, np.ndarray[Any, Any]],
+    mean: Mapping[str, np.ndarray[Any, Any]],
+    divisor: float,
+    allowed: float,
+) -> set[str]:
+    """The tensors whose sum is not `divisor` times their mean."""
+    gaps = {
+        name: np.square(total[name] - divisor * value.astype(np.float64)).sum()
+        for name, value in mean.items()
+    }
+    return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
 
 
 def _divisor(

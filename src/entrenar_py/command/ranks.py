@@ -75,11 +75,15 @@ def trace_of(
         scenario = pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
     events = in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
+    if problems and not ranks:
+        status, reason = "failed", f"{ended.how}, and what its ranks recorded is damaged: "
+        reason += problems[0]
     if problems and status == "completed":
         status, reason = "failed", problems[0]
     environment = dict(ranks[0].header["versions"]) if ranks else {}
     if ended.num_left:
-        environment["left running, and killed"] = f"{ended.num_left} processes"
+        left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
+        environment["killed"] = f"{left} that it left running"
     found = trace.Trace(
         scenario=scenario,
         environment=environment,
@@ -138,7 +142,12 @@ def _ending(
     told = next((one.problem for one in ranks if one.problem), "")
     printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
     last = printed[-1] if printed else "it printed nothing"
-    how = f"{ended.how}: {told or last} (its output is in {ended.output})"
+    ended_by = f"{ended.how}: {told or last}"
+    how = f"{ended_by} (its output is in {ended.output})"
+    folder = ended.output.parent
+    if not folder.is_dir():
+        why = f"the folder that it records to, {folder}, was removed while it ran"
+        return "failed", f"{why}; {ended_by}"
     made: dict[int, int] = defaultdict(int)
     for event in events:
         if isinstance(event, Update):
@@ -159,7 +168,7 @@ def _ending(
         return "completed", ""
     struck = [event.fault["kind"] for event in events if isinstance(event, Injected)]
     if any(kind.startswith("non_finite") for kind in struck):
-        return "halted", how
+        return "halted", ended_by
     if "leave" in struck:
         return "failed", (
             f"a worker was killed, and the run ended with it: {how}; it would have to be started "
@@ -222,6 +231,8 @@ def scenario_of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size:
     )
     if any(one.layout is not None for one in ranks):
         told["options"]["shared"] = True  # ranks that draw the same samples share a shard
+    if compressed := next((one.compression for one in ranks if one.compression), ""):
+        told["options"]["compressed"] = compressed
     if header.get("batch_norm") and any(one.local for one in ranks):
         told["options"]["batch_norm"] = True  # whose statistics forward passes changed
     return Scenario(
@@ -263,7 +274,7 @@ def _optimizer(
         or any(group.get(key) != first.get(key) for group in groups for key in DEFAULTS)
     )
     options: dict[str, Any] = {"clipping": "other"}  # gradients are recorded as they are applied
-    options |= {"drop_last": True} if header.get("drop_last") else {}
+    options |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
     for key, usual in DEFAULTS.items():
         if key in first and rule != "sgd" and _plain(first[key]) != _plain(usual):
             options[key] = _plain(first[key])

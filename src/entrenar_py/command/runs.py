@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,11 +50,11 @@ class Plan:
 
     command: tuple[str, ...]
     wanted: Collection[str]
+    folder: Path
     world_sizes: tuple[int, ...] = WORLD_SIZES
     seed: int = 0
     num_steps: int = NUM_STEPS
     deadline_s: float = DEADLINE_S
-    folder: Path | None = None
     launch: Launcher = launch
 
     def __post_init__(self) -> None:
@@ -126,10 +125,10 @@ class Plan:
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
     """Runs the command as often as `plan` says: each run's trace, and the file that it is kept in.
 
-    Each has a folder of its own below the plan's (or a new one for temporary files), with its
-    output and its ranks' files. Where the first run fails no other is made: they would, too.
+    Each has a folder of its own below the plan's, with its output and its ranks' files. Where the
+    first run fails no other is made: they would, too.
     """
-    base = plan.folder or Path(tempfile.mkdtemp(prefix="entrenar-"))
+    base = plan.folder
     likes: dict[Turn | None, Scenario] = {}  # of the undisturbed runs, by what was turned in them
     planned, first = plan.plain(), True
     while planned:
@@ -141,6 +140,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
         show(f"{shlex.join(plan.command)} ({name})")
         like = likes.get(asked.turn if asked.stops else None)
         found = _run(plan, asked, (base / name).absolute(), like)
+        base.mkdir(parents=True, exist_ok=True)  # what is run may remove whatever it likes
         trace.save(found, base / f"{name}.jsonl")
         yield base / f"{name}.jsonl", found
         if first:

@@ -50,6 +50,12 @@ class Observation:
         Left out, the gradients are recorded as the optimizer finds them.
         """
 
+    def skipped(self) -> None:
+        """The optimizer is not asked to step, since a gradient is not finite: on no rank.
+
+        Needed where a rank can't see that its gradients are not: it holds pieces of them.
+        """
+
     def halted(
         self,
         reason: str,

@@ -9,6 +9,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
+from entrenar_py.observing import wholes
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+_EXACT = {"allreduce_hook", "noop_hook"}
 
 
 @dataclass(kw_only=True)
@@ -49,6 +53,21 @@ def is_reduced() -> bool:
     return wrapper is None or wrapper.require_backward_grad_sync
 
 
+def compression() -> str:
+    """In what the communication hook of DistributedDataParallel sends the gradients of the forward
+    pass in hand: `float16`, `bfloat16`, or the name of another of torch's that rounds; "" for none.
+    """
+    wrapper = DistributedDataParallel._active_ddp_module
+    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    for hook in hooks:
+        if getattr(hook, "__module__", "").startswith(_HOOKS):
+            name = str(getattr(hook, "__name__", ""))
+            if name in _EXACT:
+                continue
+            return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
+    return ""
+
+
 @dataclass
 class Unwritten:
     """The backward passes of a step, `made` and not yet written; the `losses` told, one each, may
@@ -63,6 +82,20 @@ class Unwritten:
         """Of their gradients only a scale that was too large is known to be at fault."""
         for one in self.made:
             one.finite, one.gradient = True, {}
+
+    def add(self, gradient: trace.Tensors, *, finite: bool) -> None:
+        """The last one made has these, too."""
+        if self.made:
+            last = self.made[-1]
+            last.finite = last.finite and finite
+            last.gradient = {
+                **last.gradient,
+                **gradient,
+                **wholes.total(
+                    {name: one[name] for name in last.gradient.keys() & gradient.keys()}
+                    for one in (last.gradient, gradient)
+                ),
+            }
 
     def made_again(self) -> list[int]:
         """Forgets those of which the samples are known, since only what comes of these samples next

@@ -26,9 +26,9 @@ class Draws:
     """What `source` draws, as it is handed out. An epoch begins whenever it is gone through anew.
 
     `num_samples` is the size of its data set, None if it does not tell; `drop_last` whether it
-    leaves out what does not fill a batch. Of a source that is gone through by one rank for all no
-    rank knows which samples are its own: nothing is told. With `in_order` what is taken is used up,
-    a batch each time.
+    leaves out what does not fill a batch, `replacement` whether it draws again what it drew. Of a
+    source that is gone through by one rank for all no rank knows which samples are its own: nothing
+    is told. With `in_order` what is taken is used up, a batch each time.
     """
 
     def __init__(self, source: Any) -> None:
@@ -44,7 +44,7 @@ class Draws:
         self._ids: Ids = ()  # of the batch that was handed out last
         self._handed: deque[tuple[int, Ids]] = deque()  # all that were, of batches InOrder
         self.num_samples = _size_of(source)
-        self.drop_last = _drops_last(source)
+        self.drop_last, self.replacement = _drops_last(source), _replaces(source)
         if any(kind.__name__ == _DISPATCHER for kind in type(source).__mro__):
             return
         if isinstance(source, DataLoader):
@@ -120,6 +120,7 @@ class Samples:
         return {
             "num_samples": None if draws is None else draws.num_samples,
             "drop_last": draws is not None and draws.drop_last,
+            "replacement": draws is not None and draws.replacement,
         }
 
 
@@ -176,3 +177,10 @@ def _size_of(source: Any) -> int | None:
 def _drops_last(source: Any) -> bool:
     inner = getattr(source, "sampler", None)
     return bool(getattr(source, "drop_last", False)) or (inner is not None and _drops_last(inner))
+
+
+def _replaces(source: Any) -> bool:
+    """As torch's own samplers say it; others may have the attribute, too."""
+    inner = [getattr(source, name, None) for name in ("batch_sampler", "sampler")]
+    told = getattr(source, "replacement", False) is True
+    return told or any(one is not None and _replaces(one) for one in inner)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from entrenar_py import trace
-from entrenar_py.faults import Fault
 from entrenar_py.observing import (
-    FAULTS,
     FOLDER,
     Observation,
     backward,
     gathered,
     given,
     pieces,
-    planted,
     rank_file,
     scaling,
     tensors,
@@ -37,7 +34,9 @@ from entrenar_py.observing.closures import Arguments, looked_at
 from entrenar_py.observing.draws import Samples
 from entrenar_py.observing.passes import Passes
 from entrenar_py.observing.rank_file import RankFile
+from entrenar_py.observing.strikes import Strikes
 from entrenar_py.observing.subject import Subject
+from entrenar_py.observing.summed import Summed
 from entrenar_py.observing.together import Together
 
 
@@ -72,13 +71,11 @@ class Observer(Observation):
         self._scheduler = scheduler
         self._constants = tensors.constants(self._optimizers)
         self._samples = Samples(sampler)
-        self._faults = [Fault.from_dict(one) for one in json.loads(os.environ.get(FAULTS, "[]"))]
-        self._struck: set[Fault] = set()
+        self._strikes = Strikes(self._rank, self._place, self._write)
         self._started = False
         self._passes = Unwritten()
-        self._overflowed = False  # whether the gradients that were reduced last are not finite
-        self._reduces = True  # whether those of the last forward pass are
-        self._reduced = True  # whether those of the last backward pass were
+        self._summed = Summed()
+        self._compression = ""
         self._sharded = gathered.BackwardPasses(self._before_backward, self._after_sharded_backward)
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
@@ -114,6 +111,10 @@ class Observer(Observation):
         mean = value.detach() if isinstance(value, Tensor) else value
         self._passes.losses.append((float(mean), float(weight)))
 
+    def skipped(self) -> None:
+        if self._passes.made:
+            self._skip_step()
+
     def reduced(self) -> None:
         gradients = self._subject.gradients()
         self._gradient = dict(self._subject.record(gradients))
@@ -146,6 +147,8 @@ class Observer(Observation):
 
     def close(self) -> None:
         super().close()
+        if self._passes.made and self._summed.has_overflowed():
+            self._skip_step()
         self._end_step()
         self._file.close()
         for handle in (*self._handles, *self._parameter_handles):
@@ -178,37 +181,19 @@ class Observer(Observation):
     def _hook_parameters(self) -> None:
         for handle in self._parameter_handles:
             handle.remove()
-        trained = list(self._subject.trained.values())
         # Before the hook that records them: gradients are recorded as they were made wrong.
-        self._parameter_handles = [
-            handle
-            for one in self._faults
-            if one.kind in planted.HOOKS
-            and one.rank in (None, self._rank)
-            and trained
-            and one.tensor in (None, *self._subject.trained)  # else it is in another stage
-            for handle in planted.HOOKS[one.kind](self._subject, one, self._strikes)
-        ]
+        self._parameter_handles = self._strikes.hooks(self._subject)
+        self._backward: gathered.BackwardPasses | Passes = self._sharded
         if self._subject.is_fully_sharded:
             self._parameter_handles += self._sharded.watch(self._model)
-        else:
-            self._parameter_handles.append(
-                Passes(trained, self._before_backward, self._after_backward)
-            )
+            return
+        trained = list(self._subject.trained.values())
+        self._backward = Passes(trained, self._before_backward, self._after_backward, self._add)
+        self._parameter_handles.append(self._backward)
 
-    def _strikes(self, fault: Fault) -> bool:
-        """Whether `fault` is of this micro-batch, a shard being one of this rank, of this step, and
-        has not struck before: now it has, and that is noted.
-        """
-        place = self._passes.num_written + len(self._passes.made)
-        if fault.step != self._step or fault.shard not in (None, place) or fault in self._struck:
-            return False
-        self._struck.add(fault)
-        strike = trace.Injected(
-            fault=fault.to_dict(), step=self._step, rank=self._rank, shard=place
-        )
-        self._write([strike])
-        return True
+    def _place(self) -> tuple[int, int]:
+        """The step, and the micro-batch of this rank."""
+        return self._step, self._passes.num_written + len(self._passes.made)
 
     def _before_forward(self) -> None:
         self._buffers.before_forward()
@@ -221,7 +206,10 @@ class Observer(Observation):
             self._first = self._model.register_forward_pre_hook(
                 lambda *_: self._before_forward(), prepend=True
             )
-        self._reduces = backward.is_reduced()
+        self._summed.expect()
+        if self._compression != (compression := backward.compression()):
+            self._compression = compression
+            self._file.compress(compression)
         self._samples.collect()
         if not self._random[0]:
             self._random = (tensors.random_state(self._model), None)
@@ -232,8 +220,9 @@ class Observer(Observation):
         before, drawn = self._random
         if before and drawn is None and tensors.random_state(self._model) != before:
             self._random = (before, before)
-        if self._model.training and pieces.is_fully_sharded(self._model):
-            self._sharded.expect(output)
+        if self._model.training:
+            sharded = pieces.is_fully_sharded(self._model)
+            (self._sharded if sharded else self._backward).expect(output)
 
     def _before_backward(self) -> None:
         """Looks whether gradients of passes before are gone, and no optimizer was asked to step."""
@@ -241,10 +230,10 @@ class Observer(Observation):
         if not self._passes.made or self._subject.has_gradients():
             return
         if (
-            self._reduced and not self._samples.ids
+            self._summed.was_reduced and not self._samples.ids
         ):  # the same again, at other weights: only this pass counts
             self._samples.ids = self._passes.made_again()
-        if self._passes.made and self._overflowed:
+        if self._passes.made and self._summed.has_overflowed():
             self._skip_step()
 
     def _after_sharded_backward(self, finite: bool) -> None:
@@ -259,10 +248,15 @@ class Observer(Observation):
         self._end_micro(records, finite=tensors.is_finite(gradients))
         backward.call_last(self._look_at_sum)
 
+    def _add(self, gradients: Sequence[Tensor | None]) -> None:
+        """What a pass within a backward pass adds to that one's."""
+        named = dict(zip(self._subject.trained, gradients, strict=True))
+        records = self._subject.record(named) if self._subject.values else {}
+        self._passes.add(records, finite=tensors.is_finite(gradients))
+        backward.call_last(self._look_at_sum)
+
     def _look_at_sum(self) -> None:
-        gradients = self._subject.gradients().values()
-        self._reduced = self._reduces
-        self._overflowed = self._reduces and not tensors.is_finite(gradients)
+        self._summed.look(self._subject.gradients().values())
 
     def _skip_step(self) -> None:
         """Gradients that were not finite are gone, and no optimizer was asked to step: as a
@@ -291,7 +285,8 @@ class Observer(Observation):
             )
         )
         self._random, self._samples.ids = ("", None), []
-        self._perhaps_die()
+        if not self._file.life:  # else it has died before, and was started again
+            self._strikes.perhaps_die()
 
     def _step_begins(self, index: int, _: Any, *called: Any) -> Arguments | None:
         kept = (self._passes.made, self._passes.losses)
@@ -329,40 +324,16 @@ class Observer(Observation):
         if self._constants != tensors.constants(self._optimizers):
             self._constants = tensors.constants(self._optimizers)
             self._file.change()
-        parameters, (rate, rates) = self._subject.parameters, self._subject.rates()
-        self._write(
-            [
-                trace.Update(
-                    step=self._step,
-                    rank=self._rank,
-                    loss=None,
-                    weight=0.0,  # of all ranks together: known when their files are
-                    learning_rate=rate,
-                    rates=rates,
-                    finite=tensors.is_finite(parameters.values()),
-                    gradient=self._gradient,
-                    grad_norm=self._norm,
-                    applied_norm=self._applied_norm,
-                    weights=self._subject.record(parameters),
-                    optimizer=self._subject.optimizer_state(),
-                    buffers=self._subject.buffers(self._buffers.held()),
-                )
-            ]
-        )
+        made = self._subject.update(self._step, self._rank, self._gradient, self._buffers.held())
+        made = replace(made, grad_norm=self._norm, applied_norm=self._applied_norm)
+        self._write([made])
         self._stepped.clear()
         self._gradient = {}
         self._together.stepped()
         self._norm = self._applied_norm = None
         self._passes.num_written = 0
-        self._overflowed = False
+        self._summed.forget()
         self._step += 1
-
-    def _perhaps_die(self) -> None:
-        """Kills this process if that is planned here; once, since it may be started again."""
-        place = (self._rank, self._step)
-        for fault in self._faults if not self._file.life else ():
-            if fault.kind == "leave" and (fault.rank, fault.step) == place:
-                planted.die(fault, self._write)
 
     # --- what is recorded -------------------------------------------------------------------------
 
@@ -378,21 +349,9 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        subject, decayed = self._subject, self._subject.decayed()
-        parameters = subject.parameters
-        start = trace.Start(
-            step=self._step,
-            rank=self._rank,
-            trainable=tuple(subject.trained),
-            frozen=tuple(name for name in parameters if name not in subject.trained),
-            decayed=tuple(name for name, p in parameters.items() if p in decayed),
-            resumed=self._step > 0,
-            progress=tensors.progress(self._scheduler),
-            weights=subject.record(parameters),
-            optimizer=subject.optimizer_state(),
-            buffers=subject.buffers(self._buffers.held()),
-        )
-        self._write([start])
+        progress = tensors.progress(self._scheduler)
+        held = self._buffers.held()
+        self._write([self._subject.start(self._step, self._rank, progress, held)])
 
     def _leave(self) -> None:
         """The process ends by itself, well or by an exception."""

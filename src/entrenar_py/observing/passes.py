@@ -8,28 +8,51 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Tell = Callable[[Sequence[Tensor | None]], None]
 
 
 class Passes:
     """Has `begin` called before a backward pass gives any of `tensors` a gradient, and `tell` with
-    those that it gives, None where it gives none.
+    those that it gives, None where it gives none; `add` with those of passes within one that was
+    told of already, as reentrant checkpoints have them.
 
     As `torch.autograd.graph.register_multi_grad_hook`, which raises in a pass that computes some
     gradients alone (`torch.autograd.grad`), as pipelines without bubbles do: there it is told at
     the pass's end.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], begin: Callable[[], None], tell: Tell) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], begin: Callable[[], None], tell: Tell, add: Tell
+    ) -> None:
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in tensors]
-        self._begins, self._tell = begin, tell
+        self._begins, self._tell, self._add = begin, tell, add
+        self._outer: int | None = None  # the pass that begins at the model's output
+        self._begun = self._told = False  # of the outer one, or of the first within it
         self._expected: dict[int, int] = {}  # by pass
         self._found: dict[int, dict[int, Tensor]] = {}
         self._handles: list[Any] = [
             one.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
             for index, one in enumerate(tensors)
         ]
+
+    def expect(self, output: Any) -> None:
+        """A forward pass gave `output`: passes within the one that begins there are part of it."""
+        if torch._C._current_graph_task_id() < 0:
+            self._outer = None  # nor is one open that an exception ended
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(self._open)  # type: ignore[no-untyped-call]
+
+    def _open(self, _: Tensor) -> None:
+        if self._outer is None:
+            self._outer = torch._C._current_graph_task_id()
+            self._begun = self._told = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+
+    def _close(self) -> None:
+        self._outer = None
 
     def remove(self) -> None:
         """Nothing is told any more."""
@@ -46,7 +69,9 @@ class Passes:
 
     def _begin(self, task: int) -> None:
         self._found[task] = {}
-        self._begins()
+        if self._outer is None or not self._begun:
+            self._begins()
+        self._begun = True
         try:
             count = sum(map(torch._C._will_engine_execute_node, self._nodes))
         except RuntimeError:  # not to be known of this kind of pass
@@ -57,4 +82,6 @@ class Passes:
     def _end(self, task: int) -> None:
         found = self._found.pop(task)
         del self._expected[task]
-        self._tell([found.get(index) for index in range(len(self._nodes))])
+        adds = self._outer is not None and self._told
+        self._told = True
+        (self._add if adds else self._tell)([found.get(n) for n in range(len(self._nodes))])

@@ -1,8 +1,9 @@
 """The file in which one rank of somebody's own trainer keeps what it records, line by line.
 
 A header, an event a line, between them lines on how ranks are arranged, which pieces of tensors
-this one holds, which buffers no other shares and whether the optimizer's constants changed, and a
-last line if training came to its end: what is there when the process dies stays.
+this one holds, which buffers no other shares, whether the optimizer's constants changed and in
+what gradients were sent, and a last line if training came to its end: what is there when the
+process dies stays.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class RankTrace:
     `header` is how it was launched and what it declared; `layout` how the ranks are arranged, None
     where it did not say, and `pieces` the place of each tensor of which it holds a part, by name;
     `local` names buffers that follow its own samples, None where none can be told. `changed` is
-    whether the optimizer's constants are others than in the header, but for its rates. `ended` is
-    whether training came to its end, and `problem` what it ended by, empty if by nothing.
+    whether the optimizer's constants are others than in the header, but for its rates;
+    `compression` in what gradients were sent, empty if as they are. `ended` is whether training
+    came to its end, and `problem` what it ended by, empty if by nothing.
     """
 
     life: int
@@ -54,6 +56,7 @@ class RankTrace:
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     local: frozenset[str] | None = None
     changed: bool = False
+    compression: str = ""
 
     @property
     def rank(self) -> int:
@@ -87,6 +90,10 @@ class RankFile:
     def change(self) -> None:
         """Writes that the optimizer's constants are others from here on than in the header."""
         self._write(json.dumps({"kind": "changed"}) + "\n")
+
+    def compress(self, compression: str) -> None:
+        """Writes in what gradients are sent from here on; "" for what they are."""
+        self._write(json.dumps({"kind": "compressed", "to": compression}) + "\n")
 
     def close(self, problem: str = "") -> None:
         """Says that training is over, and what by; nothing is written after that."""
@@ -126,7 +133,7 @@ def load(path: Path) -> RankTrace:
     arranged: Layout | None = None
     pieces: dict[str, Piece] = {}
     local: frozenset[str] | None = None
-    changed = False
+    changed, compression = False, ""
     for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
         try:
             if records[number - 1].get("kind") == "layout":
@@ -136,6 +143,8 @@ def load(path: Path) -> RankTrace:
                 local = (local or frozenset()).union(records[number - 1].get("buffers", ()))
             elif records[number - 1].get("kind") == "changed":
                 changed = True
+            elif records[number - 1].get("kind") == "compressed":
+                compression = str(records[number - 1].get("to", ""))
             else:
                 events += trace.load_events(line)
         except UsageError as error:
@@ -145,6 +154,7 @@ def load(path: Path) -> RankTrace:
         pieces=pieces,
         local=local,
         changed=changed,
+        compression=compression,
         life=life_of(path),
         header=header,
         events=tuple(events),

@@ -68,6 +68,43 @@ class Subject:
         self._require_values()
         return True
 
+    def start(
+        self, step: int, rank: int, progress: Mapping[str, int], buffers: Mapping[str, Tensor]
+    ) -> trace.Start:
+        """What this rank holds before `step`, and which of it is trained, frozen and decayed."""
+        decayed = self.decayed()
+        return trace.Start(
+            step=step,
+            rank=rank,
+            trainable=tuple(self.trained),
+            frozen=tuple(name for name in self.parameters if name not in self.trained),
+            decayed=tuple(name for name, p in self.parameters.items() if p in decayed),
+            resumed=step > 0,
+            progress=progress,
+            weights=self.record(self.parameters),
+            optimizer=self.optimizer_state(),
+            buffers=self.buffers(buffers),
+        )
+
+    def update(
+        self, step: int, rank: int, gradient: trace.Tensors, buffers: Mapping[str, Tensor]
+    ) -> trace.Update:
+        """What it holds after `step`, which was made with `gradient`."""
+        rate, rates = self.rates()
+        return trace.Update(
+            step=step,
+            rank=rank,
+            loss=None,
+            weight=0.0,  # of all ranks together: known when their files are
+            learning_rate=rate,
+            rates=rates,
+            finite=tensors.is_finite(self.parameters.values()),
+            gradient=gradient,
+            weights=self.record(self.parameters),
+            optimizer=self.optimizer_state(),
+            buffers=self.buffers(buffers),
+        )
+
     def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
         """What this rank holds of each of these: the model's parameters, or tensors placed as
         those are; what is placed otherwise, or is a term of a sum, is left out as unknown.

@@ -254,7 +254,7 @@ def operand_layout(batch: tuple[int, ...], rows: int, columns: int) -> Layout:
     [
         (shaped(4096, 4096, 4096), LARGE),
         (shaped(2048, 1024, 3072), LARGE),
-        (shaped(3072, 2048, 1024), MEDIUM),
+        (shaped(2048, 1024, 1024), LARGE),
         (shaped(1024, 1024, 1024), MEDIUM),
         (shaped(512, 512, 64, 64), MEDIUM),
         (shaped(512, 64, 512, 64), MEDIUM),

@@ -88,7 +88,7 @@ def _shader(
         *_bindings(emitter.buffers, 0),
         f"@group(0) @binding({number}) var<storage, read_write> out: array<{STORAGE[out.dtype]}>;",
         *(
-            f"var<workgroup> partial_{dtype}: array<{dtype}, {threads}>;"
+            f"var<workgroup> partial_{dtype}: array<{STORAGE[dtype]}, {threads}>;"
             for dtype in ("f32", "i32", "bool")
             if f"partial_{dtype}[" in text
         ),
@@ -115,7 +115,12 @@ def _bindings(buffers: dict[Buffer, str], first: int) -> list[str]:
 
 
 def _stored(value: str, out: Buffer) -> str:
-    return f"select(0u, 1u, {value})" if out.dtype == "bool" else value
+    return _number(value, out.dtype)
+
+
+def _number(value: str, dtype: str) -> str:
+    """`value` as memory holds it."""
+    return f"select(0u, 1u, {value})" if dtype == "bool" else value
 
 
 def _body(emitter: Emitter, *, lanes: int) -> list[str]:
@@ -161,18 +166,21 @@ def _loop(
 
 
 def _tree(loop: Loop, lanes: int) -> list[str]:
-    """Folds the lanes' totals; all lanes have the result."""
+    """Folds the lanes' totals; all lanes have the result.
+
+    Truth values as numbers: an NVIDIA driver loses some of those that share memory as `bool`.
+    """
     assert loop.fold is not None
     partial = f"partial_{loop.fold.dtype}"
     combined = loop.fold.combine.format(f"{partial}[lane]", f"{partial}[lane + half]")
     return [
-        f"{partial}[lane] = {loop.total};",
+        f"{partial}[lane] = {_number(loop.total, loop.fold.dtype)};",
         "workgroupBarrier();",
         f"for (var half = {lanes // 2}; half > 0; half /= 2) {{",
         f"    if (lane < half) {{ {partial}[lane] = {combined}; }}",
         "    workgroupBarrier();",
         "}",
-        f"{loop.total} = {partial}[0];",
+        f"{loop.total} = {loop.fold.dtype}({partial}[0]);",
         "workgroupBarrier();",
     ]
 

@@ -80,10 +80,11 @@ fn power(x: f32, y: f32) -> f32 {
     return select(select(found, nan(), x < 0.0 && !whole), 1.0, y == 0.0);
 }
 """,
+    # No `%`: Vulkan defines it for negative operands only since its maintenance8.
     "floor_divide_i32": """
 fn floor_divide_i32(a: i32, b: i32) -> i32 {
     let quotient = a / b;
-    return select(quotient, quotient - 1, a % b != 0 && (a < 0) != (b < 0));
+    return select(quotient, quotient - 1, a != quotient * b && (a < 0) != (b < 0));
 }
 """,
 }

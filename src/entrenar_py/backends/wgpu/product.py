@@ -145,7 +145,7 @@ SPLIT = (
     Tiling(m=16, n=16, k=64, thread_m=4, thread_n=4, split=16),
     Tiling(m=16, n=16, k=32, thread_m=4, thread_n=4, split=8),
 )
-BUSY = 256  # workgroups: two for each processor of a large GPU
+BUSY = 128  # workgroups: one for each processor of a large GPU
 LONG = 256  # a sum along k worth splitting, or worth large tiles
 
 

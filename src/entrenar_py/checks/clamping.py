@@ -1,0 +1,50 @@
+"""Gradients that were clipped element by element, as `clip_grad_value_` does; judges nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.checks import evidence
+from entrenar_py.trace import Trace, Update
+
+Vectors = Mapping[str, NDArray[Any]]
+
+
+def limit(trace: Trace) -> float | None:
+    """The size that no element of a run exceeds, if several have just that one."""
+    found: Counter[float] = Counter()
+    for update in trace.of(Update):
+        sizes = np.abs(_flat(evidence.vectors(update.gradient) or {}))
+        if sizes.size:
+            largest = float(sizes.max())
+            found[largest] += int((sizes == largest).sum())
+    top = max(found, default=math.nan)
+    return top if found[top] > 1 and 0 < top < math.inf else None
+
+
+def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
+    """Whether `mean` is `total` divided by one number, and what is then larger than `limit` cut off
+    there; within `bound` of the norm of all.
+    """
+    terms, applied = (_flat({name: one[name] for name in mean}) for one in (total, mean))
+    cut = np.abs(applied) == limit
+    free = applied[~cut]
+    size = float(np.dot(free, free))
+    if not size:
+        return False
+    divisor = float(np.dot(terms[~cut], free)) / size
+    off = float(np.linalg.norm(terms[~cut] - divisor * free))
+    if not divisor or off > bound * abs(divisor) * float(np.linalg.norm(applied)):
+        return False
+    beyond = np.sign(applied[cut]) * terms[cut] / divisor
+    return bool((beyond >= limit * (1 - bound)).all())
+
+
+def _flat(vectors: Vectors) -> NDArray[np.float64]:
+    return np.concatenate([np.zeros(0), *(one.astype(np.float64) for one in vectors.values())])

@@ -1,0 +1,61 @@
+"""Which steps a trainer skipped on all ranks, as a `GradScaler` does; judges nothing.
+
+Only of trainers of one's own: those of the harness halt at what is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from entrenar_py.checks import evidence
+from entrenar_py.trace import Start, Tensors, Trace, Update
+
+
+def skipped(trace: Trace) -> set[int]:
+    """The steps in which no rank moved a weight, or anything that its optimizers keep."""
+    if trace.scenario.workload != "own":
+        return set()
+    held: dict[int, tuple[Tensors, Tensors]] = {}
+    rested: dict[tuple[int, int], bool] = {}
+    for event in trace.standing.events:
+        if isinstance(event, Start):
+            held[event.rank] = event.weights, event.optimizer
+        elif isinstance(event, Update):
+            now = event.weights, event.optimizer
+            before = held.get(event.rank)
+            rested[event.step, event.rank] = before is not None and _same(before, now)
+            held[event.rank] = now
+    ranks = {rank for _, rank in rested}
+    steps = {step for step, _ in rested}
+    return {step for step in steps if all(rested.get((step, rank)) for rank in ranks)}
+
+
+def without_gradients(trace: Trace) -> set[int]:
+    """Those of them to which no gradient was given either."""
+    updates = evidence.updates(trace)
+    return {
+        step
+        for step in skipped(trace)
+        if not any(update.gradient for update in updates[step].values())
+    }
+
+
+def told(steps: Iterable[int]) -> str:
+    """`skipped steps 4, 5 on all ranks`."""
+    known = sorted(steps)
+    more = ", ..." if len(known) > 5 else ""
+    named = ", ".join(map(str, known[:5]))
+    return f"skipped step{'s' if known[1:] else ''} {named}{more} on all ranks"
+
+
+def _same(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
+    """Whether both have the same digests, under the same names; of no weight nothing is known."""
+    return bool(now[0]) and all(map(_alike, before, now))
+
+
+def _alike(one: Tensors, other: Tensors) -> bool:
+    return _digests(one) == _digests(other)
+
+
+def _digests(tensors: Tensors) -> Mapping[str, str]:
+    return {name: record.digest for name, record in tensors.items()}
