@@ -220,7 +220,9 @@ VARIANTS = (
         "classic (success of a stage that did nothing)",
         {"program.Program._read": zeros_on_failure},
         LINEAR,
-        *("F-WGPU-003", "F-WGPU-002"),
+        "F-WGPU-003",
+        step=2,
+        tensor="loss",
     ),
     mutant(
         "uploads-frozen",
@@ -238,6 +240,6 @@ VARIANTS = (
         {"resident._digest": same_digest},
         DECODER,
         "F-WGPU-003",
-        step=6,
+        step=4,
     ),
 )

@@ -35,7 +35,7 @@ def steps(workload: str, **changes: Any) -> Scenario:
 
 LINEAR = steps("linear")
 MLP = steps("mlp", dropout=0.3)
-DECODER = steps("decoder", options={"samples": [1, 3]})
+DECODER = steps("decoder", options={"samples": [1]})
 REFUSALS = LINEAR.with_(system="wgpu_refusals")
 TRAINING = Scenario(
     system="reference",

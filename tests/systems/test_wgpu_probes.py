@@ -14,7 +14,7 @@ from entrenar_py.backends.wgpu.program import compile_step
 from entrenar_py.checks import CHECKS
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import device_meter, operation_cases, wgpu_operations
+from entrenar_py.systems import device_meter, operation_cases, wgpu_operations, wgpu_steps
 from entrenar_py.systems.operation_cases import CASES
 from entrenar_py.trace import Declined, Explained, Poisoned, Stepped
 from entrenar_py.verdict import Verdict
@@ -68,6 +68,20 @@ def test_right_steps_hold() -> None:
     assert all(one.reached == 1 for one in trace.of(Poisoned))
     first, *_ = trace.of(Stepped)
     assert first.traced > 0, "the first step of a size is traced, and that is seen"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 3}, "samples=3: use a list of different whole numbers >= 1"),
+        ({"samples": [3, 3]}, r"samples=\[3, 3\]: use a list of different"),
+        ({"samples": [26]}, r"samples=\[26\] with num_samples=50: use num_samples>=52"),
+    ],
+)
+def test_sizes_that_no_step_has_are_refused(options: dict[str, Any], message: str) -> None:
+    """With what is allowed."""
+    with pytest.raises(UsageError, match=message):
+        wgpu_steps.run(scenario("wgpu_steps", options=options))
 
 
 @pytest.mark.wgpu

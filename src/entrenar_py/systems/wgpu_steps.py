@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
 from entrenar_py.backends.steps import Stepper
-from entrenar_py.errors import BackendUnavailable
+from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import device_meter, models, step_oracle
 from entrenar_py.systems.device_meter import Meter
@@ -49,20 +49,20 @@ class Call:
         return f"replica {self.replica}, weights {self.version}, {self.first}+{self.num_samples}"
 
 
-def calls(few: int, more: int) -> list[Call]:
+def calls(few: int, *more: int) -> list[Call]:
     """The steps of a run, so that each kind of leftover would show in one.
 
-    Twice the same; other samples and weights in the same memory; another number of samples; both
-    again; a replica whose frozen weights differ; the first one again; a NaN, and after it.
+    Twice the same; other samples and weights in the same memory; other numbers of samples, if any;
+    each again; a replica whose frozen weights differ; the first one again; a NaN, and after it.
     """
     again = Call(0, few)
     return [
         again,
         again,
         Call(0, few, first=few, version=1, explained=True),
-        Call(0, more, explained=True),
+        *(Call(0, number, explained=True) for number in more),
         again,
-        Call(0, more),
+        *(Call(0, number) for number in more),
         Call(1, few, explained=True),
         Call(1, few),
         again,
@@ -77,16 +77,34 @@ def run(scenario: Scenario) -> trace.Trace:
     The run is `failed`, with the reason, without an adapter.
     """
     recorder = Recorder(scenario)
-    few, more = scenario.options.get("samples", NUM_SAMPLES)
+    sizes = sizes_of(scenario)
     try:
         backend = backends.open_backend(scenario.backends[0])
         bench = Bench(scenario, backend)
-        for number, call in enumerate(calls(few, more)):
+        for number, call in enumerate(calls(*sizes)):
             for event in bench.step(number, call):
                 recorder.emit(event)
     except BackendUnavailable as error:
         return recorder.finish(status="failed", reason=str(error))
     return recorder.finish(status="completed")
+
+
+def sizes_of(scenario: Scenario) -> list[int]:
+    """How many samples its steps are of: the first number twice, with other samples, too.
+
+    Raises UsageError for what the data set has not enough samples for.
+    """
+    sizes = scenario.options.get("samples", NUM_SAMPLES)
+    whole = isinstance(sizes, list | tuple) and all(type(one) is int and one > 0 for one in sizes)
+    if not whole or not sizes or len(set(sizes)) < len(sizes):
+        raise UsageError(f"options samples={sizes!r}: use a list of different whole numbers >= 1")
+    least = max(2 * sizes[0], *sizes)
+    if least > scenario.num_samples:
+        raise UsageError(
+            f"options samples={sizes!r} with num_samples={scenario.num_samples}: "
+            f"use num_samples>={least}"
+        )
+    return list(sizes)
 
 
 class Watched:

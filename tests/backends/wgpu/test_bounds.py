@@ -131,3 +131,15 @@ def test_a_step_that_is_a_hundredth_off_is_not_explained() -> None:
     for wrong in ([one * 1.01 for one in results], [one * torch.nan for one in results]):
         found = sensitivity.deviations(wrong, captured("mlp"), plain(inputs))
         assert not any(one.explained for one in found)
+
+
+def test_one_element_that_is_off_is_named() -> None:
+    """A single one may be off by more than rounding explains of it, and less than of all."""
+    run, inputs = step("mlp")
+    results = [one.detach().double() for one in run(*inputs)]
+    right = sensitivity.deviations(results, captured("mlp"), plain(inputs))[1]
+    wrong = [one.clone() for one in results]
+    wrong[1].view(-1)[5] += (right.element_bound + right.bound) / 2
+    found = sensitivity.deviations(wrong, captured("mlp"), plain(inputs))[1]
+    assert (found.element, found.explained) == (5, False)
+    assert found.error <= found.bound
