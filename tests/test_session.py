@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from xml.etree import ElementTree
 
 import pytest
 
 from entrenar_py import backends, counterexamples, mutants, systems, trace
+from entrenar_py.backends.wgpu import resident
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
@@ -288,19 +289,19 @@ def test_auto_backend(contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.wgpu
 def test_wgpu_backend(contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--backend wgpu computes every worker's layers on wgpu."""
+    """--backend wgpu computes every worker's steps on wgpu."""
     try:
         device = backends.open_backend("wgpu")
     except BackendUnavailable as error:
         pytest.skip(str(error))
     called = []
-    right = type(device).products
+    right = resident.ResidentStep.__call__
 
-    def counted(self: backends.Backend, pairs: object) -> object:
-        called.append(self.name)
-        return right(self, pairs)  # type: ignore[arg-type]
+    def counted(self: resident.ResidentStep, ids: Any, drop: Any) -> object:
+        called.append(ids)
+        return right(self, ids, drop)
 
-    monkeypatch.setattr(type(device), "products", counted)
+    monkeypatch.setattr(resident.ResidentStep, "__call__", counted)
     monkeypatch.setitem(backends.BACKENDS, "cpu", backends.BACKENDS["cuda"])
     json = tmp_path / "r.json"
     usual = ("--contract", contract, "--examples", 1, "--json", json, "--only", "F-DP-001")
