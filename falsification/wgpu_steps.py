@@ -140,7 +140,7 @@ VARIANTS = (
     mutant(
         "scaled-twice",
         "gradients come back scaled and are scaled again",
-        "classic (loss scaling, pytorch #37751)",
+        "classic (loss scaling)",
         {"resident.ResidentStep.__call__": scaled_twice},
         LINEAR,
         "F-WGPU-003",
@@ -150,7 +150,7 @@ VARIANTS = (
     mutant(
         "order-in-turns",
         "a step's products add in another order every second time",
-        "classic (float atomics; pytorch #15359)",
+        "classic (float atomics)",
         {"resident.compile_step": InTurns},
         steps("linear", options={"samples": [37, 13]}, num_samples=80),
         "F-WGPU-005",
@@ -206,7 +206,7 @@ VARIANTS = (
     mutant(
         "on-the-host",
         "the CPU computes the step in the device's place, and nobody is told",
-        "pytorch #77764 (silent fallback)",
+        "classic (silent fallback)",
         {"resident.ResidentStep.__call__": on_the_host},
         MLP,
         "F-WGPU-002",
