@@ -49,7 +49,7 @@ def test_device_errors_are_translated(
     """What wgpu raises comes out as BackendUnavailable with its words."""
     monkeypatch.setattr(
         "entrenar_py.backends.wgpu.product.product_text.write",
-        lambda *_: "fn main() { let x: f32 = 1u; }",
+        lambda *_, **__: "fn main() { let x: f32 = 1u; }",
     )
     with pytest.raises(BackendUnavailable, match=r"(?s)backend wgpu on .*Shader.*f32"):
         Matmul(wgpu_backend._device).run([(torch.ones(1, 1), torch.ones(1, 1))])

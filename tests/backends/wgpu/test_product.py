@@ -214,6 +214,23 @@ def test_any_product(wgpu_backend: WgpuBackend, data: st.DataObject) -> None:
 
 
 @pytest.mark.wgpu
+@pytest.mark.parametrize("tiling", [SMALL[0], SPLIT[-1]], ids=["small", "split"])
+def test_where_a_vector_is_written_whole(wgpu_backend: WgpuBackend, tiling: Tiling) -> None:
+    """On such an adapter no two invocations write to one vector, and the product is right."""
+    device = wgpu_backend._device
+    careful = replace(device, limits=replace(device.limits, component_writes=False))
+    # One operand whose rows of four come from one load, or none.
+    a = operand((), 20, 70, form="columns" if tiling.split > 1 else "rows")
+    b = operand((), 70, 19, form="columns", seed=1)
+    product = Product(m=20, k=70, n=19, a=a.layout, b=b.layout, c=operand_layout((), 20, 19))
+    source = product_kernel(product, careful.limits, tiling=tiling).source
+    assert "% 4u] =" not in source
+    exact = replace(device.limits, component_writes=True)
+    assert "% 4u] =" in product_kernel(product, exact, tiling=tiling).source
+    assert_right(careful, (a, b, operand((), 20, 19)), tiling=tiling)
+
+
+@pytest.mark.wgpu
 def test_long_sums_are_split_and_give_the_same_bits(wgpu_backend: WgpuBackend) -> None:
     """A long k of a thin product is split over a workgroup, right, and the same each time."""
     device = wgpu_backend._device

@@ -87,4 +87,6 @@ def limits_of(handle: Any) -> Limits:
             limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
         ),
         workgroups_max=limits["max-compute-workgroups-per-dimension"],
+        # SPIR-V stores to a component of a vector, and to nothing else.
+        component_writes=handle.adapter.info["backend_type"] == "Vulkan",
     )

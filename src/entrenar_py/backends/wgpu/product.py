@@ -16,12 +16,17 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an adapter takes: bytes, invocations of a workgroup, workgroups of a dimension."""
+    """What an adapter takes: bytes, invocations of a workgroup, workgroups of a dimension.
+
+    `component_writes`: invocations may write to different components of one vector. WGSL lets such
+    a write be one of the whole vector, and with Metal and Direct3D it is.
+    """
 
     binding_bytes_max: int
     workgroup_bytes_max: int
     invocations_max: int
     workgroups_max: int
+    component_writes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +208,9 @@ def product_kernel(
             f"{limits.workgroup_bytes_max} and {limits.invocations_max}"
         )
     workgroups = fold(chosen.num_tiles(product), limits, describe(product))
-    source = product_text.write(product, chosen, workgroups, epilogue)
+    source = product_text.write(
+        *(product, chosen, workgroups, epilogue), component_writes=limits.component_writes
+    )
     return Kernel(source=source, workgroups=workgroups, num_bindings=3 + num_extra)
 
 

@@ -11,7 +11,7 @@ clamp of it is computed once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ LANES = "xyzw"
 class Side:
     """One operand as the tiles see it: `outer` is m or n, with its size, tile and strides.
 
-    A load moves `width` elements, along k if `along_k`, else along the outer dimension.
+    A load moves `width` elements, along k if `along_k`, else along the outer dimension. With
+    `scalars` its tile is one of numbers, not of vectors: see `Limits.component_writes`.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Side:
     along_k: bool
     num_threads: int
     split: int
+    scalars: bool
+
+    @property
+    def whole_vectors(self) -> bool:
+        """True if a load is four neighbours in the tile."""
+        return self.width == 4 and not self.along_k
 
     @property
     def num_loads(self) -> int:
@@ -69,9 +76,16 @@ class Side:
         return f"[({k}) / {self.split}u][({k}) % {self.split}u]"
 
 
-def write(product: Product, tiling: Tiling, workgroups: tuple[int, int, int], epilogue: str) -> str:
+def write(
+    product: Product,
+    tiling: Tiling,
+    workgroups: tuple[int, int, int],
+    epilogue: str,
+    *,
+    component_writes: bool,
+) -> str:
     """The shader. `workgroups` is the dispatch it is written for."""
-    a, b = _sides(product, tiling)
+    a, b = (_safe(side, component_writes) for side in _sides(product, tiling))
     vector_c = _is_vector(product.c, product.c.column, product.c.row, product.n)
     parts = [
         _header(product, tiling, a, b, vector_c),
@@ -99,6 +113,11 @@ def _sides(product: Product, tiling: Tiling) -> tuple[Side, Side]:
     return a, b
 
 
+def _safe(side: Side, component_writes: bool) -> Side:
+    """`side` with a tile that its threads may write to at once."""
+    return replace(side, scalars=not (component_writes or side.whole_vectors))
+
+
 def _side(
     product: Product, tiling: Tiling, name: str, layout: Layout, size: int, tile: int
 ) -> Side:
@@ -118,6 +137,7 @@ def _side(
         along_k=along_k,
         num_threads=tiling.num_threads,
         split=tiling.split,
+        scalars=False,
     )
 
 
@@ -141,7 +161,8 @@ def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) 
         f"@group(0) @binding(2) var<storage, read_write> c: array<{c_type}>;",
     ]
     for side in (a, b):
-        row = f"array<vec4<f32>, {(side.tile + PADDING) // 4}>"
+        length = side.tile + PADDING
+        row = f"array<f32, {length}>" if side.scalars else f"array<vec4<f32>, {length // 4}>"
         if tiling.split > 1:
             row = f"array<{row}, {tiling.split}>"
         lines += [
@@ -248,13 +269,13 @@ def _store(side: Side, copy: int) -> Iterator[str]:
     tile = f"{side.name}_tile_{copy}"
     for i in side.loads:
         value, k, t = (f"{side.name}_{part}_{i}" for part in ("next", "k", "t"))
-        if side.width == 4 and not side.along_k:
+        if side.whole_vectors:
             stores = [f"{tile}{side.place(k)}[{t} / 4u] = {value};"]
         else:
             parts = [f"{value}.{lane}" for lane in LANES] if side.width == 4 else [value]
+            at = f"[{t}]" if side.scalars else f"[{t} / 4u][{t} % 4u]"
             stores = [
-                f"{tile}{side.place(f'{k} + {j}u')}[{t} / 4u][{t} % 4u] = {part};"
-                for j, part in enumerate(parts)
+                f"{tile}{side.place(f'{k} + {j}u')}{at} = {part};" for j, part in enumerate(parts)
             ]
         guard = side.partial and i == side.loads[-1]
         if guard:
@@ -287,7 +308,7 @@ def _main_loop(tiling: Tiling, a: Side, b: Side) -> Iterator[str]:
             yield from _load(side, following)
         yield "}"
         for index in range(tiling.k // tiling.split):
-            yield from _outer_product(tiling, copy, index)
+            yield from _outer_product(tiling, (a, b), copy, index)
         if len(copies) == 1:
             yield "workgroupBarrier();"
         yield f"if ({following} < {num_tiles}u) {{"
@@ -298,20 +319,31 @@ def _main_loop(tiling: Tiling, a: Side, b: Side) -> Iterator[str]:
     yield "}"
 
 
-def _outer_product(tiling: Tiling, copy: int, index: int) -> Iterator[str]:
+def _outer_product(
+    tiling: Tiling, sides: tuple[Side, Side], copy: int, index: int
+) -> Iterator[str]:
     """Adds a column of a's tile times a row of b's to the sums."""
     down, across = tiling.m // tiling.thread_m, tiling.n // tiling.thread_n
     share = "[share]" if tiling.split > 1 else ""
     yield "{"
-    for i in range(tiling.thread_m // 4):
-        yield f"let a_{i} = a_tile_{copy}[{index}]{share}[y + {i * down}u];"
-    for j in range(tiling.thread_n // 4):
-        yield f"let b_{j} = b_tile_{copy}[{index}]{share}[x + {j * across}u];"
+    counts = ((sides[0], tiling.thread_m, "y", down), (sides[1], tiling.thread_n, "x", across))
+    for side, length, first, stride in counts:
+        row = f"{side.name}_tile_{copy}[{index}]{share}"
+        for i in range(length // 4):
+            four = _four(row, f"{first} + {i * stride}u", scalars=side.scalars)
+            yield f"let {side.name}_{i} = {four};"
     for i in range(tiling.thread_m):
         for j in range(tiling.thread_n // 4):
             factor, total = f"vec4<f32>(a_{i // 4}.{LANES[i % 4]})", f"sum_{i}_{j}"
             yield f"{total} = fma({factor}, b_{j}, {total});"
     yield "}"
+
+
+def _four(row: str, at: str, *, scalars: bool) -> str:
+    """The vector at `at` of a row of a tile."""
+    if not scalars:
+        return f"{row}[{at}]"
+    return f"vec4<f32>({', '.join(f'{row}[({at}) * 4u + {lane}u]' for lane in range(4))})"
 
 
 def _tree(tiling: Tiling) -> Iterator[str]:
