@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -51,6 +53,28 @@ def test_what_needs_no_input_is_computed_once(device: Device) -> None:
         scaled, turned = program.run([np.full(3, factor, np.float32)])
         np.testing.assert_allclose(scaled, factor * torch.cos(table).sum(0).numpy(), rtol=1e-5)
         np.testing.assert_array_equal(turned, table.t().numpy())
+
+
+def test_what_a_run_does_not_need_is_let_go(device: Device) -> None:
+    """What was on the way to a table that is computed once takes no memory afterwards."""
+
+    def fn(x: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        return (x @ (table @ table.t() @ table),)
+
+    program = compile_step(device, fn, [torch.ones(1, 5)], [torch.ones(5, 3)])
+    assert sorted(one.size for one in program.places) == [3, 5, 15]
+    (found,) = program.run([np.ones((1, 5), np.float32)])
+    np.testing.assert_array_equal(found, np.full((1, 3), 75, np.float32))
+
+
+def test_a_device_goes_with_its_pipelines() -> None:
+    """Nothing holds a device, and what was compiled on it, when nobody has it any longer."""
+    device = open_device(0)
+    compile_step(device, lambda x: (x * 2,), [torch.ones(3)]).run([np.ones(3, np.float32)])
+    handle = weakref.ref(device.handle)
+    del device
+    gc.collect()
+    assert handle() is None
 
 
 def test_inputs_and_constants_as_results(device: Device) -> None:

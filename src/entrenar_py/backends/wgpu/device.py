@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from entrenar_py.backends.wgpu import adapters
@@ -25,13 +25,18 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Device:
-    """An open adapter. `handle` is a wgpu.GPUDevice."""
+    """An open adapter. `handle` is a wgpu.GPUDevice.
+
+    `pipelines` are those of programs, by their source: equal kernels are compiled once, whoever
+    needs them.
+    """
 
     handle: Any
     name: str
     software: bool
     limits: Limits
     buffer_bytes_max: int
+    pipelines: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @contextmanager
     def failures(self) -> Iterator[None]:

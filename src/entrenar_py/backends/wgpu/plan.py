@@ -20,7 +20,7 @@ ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
 class Plan:
     """`once` are the dispatches that need no input of a run, `steps` the others.
 
-    `kept` are the buffers that `once` writes and `steps` read. `slots` says which piece of shared
+    `kept` are the buffers that `once` writes. `slots` says which piece of shared
     memory each other one has, `slot_bytes` how large the pieces are.
     """
 

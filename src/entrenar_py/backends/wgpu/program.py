@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,9 +25,6 @@ Array = NDArray[Any]
 _HOST = {"f32": np.float32, "i32": np.int32, "bool": np.uint32}
 _RESULT = {torch.float32: np.float32, torch.int64: np.int64, torch.int32: np.int32}
 _INT_MAX = 2**31 - 1
-
-# Device -> source text -> pipeline: equal kernels are compiled once, whoever needs them.
-_PIPELINES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -97,13 +93,17 @@ class Program:
             [_num_bytes(one.shape) for one in lowered.results]
         )
         self._check_sizes()
-        # Where each buffer lies: in which GPU buffer, from which byte on.
+        # Where each buffer that a run needs lies: in which GPU buffer, from which byte on.
         self.places: dict[Buffer, tuple[Any, int]] = {}
         with device.failures():
             self._allocate(resident)
             once = [self._prepare(step) for step in self._plan.once]
             self.dispatches = [self._prepare(step) for step in self._plan.steps]
             self._compute_once(once)
+        # What only those read is not held any longer.
+        needed = {buffer for step in self.steps for buffer in step.bindings}
+        needed.update(one.buffer for one in lowered.results)
+        self.places = {one: place for one, place in self.places.items() if one in needed}
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -210,7 +210,7 @@ class Program:
         return Dispatch(pipeline, group, step.workgroups)
 
     def _pipeline(self, source: str) -> Any:
-        known = _PIPELINES.setdefault(self.device.handle, {})
+        known = self.device.pipelines
         if source not in known:
             module = self.device.handle.create_shader_module(code=source)
             known[source] = self.device.handle.create_compute_pipeline(
