@@ -102,13 +102,18 @@ def functions_of(text: str) -> list[str]:
 
 
 def literal(value: float | int | bool, dtype: str) -> str:
-    """`value` in WGSL, rounded to `dtype`; OverflowError for an i32 that has no room for it."""
+    """`value` in WGSL, rounded to `dtype`; OverflowError for an i32 that has no room for it.
+
+    What begins with a minus is in brackets: `--` is a decrement.
+    """
     if dtype == "bool":
         return "true" if value else "false"
     if dtype == "i32":
         if not -(2**31) <= int(value) < 2**31:
             raise OverflowError(f"{int(value)} is no 32-bit integer")
-        return f"{int(value)}" if int(value) != -(2**31) else "(-2147483647 - 1)"
+        if int(value) == -(2**31):
+            return "(-2147483647 - 1)"
+        return f"{int(value)}" if value >= 0 else f"({int(value)})"
     with np.errstate(over="ignore"):
         rounded = float(np.float32(value))
     if math.isnan(rounded):
@@ -116,4 +121,4 @@ def literal(value: float | int | bool, dtype: str) -> str:
     if math.isinf(rounded):
         return "infinity()" if rounded > 0 else "(-infinity())"
     text = repr(rounded)
-    return f"{text}f" if rounded >= 0 else f"({text}f)"
+    return f"({text}f)" if text.startswith("-") else f"{text}f"
