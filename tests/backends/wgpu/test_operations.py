@@ -174,7 +174,7 @@ def test_reductions(device: Device) -> None:
             x.softmax(-1), y.sum(1).exp() * 0.5, x - row, y.var(1), y.prod(1), y.argmax(1),
             x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5), i.cumsum(0), (y > 2).any(1),
             (y > -9).all(), y.max(1).values, y.min(0).indices, F.layer_norm(y, (127,)), y.max(),
-            x.permute(2, 0, 1).sum(-1),
+            x.permute(2, 0, 1).sum(-1), x.sum().amax(0),
         )  # fmt: skip
 
     agree(device, fn, numbers(3, 17, 1, 5).squeeze(2), numbers(5, 127), torch.arange(17) - 4)

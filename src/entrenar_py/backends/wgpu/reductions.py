@@ -35,7 +35,7 @@ def reduce(
 ) -> Value:
     """`value`, of the fold's dtype, folded along `dims`; no dims stand for all."""
     rank = len(value.shape)
-    over = {dim % rank for dim in dims} if dims else set(range(rank))
+    over = {dim % rank for dim in dims} if dims and rank else set(range(rank))
     num_folded = math.prod(value.shape[dim] for dim in over)
     if num_folded > _LONG_FOLD and value.size // num_folded < FEW_ROWS:
         dim = max(over, key=value.shape.__getitem__)
