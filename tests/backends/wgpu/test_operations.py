@@ -240,12 +240,37 @@ def test_out_of_range_is_not_a_number(device: Device) -> None:
     assert np.isnan(found[1]).all()
 
 
+def test_only_an_index_counts_from_the_end(device: Device) -> None:
+    """Torch refuses a negative row of a table or of a gather: here it is NaN."""
+
+    def fn(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+        looked = F.embedding(i, x), x.index_select(0, i), x.gather(0, i[:, None]), x[i]
+        return (torch.cat(looked),)
+
+    x, i = numbers(3, 1), torch.tensor([-1])
+    (found,) = compile_step(device, fn, [x, i]).run([x.numpy(), i.numpy()])
+    assert np.isnan(found[:3]).all()
+    assert found[3] == x[2].numpy()
+
+
+def test_what_is_added_out_of_range_is_added_to_no_row(device: Device) -> None:
+    """An index past its dim is no element of the next row, one before it is wrapped once only."""
+
+    def fn(i: Tensor, j: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros(3, 4).index_put((i, j), v, accumulate=True),)
+
+    given = [torch.tensor([0, -1, -4]), torch.tensor([4, 1, 0]), torch.ones(3)]
+    (found,) = compile_step(device, fn, given).run([one.numpy() for one in given])
+    assert np.argwhere(found).tolist() == [[2, 1]]
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
         (lambda x: (torch.linalg.inv(x),), r"inv.* at test_operations\.py:\d+ in .*no kernel"),
         (lambda x: (x.double(),), r"dtype=torch\.float64; backend wgpu computes in torch\.float32"),
         (lambda x: (x[:0],), r"shape=\[0, 3\] holds nothing"),
+        (lambda x: (x.view(torch.int32),), r"view\.dtype at .*no kernel"),
         (lambda x: (x.long() * 2**40,), r"1099511627776 is no 32-bit integer"),
     ],
 )

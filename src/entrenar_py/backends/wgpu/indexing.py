@@ -33,7 +33,8 @@ def index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None])
     together = dims == list(range(dims[0], dims[-1] + 1))
     common = lookups.broadcast_shape([one.shape for one in given.values()])
     spread = {dim: views.expand(schedule, one, common) for dim, one in given.items()}
-    return lookups.look_up(schedule, x, spread, shape_of(node), dims[0] if together else 0)
+    first = dims[0] if together else 0
+    return lookups.look_up(schedule, x, spread, shape_of(node), first, wraps=True)
 
 
 def gather(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, **_: Any) -> Value:

@@ -17,12 +17,19 @@ _UNROLLED_MAX = 4
 
 
 def look_up(
-    schedule: Schedule, value: Value, indices: dict[int, Value], shape: Sequence[int], first: int
+    schedule: Schedule,
+    value: Value,
+    indices: dict[int, Value],
+    shape: Sequence[int],
+    first: int,
+    *,
+    wraps: bool = False,
 ) -> Value:
     """The elements of `value` at `indices` along the dims that are their keys.
 
     Indices are of one rank and broadcast; the result has their dims from dim `first` on, the other
-    dims of `value` around them. What is out of range gives NaN; negative ones count from the end.
+    dims of `value` around them. What is out of range gives NaN; if `wraps`, negative ones count
+    from the end.
     """
     _settle(schedule, value)
     for one in indices.values():
@@ -42,6 +49,7 @@ def look_up(
                 continue
             number, own = ids[dim]
             raw = number(emitter, views.broadcast(inner, own))
+            raw = emitter.op(wrapped(size), raw) if wraps else raw
             place, outside = _position(emitter, raw, size)
             places.append(place)
             wrong.append(outside)
@@ -71,10 +79,14 @@ def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
 
 def _position(emitter: Emitter, raw: str, size: int) -> tuple[Index, str]:
     """The i32 value `raw` as an index, and the name of whether it is out of range."""
-    wrapped = emitter.op(f"select({{0}}, {{0}} + {size}, {{0}} < 0)", raw)
-    wrong = emitter.op(f"{{0}} < 0 || {{0}} >= {size}", wrapped)
-    inside = emitter.op(f"clamp({{0}}, 0, {size - 1})", wrapped)
+    wrong = emitter.op(f"{{0}} < 0 || {{0}} >= {size}", raw)
+    inside = emitter.op(f"clamp({{0}}, 0, {size - 1})", raw)
     return emitter.position(inside, size), wrong
+
+
+def wrapped(size: int) -> str:
+    """WGSL of an index that counts from the end if it is negative."""
+    return f"select({{0}}, {{0}} + {size}, {{0}} < 0)"
 
 
 def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
@@ -245,7 +257,8 @@ def _scatter_many(
 
 
 def add_rows(schedule: Schedule, value: Value, ids: Value, rows: Value) -> Value:
-    """A copy of `value` [n, c] with `rows` [r, c] added to its rows `ids` [r], in their order.
+    """A copy of `value` [n, c] with `rows` [r, c] added to its rows `ids` [r], in their order;
+    those of ids that are in no row are added to none.
 
     Equal ids are chained by a small kernel; each first one adds up its chain, so that nothing is
     added to by two threads.
@@ -298,8 +311,7 @@ def _rows_kernel(
     body = f"""
     var j = i / {width};
     let column = i % {width};
-    var id = ids[{ids.offset} + j];
-    id = select(id, id + {num_rows}, id < 0);
+    let id = ids[{ids.offset} + j];
     if (chain[j] < 0 || id < 0 || id >= {num_rows}) {{ return; }}
     var sum = out[id * {width} + column];
     while (j < {count}) {{
@@ -359,12 +371,19 @@ def _recipe(
 
 
 def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
-    """Indices into the first dims, of `sizes`, as one index in C order, flat."""
+    """Indices into the first dims, of `sizes`, as one index in C order, flat.
+
+    Negative ones count from the end; what is out of range in one dim is negative, not some other
+    row.
+    """
     shape = broadcast_shape([one.shape for one in indices])
+    none = -math.prod(sizes)  # and negative whatever the other dims add
     total: Value | None = None
     for one, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
-        wrapped = f"select({{0}}, {{0}} + {size}, {{0}} < 0) * {stride}"
-        term = pointwise.fuse(schedule, wrapped, [one], shape, "i32", 2)
+        counted = pointwise.fuse(schedule, wrapped(size), [one], one.shape, "i32", 1)
+        inside = f"{{0}} >= 0 && {{0}} < {size}"
+        placed = f"select({none}, {{0}} * {stride}, {inside})"
+        term = pointwise.fuse(schedule, placed, [counted], shape, "i32", 2)
         total = (
             term
             if total is None

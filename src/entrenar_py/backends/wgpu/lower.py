@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import pointwise, views
 from entrenar_py.backends.wgpu.emitter import Buffer
-from entrenar_py.backends.wgpu.nodes import dtype_of, line_of, name_of, shape_of
+from entrenar_py.backends.wgpu.nodes import DTYPES, dtype_of, line_of, name_of, shape_of
 from entrenar_py.backends.wgpu.operations import FUSING, OPERATIONS, VIEWS
 from entrenar_py.backends.wgpu.product import Limits
 from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Step, Stored, Value
@@ -121,6 +121,8 @@ class _Lowering:
             raise UsageError(_refusal(node))
         if isinstance(found, Value):
             assert found.shape == shape_of(node), f"{node.target}: {found.shape}"
+            if found.dtype != DTYPES.get(node.meta["val"].dtype, found.dtype):
+                raise UsageError(_refusal(node))  # another overload: a view of the bits
             self._settle(node, name, found)
         return found
 
