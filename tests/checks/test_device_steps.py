@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,8 @@ def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
         ("device_repetition", (FIRST, NEAR), "given the same as another"),
         ("device_steps", (FIRST, AGAIN), "no result of mlp was compared"),
         ("device_steps", (FIRST, replace(NEAR, num_bounded=0)), "no element of 3 has a bound"),
+        ("device_steps", (FIRST, replace(NEAR, bound=inf)), "no element of 3 has a bound"),
+        ("device_steps", (FIRST, replace(NEAR, total_bound=inf)), "bounds its elements"),
     ],
 )
 def test_nothing_to_compare_is_inconclusive(
