@@ -34,6 +34,20 @@ def test_the_cpu_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not others[1].serves
 
 
+def test_a_gpu_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the driver's words; the rest of the machine is examined all the same."""
+
+    def busy(index: int) -> None:
+        raise RuntimeError(f"device {index} is busy or unavailable")
+
+    monkeypatch.setitem(sys.modules, "wgpu", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
+    found = {one.name: one.reason for one in machine.found()}
+    assert list(found) == ["cpu", "cuda:0", "cuda:1", "wgpu"]
+    assert found["cuda:1"] == "device 1 is busy or unavailable"
+
+
 def test_a_wrong_product_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that opens and miscomputes does not serve."""
 

@@ -50,15 +50,20 @@ def _cuda() -> Iterator[Found]:
     if not count:
         yield from _examined("cuda", {})
     for index in range(count):
-        about = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
+        name = f"cuda:{index}"
+        try:
+            about = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:  # seen, and does not start: taken by another process, lost
+            yield Found(name=name, serves=False, reason=str(error))
+            continue
         facts = {
             "compute capability": f"{about.major}.{about.minor}",
             "memory bytes": total,
             "free bytes": free,
             "multiprocessors": about.multi_processor_count,
         }
-        yield from _examined(f"cuda:{index}", facts)
+        yield from _examined(name, facts)
 
 
 def _wgpu() -> Iterator[Found]:
