@@ -46,6 +46,12 @@ def test_all_ranks_train() -> None:
     assert sum(_losses(run)) == pytest.approx(sum(_losses(single)), rel=1e-5)
 
 
+def test_micro_batches_without_samples_are_no_second_look_at_others() -> None:
+    """What is not yet reduced stands in no `.grad`, and was not cleared for that."""
+    run = _run(world_size=1, num_samples=2, batch_size=2, num_steps=1, accumulation=4)
+    assert [shard.ids for shard in run.of(trace.Shard)] == [(0,), (1,), (), ()]
+
+
 def test_everyone_stops_at_the_same_place() -> None:
     """A NaN is named by the rank and micro-batch that had it, though all would have got it."""
     fault = Fault(kind="non_finite_gradient", step=1, shard=7, value="nan", tensor="output.bias")

@@ -13,7 +13,8 @@ class Summed:
     """The gradients as the last backward pass has left them, and the script since then.
 
     They are kept, and looked at again when they are gone: who reduces them by hand does so in
-    place. `was_reduced` is whether those of the last backward pass were to be.
+    place. `was_reduced` is whether those of the last backward pass were to be, and it left some:
+    `fully_shard` keeps to itself what it has yet to reduce.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Summed:
     def look(self, gradients: Iterable[Tensor | None]) -> None:
         """A backward pass is over, and has left these."""
         self._kept = [one for one in gradients if one is not None] if self._reduces else []
-        self.was_reduced = self._reduces
+        self.was_reduced = bool(self._kept)
         self._overflowed = not tensors.is_finite(self._kept)
 
     def has_overflowed(self) -> bool:
