@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,16 @@ def test_dismissed_workers_leave_nothing_open(crew: Crew) -> None:
     assert holdings() == before
 
 
+@pytest.fixture
+def fresh_heap() -> Iterator[None]:
+    """What earlier tests have left is not looked through again and again: that takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("fresh_heap")
 def test_connections_leave_nothing_open() -> None:
     """One loop that coordinates again and again, whoever connects and is turned away."""
 
