@@ -81,6 +81,13 @@ def test_wrong_results_are_found(check: str, wrong: Event, message: str) -> None
     assert message in found.message
 
 
+def test_elements_without_a_bound_are_told_of() -> None:
+    """They were compared with nothing."""
+    finding = traces.judge("device_operations", [trace(replace(EXACT, num_bounded=1))])
+    assert finding.verdict is Verdict.HELD
+    assert "relu: result 0: 2 of 3 elements have no bound" in finding.notes
+
+
 def test_what_is_right_need_not_be_refused() -> None:
     """A device may take what another one refuses."""
     taken = replace(REFUSED, error=None, right=True, submissions=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from entrenar_py import backends, systems
 from entrenar_py.backends import wgpu
+from entrenar_py.backends.wgpu.intervals import Bounded
 from entrenar_py.backends.wgpu.program import compile_step
 from entrenar_py.checks import CHECKS
 from entrenar_py.errors import BackendUnavailable, UsageError
@@ -145,3 +147,12 @@ def test_every_case_can_be_tried(name: str) -> None:
         assert one.isfinite().all()
     assert operation_cases.poisoned(case, given[0])[0].isnan().any()
     assert not given[0][0].isnan().any()
+
+
+def test_an_interval_that_is_beside_its_own_value_explains_nothing() -> None:
+    """Such an element is the worst there is, and is not hidden by one that is inside."""
+    one = torch.ones(2)
+    beside = Bounded(torch.ones(2).double(), torch.tensor([0.5, 2.0]), torch.tensor([1.5, 3.0]))
+    device = cast("Any", SimpleNamespace(name="none", software=True))
+    found = wgpu_operations._explained("op", "result 0", one * 0.75, one, beside, device)
+    assert (found.element, found.error, found.bound) == (1, 0.25, 0.0)

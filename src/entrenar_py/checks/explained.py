@@ -13,7 +13,7 @@ def judge(tally: Tally, one: Explained, scenario: Scenario) -> None:
     """Counts one comparison for the worst element, and one for all together if they are bounded.
 
     A tensor of which no element has a bound is missing one, and does not pass: nor does one whose
-    bound is infinite, which nothing would exceed.
+    bound is infinite, which nothing would exceed. Of one of which some have none it is told.
     """
     what = f"{one.of}: {one.tensor}"
     place = {"tensor": one.tensor, "step": one.step, "scenario": scenario}
@@ -22,6 +22,8 @@ def judge(tally: Tally, one: Explained, scenario: Scenario) -> None:
     if not one.num_bounded or math.isinf(one.bound):
         tally.miss(f"{what}: no element of {one.num_elements} has a bound")
     else:
+        if without := one.num_elements - one.num_bounded:
+            tally.note(f"{what}: {without} of {one.num_elements} elements have no bound")
         tally.check(
             one.error <= one.bound,
             f"{what} is off by {one.error:.3g} from float64 at element {one.element}, rounding "

@@ -76,7 +76,8 @@ def _explained(
         one.double().reshape(-1) for one in (allowed.low, allowed.high, allowed.value)
     )
     known = low.isfinite() & high.isfinite()
-    room = torch.where(found >= exact, high - value, value - low)
+    # An interval that does not hold float64's own value has no room at all, and explains nothing.
+    room = torch.where(found >= exact, high - value, value - low).clamp(min=0.0)
     room = room + FLOAT64_SLACK * exact.abs() * (room > 0)
     error = (found - exact).abs().nan_to_num(torch.inf)
     used = torch.where(error == 0, 0.0, error / room)
