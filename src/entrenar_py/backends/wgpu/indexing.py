@@ -63,23 +63,6 @@ def index_put(
     return views.reshape(schedule, lookups.add_rows(schedule, whole, ids, added), x.shape)
 
 
-def embedding_backward(
-    schedule: Schedule, node: Node, gradient: Value, ids: Value, count: int, padding: int, *_: Any
-) -> Value | None:
-    if _[0]:
-        return None  # by frequency
-    width = gradient.shape[-1]
-    rows = views.reshape(schedule, gradient, [ids.size, width])
-    flat = views.reshape(schedule, ids, [ids.size])
-    if padding >= 0:  # an id that is in no row
-        flat = pointwise.fuse(
-            *(schedule, f"select({{0}}, {count}, {{0}} == {padding})", [flat], flat.shape),
-            *("i32", 2),
-        )
-    zeros = pointwise.constant(0, "f32", (count, width))
-    return lookups.add_rows(schedule, zeros, flat, rows)
-
-
 def scatter(
     schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, source: Any, **kwargs: Any
 ) -> Value | None:

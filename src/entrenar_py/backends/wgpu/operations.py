@@ -47,10 +47,6 @@ def _repeat(schedule: Schedule, node: Node, value: Value, times: Sequence[int]) 
     return views.repeat(schedule, value, times)
 
 
-def _flip(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
-    return views.flip(schedule, value, dims)
-
-
 def _slice(
     schedule: Schedule,
     node: Node,
@@ -138,15 +134,6 @@ def _fold(name: str) -> Callable[..., Value | None]:
     return reduce
 
 
-def _mean(
-    schedule: Schedule, node: Node, x: Value, dims: Any = None, keepdim: bool = False, **_: Any
-) -> Value | None:
-    total = _fold("sum")(schedule, node, x, dims, keepdim)
-    assert total is not None
-    count = x.size / total.size
-    return pointwise.apply(schedule, "div", [total, count], total.shape, "f32")
-
-
 def _extreme(name: str) -> Callable[..., Any]:
     """max and min: of all, or along one dim, values and where they stand."""
 
@@ -195,25 +182,6 @@ def _accumulated(emitter: Emitter, operands: Operands) -> str:
     return "acc"
 
 
-def _add_product(
-    schedule: Schedule, node: Node, x: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1
-) -> Value | None:
-    """addmm and baddbmm: beta x + alpha a b."""
-    shape, product = shape_of(node), _multiply(schedule, node, a, b)
-    if alpha != 1:
-        product = _need(pointwise.apply(schedule, "mul", [product, alpha], shape, "f32"))
-    if beta == 0:
-        return product
-    if beta != 1:
-        x = _need(pointwise.apply(schedule, "mul", [x, beta], x.shape, "f32"))
-    return pointwise.apply(schedule, "add", [x, product], shape, "f32")
-
-
-def _need(value: Value | None) -> Value:
-    assert value is not None
-    return value
-
-
 # By the part of aten's name before the dot; pointwise.SCALARS has the rest.
 VIEWS: dict[str, Callable[..., Value]] = {
     "alias": _same,
@@ -231,7 +199,6 @@ VIEWS: dict[str, Callable[..., Value]] = {
     "t": _turn,
     "expand": _expand,
     "repeat": _repeat,
-    "flip": _flip,
     "slice": _slice,
     "select": _select,
 }
@@ -254,7 +221,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "ones_like": _ones,
     "arange": _arange,
     **{name: _fold(name) for name in ("sum", "prod", "amax", "amin", "any", "all")},
-    "mean": _mean,
     "max": _extreme("amax"),
     "min": _extreme("amin"),
     "argmax": _argument_of("amax"),
@@ -262,10 +228,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cumsum": _cumsum,
     "mm": _multiply,
     "bmm": _multiply,
-    "addmm": _add_product,
-    "baddbmm": _add_product,
     "embedding": indexing.embedding,
-    "embedding_dense_backward": indexing.embedding_backward,
     "index": indexing.index,
     "index_select": indexing.index_select,
     "index_put": indexing.index_put,
@@ -290,5 +253,5 @@ FUSING = frozenset(pointwise.SCALARS) | {
         "unsqueeze",
         "squeeze",
     ),
-    *("sum", "mean", "amax", "amin"),
+    *("sum", "amax", "amin"),
 }

@@ -98,19 +98,6 @@ def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
     return reshape(schedule, found, [n * size for n, size in zip(times, own, strict=True)])
 
 
-def flip(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
-    """The elements in reverse order along `dims`."""
-    turned = {dim % len(value.shape) for dim in dims}
-
-    def change(found: Indices) -> Indices:
-        return tuple(
-            one * -1 + Index(size - 1) if dim in turned else one
-            for dim, (one, size) in enumerate(zip(found, value.shape, strict=True))
-        )
-
-    return _view(schedule, value, value.shape, change, lambda stored: None)
-
-
 def broadcast(indices: Indices, shape: Sequence[int]) -> Indices:
     """Indices into a tensor of `shape` that is broadcast to what `indices` are of."""
     own = indices[len(indices) - len(shape) :]
