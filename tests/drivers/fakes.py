@@ -32,7 +32,7 @@ COMPLETED = do.Finish("completed")
 
 def run_of(**changes: Any) -> Run:
     """Three steps of four shards, by two workers, both awaited."""
-    usual: dict[str, Any] = {"world_size": 2, "num_shards": 4, "num_steps": 3}
+    usual: dict[str, Any] = {"world_size": 2, "num_shards": 4, "num_steps": 3, "num_blocks": 1}
     return Run(terms=TERMS, **{"awaited": {0: [0, 1]}, **usual, **changes})
 
 

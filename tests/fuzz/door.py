@@ -16,7 +16,7 @@ from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Message
-from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.protocol.terms import Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.member import Member
@@ -67,12 +67,8 @@ class Door:
         self.hands = Server(SCENARIO)
         self._down, self._up = Mailbox(), Mailbox()
         self._awaited = {0: list(awaited)}
-        run = Run(
-            terms=TERMS,
-            world_size=SCENARIO.world_size,
-            num_shards=SCENARIO.num_shards,
-            num_steps=SCENARIO.num_steps,
-            awaited=self._awaited,
+        run = replace(
+            self.hands.run_between(0, SCENARIO.num_steps), terms=TERMS, awaited=self._awaited
         )
         machine = Coordinator(run, secret=SECRET, timing=Timing(), now=0.0)
         self.end = CoordinatorEnd(machine, self.hands, self._down, _clock, AtOnce())

@@ -26,7 +26,7 @@ SECRET = b"open sesame"
 
 def run_of(**changes: Any) -> Run:
     """A run of two steps over four shards in one block, by at most three workers."""
-    usual: dict[str, Any] = {"world_size": 3, "num_shards": 4, "num_steps": 2}
+    usual: dict[str, Any] = {"world_size": 3, "num_shards": 4, "num_steps": 2, "num_blocks": 1}
     return Run(terms=TERMS, **{**usual, **changes})
 
 

@@ -31,6 +31,16 @@ TRAINING: dict[str, Any] = {
 }
 # Long enough that a kill after the first step comes before the last.
 LONG = {**TRAINING, "num_steps": 400}
+# Just over 1 MiB of gradient, cheap to compute.
+LARGE = {
+    **TRAINING,
+    "workload": "mlp",
+    "width": 490,
+    "world_size": 2,
+    "num_shards": 2,
+    "batch_size": 4,
+    "num_steps": 60,
+}
 
 
 class Process:

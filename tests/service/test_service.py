@@ -16,7 +16,7 @@ from entrenar_py.errors import BackendUnavailable
 from entrenar_py.service import exits
 from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
-from tests.service.cluster import LONG, TRAINING, Cluster, cluster, metrics, weights
+from tests.service.cluster import LARGE, LONG, TRAINING, Cluster, cluster, metrics, weights
 
 
 @pytest.fixture
@@ -108,6 +108,18 @@ def test_a_killed_worker_is_replaced(star: Cluster) -> None:
     assert [one.code() for one in (coordinator, *others)] == 3 * [exits.DONE]
     assert "worker 0 left in step" in coordinator.text
     assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+
+
+def test_a_gradient_of_more_than_one_block(star: Cluster) -> None:
+    """Over 1 MiB it travels in parts, as in the harness; a worker is killed in the middle of it."""
+    star.configure(LARGE, wait_for=2)
+    coordinator = star.coordinator()
+    victim, other = star.worker("--rank", 1), star.worker("--rank", 0)
+    coordinator.until(r"step 1/60")
+    victim.kill()
+    assert [coordinator.code(), other.code()] == 2 * [exits.DONE]
+    assert "worker 1 left in step" in coordinator.text
+    assert coordinator.lines[-1] == f"completed: step 60, weights {weights(LARGE)}"
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.server import Server
 from entrenar_py.trace import Halt, Membership, Saved, Update
+from entrenar_py.training import blocks
 from tests.systems import by_hand, stars
 
 
@@ -343,3 +344,16 @@ def test_nobody_tells_of_nobody(place: dict[str, None]) -> None:
     record = {"kind": "injected", "fault": FAULT, "step": 2, "rank": 1, **place}
     with pytest.raises(ProtocolError, match="tells of another"):
         Server(_subject()).require(1, COMPUTED, bytearray(json.dumps(record).encode()))
+
+
+@pytest.mark.parametrize(
+    ("system", "owners"), [("parameter_server", 1), ("mesh", 3), ("ring_simulated", 3)]
+)
+def test_the_shape_of_a_run(system: str, owners: int) -> None:
+    """It is the scenario's, wherever it is driven: so many blocks as the server itself takes."""
+    scenario = Scenario(system=system, workload="mlp", world_size=3, seed=0, width=1200)
+    server = Server(scenario)
+    run = server.run_between(2, 5)
+    assert run.num_blocks == server.blocks.count
+    assert run.num_blocks == blocks.num_blocks(server.layout.num_elements, owners) > 1
+    assert (run.first_step, run.num_steps, run.resumed) == (2, 5, True)

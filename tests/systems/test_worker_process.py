@@ -44,7 +44,6 @@ def _job(**changes: Any) -> dict[str, Any]:
         "backend": "cpu",
         "host": "127.0.0.1",
         "port": free_port(),
-        "topology": "star",
         "socket_bytes": 2**16,
         "secret": "00",
         "timing": asdict(Timing(gather_s=0.1)),

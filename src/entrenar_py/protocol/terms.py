@@ -49,7 +49,7 @@ class Run:
     world_size: int
     num_shards: int
     num_steps: int
-    num_blocks: int = 1
+    num_blocks: int
     first_step: int = 0
     resumed: bool = False
     num_awaited: int = 1

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from entrenar_py.service.config import Config
 from entrenar_py.service.happenings import Listener
 from entrenar_py.service.host import Host
 from entrenar_py.service.metrics import Metrics
-from entrenar_py.systems import audited, environment, updates
+from entrenar_py.systems import environment
 from entrenar_py.trace import writer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -105,18 +106,8 @@ def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
     if given.checkpoint is not None:
         saves = {*range(first, scenario.num_steps, given.checkpoint.every_steps)} - {first}
         saves.add(scenario.num_steps)
-    return Run(
-        terms=host.terms,
-        world_size=scenario.world_size,
-        num_shards=scenario.num_shards,
-        num_steps=scenario.num_steps,
-        first_step=first,
-        resumed=resume,
-        num_awaited=given.wait_for,
-        saves=saves,
-        audited=partial(audited.shards, scenario),
-        server_updates=updates.by_server(scenario),
-    )
+    run = host.run_between(first, scenario.num_steps)
+    return replace(run, resumed=resume, num_awaited=given.wait_for, saves=saves)
 
 
 def _open_ledger(given: Config, host: Host, *, resume: bool) -> None:

@@ -16,9 +16,4 @@ def run(scenario: Scenario) -> trace.Trace:
 class ProcessMesh(ProcessStar):
     """A run with real processes on this machine, each connected to each."""
 
-    topology = "mesh"
     down = (Assign, Commit)
-
-    def num_owners(self) -> int:
-        """Every worker averages its share of the blocks."""
-        return self.scenario.world_size

@@ -19,7 +19,3 @@ class SimulatedMesh(SimulatedStar):
 
     member = MeshMember
     worker = MeshWorker
-
-    def num_owners(self) -> int:
-        """Every worker averages its share of the blocks."""
-        return self.scenario.world_size

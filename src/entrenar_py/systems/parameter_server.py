@@ -24,14 +24,12 @@ from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.drivers.tcp import DIED, CoordinatorServer
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
-from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.messages import Assign, Average, Commit, Message, Weights
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import preloaded, worker_process
+from entrenar_py.systems import preloaded, topology, worker_process
 from entrenar_py.systems.star import Star
 
 LOOPBACK = "127.0.0.1"
@@ -69,7 +67,6 @@ class Ending:
 class ProcessStar(Star):
     """A run with real processes on this machine."""
 
-    topology = "star"
     _server: CoordinatorServer
     # Where a fault strikes in this process.
     down: tuple[type[Message], ...] = (Assign, Average, Weights, Commit)
@@ -124,7 +121,7 @@ class ProcessStar(Star):
             timing=self._timing,
             secret=self.secret,
             meddle=self.meddle,
-            kind=Coordinator if self.topology == "star" else MeshCoordinator,
+            kind=topology.coordinator_of(self.scenario),
         )
         listening = self._server.listen(*self._address, buffer_bytes=self._socket_bytes)
         self._address = await listening
@@ -187,7 +184,6 @@ class ProcessStar(Star):
             "port": port,
             "secret": self.secret.hex(),
             "timing": asdict(self._timing),
-            "topology": self.topology,
             "socket_bytes": self._socket_bytes,
             "faults": suffers,
         }

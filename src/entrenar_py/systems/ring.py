@@ -15,5 +15,4 @@ def run(scenario: Scenario) -> trace.Trace:
 class ProcessRing(ProcessMesh):
     """A run with real processes on this machine, each connected to the next."""
 
-    topology = "ring"
     promises = ("draws",)

@@ -20,7 +20,3 @@ class SimulatedRing(SimulatedStar):
     member = RingMember
     worker = RingWorker
     promises = ("draws",)
-
-    def num_owners(self) -> int:
-        """Every worker averages its share of the blocks."""
-        return self.scenario.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from entrenar_py.protocol.messages import (
     Weights,
     Welcome,
 )
+from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import copies, replicas, updates
+from entrenar_py.systems import audited, copies, replicas, topology, updates
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
 
@@ -73,7 +75,8 @@ class Server(Replicas):
     def _num_blocks(self) -> int:
         """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
         if "block_bytes" not in self.scenario.options:
-            return blocks.num_blocks(self.layout.num_elements, self.num_owners())
+            owners = topology.num_owners(self.scenario)
+            return blocks.num_blocks(self.layout.num_elements, owners)
         block_bytes = self.scenario.options["block_bytes"]
         if type(block_bytes) is not int or block_bytes < 4:
             raise UsageError(
@@ -81,9 +84,23 @@ class Server(Replicas):
             )
         return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
 
-    def num_owners(self) -> int:
-        """How many average blocks: the server alone does."""
-        return 1
+    def run_between(self, first: int, last: int) -> Run:
+        """The run from step `first` to before step `last`, as far as the scenario says.
+
+        Whoever drives it adds whom it waits for, and before which steps it is saved
+        (`dataclasses.replace`): nobody else makes a run's shape.
+        """
+        return Run(
+            terms=self.terms,
+            world_size=self.scenario.world_size,
+            num_shards=self.scenario.num_shards,
+            num_steps=last,
+            num_blocks=self.blocks.count,
+            first_step=first,
+            resumed=first > 0,
+            audited=partial(audited.shards, self.scenario),
+            server_updates=self._updates,
+        )
 
     @property
     def _state_bytes(self) -> int:

@@ -9,7 +9,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from entrenar_py import faults, trace
@@ -21,7 +20,7 @@ from entrenar_py.protocol.effects import Conclude, Finish, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, audited, measures, membership, strangers, updates
+from entrenar_py.systems import AUTO, measures, membership, strangers
 from entrenar_py.systems.server import Server
 from entrenar_py.training.vectors import GivenVectors
 
@@ -164,19 +163,7 @@ class Star(Server, ABC):
         saves = {last} & set(self.scenario.stops)  # from which the next run starts
         if self.waiting("restart"):
             saves |= set(range(first + 1, last + 1))
-        return Run(
-            terms=self.terms,
-            world_size=self.scenario.world_size,
-            num_shards=self.scenario.num_shards,
-            num_steps=last,
-            num_blocks=self.blocks.count,
-            first_step=first,
-            resumed=first > 0,
-            awaited=self._awaited,
-            saves=saves,
-            audited=partial(audited.shards, self.scenario),
-            server_updates=updates.by_server(self.scenario),
-        )
+        return replace(self.run_between(first, last), awaited=self._awaited, saves=saves)
 
     def _join(self, step: int) -> None:
         for fault in self.waiting("join"):

@@ -205,7 +205,7 @@ def _proved(hello: Hello, secret: bytes, nonce: str = NONCE) -> Hello:
 
 
 def _admission(case: str, hello: Hello, entitled: bool) -> trace.Admission:
-    run = Run(terms=TERMS, world_size=2, num_shards=2, num_steps=1)
+    run = Run(terms=TERMS, world_size=2, num_shards=2, num_steps=1, num_blocks=1)
     machine = Coordinator(run, secret=SECRET, timing=Timing(), now=0.0)
     machine.connected("peer", NONCE, 0.0)
     done = machine.receive("peer", hello, 0.0)

@@ -1,7 +1,7 @@
 """What a worker process runs: one job after the other, each a stay in one run, over TCP.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
-`timing`, `topology`, `socket_bytes`, and `faults`, those that this process is to suffer, each noted
+`timing`, `socket_bytes`, and `faults`, those that this process is to suffer, each noted
 before that. Its answer says how the job went, what was measured, and when it was over, by the clock
 of all processes here.
 """
@@ -33,7 +33,7 @@ from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import measures
+from entrenar_py.systems import measures, topology
 from entrenar_py.systems.lies import Liar
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.mesh_member import MeshMember
@@ -84,8 +84,9 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
         "rank": job["rank"],
         "timing": Timing(**job["timing"]),
     }
-    if job["topology"] != "star":
-        in_ring = job["topology"] == "ring"
+    way = topology.of(scenario)
+    if way != topology.STAR:
+        in_ring = way == topology.RING
         doomed = (DoomedInRing if in_ring else DoomedInMesh)(scenario, suffers, desk)
         worker = (RingWorker if in_ring else MeshWorker)(terms, port=None, **machine)
         return MeshClient(worker, doomed, **_driven(doomed, job))
