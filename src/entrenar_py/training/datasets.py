@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.training.tensors import Array
 
 NUM_PIXELS = 64
@@ -64,8 +64,11 @@ def _digit_table() -> NDArray[np.float64]:
     """[1797, 65]: 64 pixels 0..16 and the digit."""
     # scikit-learn's loader would import scikit-learn, which takes longer than a scenario.
     spec = importlib.util.find_spec("sklearn")
-    assert spec is not None
-    assert spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise SystemFailure(
+            "workload=mlp: its digits come with scikit-learn, which is not installed here; install "
+            "it, or use workload=linear or decoder"
+        )
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(path, "rt") as file:
         table: NDArray[np.float64] = np.loadtxt(file, delimiter=",")

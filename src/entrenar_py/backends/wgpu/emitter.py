@@ -140,7 +140,8 @@ class Emitter:
         return loop
 
     def _close(self, loop: Loop) -> None:
-        assert self._loops.pop() is loop
+        closed = self._loops.pop()
+        assert closed is loop, "loops close in the reverse of the order they open in"
         self.body.append(loop)
 
     def _let(self, template: str, names: tuple[str, ...], indices: tuple[Index, ...]) -> str:
