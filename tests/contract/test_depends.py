@@ -23,7 +23,7 @@ def _load(path: Path) -> Contract:
 
 
 def _unresolved(loaded: Contract) -> list[str]:
-    return [line for line in loaded.warnings if "depends_on" in line]
+    return [line for line in loaded.notes if "depends_on" in line]
 
 
 def test_names_paths_and_shipped_contracts_resolve(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_one_name_may_stand_without_a_list(tmp_path: Path) -> None:
     assert _unresolved(_load(_write(tmp_path, "a.yaml", "b"))) == []
 
 
-def test_what_leads_nowhere_is_a_warning_with_its_place(tmp_path: Path) -> None:
+def test_what_leads_nowhere_is_a_note_with_its_place(tmp_path: Path) -> None:
     """Missing files, folders, files that are no contract, and names too long to be files."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.yaml").write_text("a: [")
@@ -51,7 +51,7 @@ def test_what_leads_nowhere_is_a_warning_with_its_place(tmp_path: Path) -> None:
     found = _unresolved(_load(path))
     assert len(found) == len(names)
     assert found[0].startswith(
-        f"{path}:4:16: warning: metadata: depends_on 'nowhere' leads to no contract"
+        f"{path}:4:16: note: metadata: depends_on 'nowhere' leads to no contract"
     )
 
 

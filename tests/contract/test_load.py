@@ -83,20 +83,20 @@ def test_a_foreign_contract_loses_nothing() -> None:
 
 
 def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
-    """Unread keys, what is unresolved, missing and uncovered: each with its place."""
+    """What is missing or uncovered is a warning, what is not read a note: each with its place."""
     loaded = contract.load(FOREIGN, vocabulary=known.OURS)
     expected = [
-        ("9:16:", "softmax-kernel-v1"),
-        ("11:3:", "metadata: key 'owner' is not read; known are version, "),
-        ("30:7:", "clause F-DP-002: key 'owner' is not read; known are id, "),
-        ("40:5:", "F-NET-001 has no check"),
-        ("78:5:", "FALSIFY-DP-003: if_fails is missing"),
-        ("111:7:", "'every worker agrees after 10 steps' names no clause, so that the gate can't"),
+        ("9:16: note", "softmax-kernel-v1"),
+        ("11:3: note", "metadata: not read, but kept as data: owner"),
+        ("30:7: note", "clauses: not read, but kept as data: owner"),
+        ("40:5: warning", "F-NET-001 has no check"),
+        ("78:5: warning", "FALSIFY-DP-003: if_fails is missing"),
+        ("97:1: note", "no clause stands in simulation"),
+        ("102:3: note", "no clause says: 'loss_scale', 'every worker agrees after 10 steps'"),
     ]
-    found = [warning.removeprefix(f"{FOREIGN}:") for warning in loaded.warnings]
-    assert [line.split(" ")[0] for line in found] == [place for place, _ in expected]
-    for line, (place, part) in zip(found, expected, strict=True):
-        assert line.startswith(f"{place} warning: ")
+    found = [one.line.removeprefix(f"{FOREIGN}:") for one in loaded.problems]
+    assert [": ".join(line.split(": ")[:2]) for line in found] == [place for place, _ in expected]
+    for line, (_, part) in zip(found, expected, strict=True):
         assert part in line
     with pytest.raises(ContractError) as caught:
         contract.load(FOREIGN, vocabulary=known.OURS, strict=True)
@@ -141,11 +141,13 @@ def test_a_clause_falls_back_to_what_it_has(tmp_path: Path) -> None:
 
 def test_clauses_inside_an_unknown_key_of_a_clause_are_found(tmp_path: Path) -> None:
     """Such a key is read, so no warning lists it; its other data is."""
-    text = HEAD + "c: [{id: A, parts: [{id: B}], more: [1]}]\nfree: [[], [1]]"
+    text = HEAD + "c: [{id: A, invariant: a, parts: [{id: B}], more: [1]}]\nfree: [[], [1]]"
     loaded = _load(tmp_path, text)
     assert [(one.id, one.group) for one in loaded.invariants] == [("A", "c"), ("B", "c.parts")]
-    assert [line for line in loaded.warnings if "'parts'" in line] == []
-    assert any("'more'" in line for line in loaded.warnings)
+    assert [line for line in loaded.notes if "not read" in line] == [
+        f"{loaded.path}:2:45: note: clauses: not read, but kept as data: more"
+    ]
+    assert loaded.invariants[0].extra == {"more": [1]}
     assert loaded.blocks == {"free": [[], [1]]}
 
 
@@ -161,7 +163,7 @@ def test_what_is_missing_around_clauses_is_a_warning(tmp_path: Path) -> None:
     loaded = _load(tmp_path, HEAD + "c: [{id: A, severity: P0}]")
     assert any("no qa_gate" in line for line in loaded.warnings)
     assert any("A is P0, but no falsification test" in line for line in loaded.warnings)
-    assert any("A has no check here and will be inconclusive" in line for line in loaded.warnings)
+    assert any("A has no check here and will be inconclusive" in line for line in loaded.notes)
 
 
 def test_the_reference_of_the_layout_names_every_key() -> None:

@@ -44,7 +44,7 @@ def test_lines_begin_as_a_compiler_s() -> None:
     """Place, then error or warning; under strict a warning is an error."""
     found = Problems()
     found.warn(AT, "odd")
-    assert found.settle(strict=False) == ("c.yaml:3:5: warning: odd",)
+    assert [one.line for one in found.settle(strict=False)] == ["c.yaml:3:5: warning: odd"]
     with pytest.raises(ContractError) as caught:
         found.settle(strict=True)
     assert caught.value.problems == ["c.yaml:3:5: error: odd"]

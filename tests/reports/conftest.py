@@ -39,6 +39,7 @@ def attempt(rule: str, if_fails: str) -> FalsificationTest:
     return FalsificationTest(
         id=f"FT {rule} {if_fails}",
         rule=rule,
+        target=rule,
         prediction=f"{rule} holds",
         position=Position(FILE, 150, 5),
         if_fails=if_fails,

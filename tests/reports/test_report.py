@@ -51,16 +51,20 @@ def test_interrupted_run_exits_4_or_1(full: Report, ids: tuple[str, ...], code: 
 
 @given(data=st.data())
 def test_green_needs_evidence(data: DataObject, any_report: SearchStrategy[Report]) -> None:
-    """Exit 0 and a passed gate only after an uninterrupted run in which every entry held."""
+    """Exit 0 and a passed gate only after an uninterrupted run in which every entry held.
+
+    Nor is there green where the whole contract ran and its gate asks for what no clause says.
+    """
     report = data.draw(any_report)
     held = bool(report.entries) and report.counts[Verdict.HELD] == len(report.entries)
-    green = held and not report.interrupted
+    green = held and not report.interrupted and not report.gate_open
     assert (report.exit_code(allow_inconclusive=False) == 0) == green
     assert (report.verdict is Verdict.HELD) == green
     if report.gate_passed:
         assert not report.interrupted
         assert not report.gate_broken
         assert not report.gate_not_run
+        assert not report.gate_unresolved
 
 
 @given(data=st.data())
@@ -90,6 +94,29 @@ def test_gate_asks_for_what_it_names(
 ) -> None:
     """A gate passes if all it names held (or every P0 clause), and is undecided if some lacks."""
     assert only(full, *ids, checks=checks).gate_passed is passed
+
+
+@pytest.mark.parametrize(
+    ("checks", "ids", "strict", "allowed"),
+    [
+        (("F-DP-001", "F-DP-004", "soundness"), ("F-DP-001", "F-DP-004"), 4, 0),
+        (("F-DP-001", "F-DP-004", "soundness"), ("F-DP-001",), 0, 0),  # a part of the contract
+        (("F-DP-001", "F-DP-004"), ("F-DP-001", "F-DP-004"), 0, 0),
+    ],
+)
+def test_a_gate_that_no_clause_decides_is_inconclusive(
+    full: Report, checks: tuple[str, ...], ids: tuple[str, ...], strict: int, allowed: int
+) -> None:
+    """A whole contract whose gate asks for what no clause says exits 4; a part of it does not."""
+    clauses = tuple(c for c in full.contract.invariants if c.id in ("F-DP-001", "F-DP-004"))
+    report = only(full, *ids, checks=checks)
+    report = replace(report, contract=replace(report.contract, invariants=clauses))
+    assert report.exit_code(allow_inconclusive=False) == strict
+    assert report.exit_code(allow_inconclusive=True) == allowed
+    assert report.gate_unresolved == tuple(name for name in checks if name == "soundness")
+    assert report.gate_passed is (None if "soundness" in checks else True)
+    if strict:
+        assert report.gate_open == "the gate is undecided: no clause says soundness"
 
 
 def test_gate_that_names_nothing_asks_for_p0_and_critical(full: Report) -> None:

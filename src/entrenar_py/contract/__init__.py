@@ -6,24 +6,37 @@ what is wrong with the file.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from blake3 import blake3
 
-from entrenar_py.contract import composer, depends, layout, rules
-from entrenar_py.contract.fields import Record
-from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract import (
+    attacks,
+    clauses,
+    composer,
+    depends,
+    gates,
+    layout,
+    proofs,
+    rules,
+)
+from entrenar_py.contract import vocabulary as vocabularies
+from entrenar_py.contract.problems import Position, Problem, Problems
 from entrenar_py.contract.records import (
     EQUALITY_KINDS,
     SEVERITIES,
     TOLERANCE_KINDS,
     Contract,
+    Equation,
     FalsificationTest,
     Gate,
+    Harness,
     Invariant,
+    Obligation,
 )
-from entrenar_py.contract.tree import MapNode, ScalarNode, plain
-from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary, check_names
+from entrenar_py.contract.tree import MapNode
+from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 
 __all__ = [
     "EQUALITY_KINDS",
@@ -31,10 +44,14 @@ __all__ = [
     "TOLERANCE_KINDS",
     "CheckTerms",
     "Contract",
+    "Equation",
     "FalsificationTest",
     "Gate",
+    "Harness",
     "Invariant",
+    "Obligation",
     "Position",
+    "Problem",
     "Vocabulary",
     "load",
 ]
@@ -45,7 +62,7 @@ def load(path: Path, *, vocabulary: Vocabulary, strict: bool = False) -> Contrac
 
     `vocabulary` holds the names that a clause may use beside those in the file. Raises
     ContractError with all problems at once, each `file:line:column: error: ...`; under `strict`
-    the warnings are problems too.
+    the warnings are problems too, the notes never.
     """
     problems = Problems()
     data = composer.read(path)
@@ -53,138 +70,45 @@ def load(path: Path, *, vocabulary: Vocabulary, strict: bool = False) -> Contrac
     if root is None:
         problems.settle(strict=strict)
     assert root is not None
-    metadata = rules.metadata(root, problems)
-    invariants = _invariants(root, vocabulary, problems)
-    names = {name for clause in invariants for name in (clause.id, clause.name)}
-    attackable = names | rules.equations(root, problems) | rules.obligations(root, problems)
-    nodes = rules.entries(root, "falsification_tests", problems)
-    tests = tuple(_test(node, attackable, problems) for node in nodes)
-    gate = _gate(root, invariants, tests, attackable, problems)
-    rules.harnesses(root, problems)
-    rules.unique_ids(root, problems)
+    if layout.is_binding_registry(root):
+        problems.error(root.at, _REGISTRY)
+        problems.settle(strict=strict)
+    loaded = _read(path, root, blake3(data).hexdigest(16), vocabulary, problems)
     depends.check(path, root, problems)
-    _warn_unexercised(invariants, tests, problems)
-    return Contract(
+    return replace(loaded, problems=problems.settle(strict=strict))
+
+
+_REGISTRY = (
+    "this is a registry of bindings (which function implements which equation), and no contract: "
+    "give one of the contracts that it names"
+)
+
+
+def _read(
+    path: Path, root: MapNode, digest: str, vocabulary: Vocabulary, problems: Problems
+) -> Contract:
+    metadata = rules.metadata(root, problems)
+    equations, obligations = proofs.equations(root, problems), proofs.obligations(root, problems)
+    invariants = clauses.read(root, vocabulary, problems)
+    if not invariants:
+        invariants = proofs.as_clauses(obligations)
+    vocabularies.tell_unbound(invariants, vocabulary, root.at, problems)
+    targets = attacks.Targets(invariants, equations, obligations)
+    tests = attacks.read(root, targets, problems)
+    loaded = Contract(
         path=path,
-        digest=blake3(data).hexdigest(16),
+        digest=digest,
         metadata=metadata,
         invariants=invariants,
         falsification_tests=tests,
-        gate=gate,
+        equations=equations,
+        obligations=obligations,
+        harnesses=proofs.harnesses(root, problems),
+        gate=gates.read(root, problems),
         blocks=layout.other_blocks(root),
-        warnings=problems.settle(strict=strict),
     )
-
-
-def _invariants(root: MapNode, vocabulary: Vocabulary, problems: Problems) -> tuple[Invariant, ...]:
-    for node in layout.strays(root):
-        message = "has no id, though others in its list have one; give it an id to make it a clause"
-        problems.warn(node.at, f"this mapping {message}")
-    rules.scenarios(root, problems)
-    clauses = layout.clauses(root)
-    return tuple(_invariant(node, group, vocabulary, problems) for group, node in clauses)
-
-
-def _invariant(node: MapNode, group: str, vocabulary: Vocabulary, problems: Problems) -> Invariant:
-    given = node.fields["id"]
-    what = f"clause {given.text}" if isinstance(given, ScalarNode) else "clause"
-    record = Record(node, what=what, known=layout.CLAUSE_KEYS, problems=problems)
-    record.warn_unread(read_elsewhere=layout.groups_in(node))
-    clause_id = record.identifier()
-    postcondition, description = record.text("postcondition"), record.text("description")
-    tolerance, kind = _tolerance(record)
-    clause = Invariant(
-        id=clause_id,
-        name=record.text("name") or clause_id,
-        statement=record.text("invariant") or postcondition or description,
-        position=node.at,
-        group=group,
-        description=description,
-        severity=record.choice("severity", SEVERITIES) or "P1",
-        critical=record.flag("critical"),
-        precondition=record.text("precondition"),
-        postcondition=postcondition,
-        tolerance=tolerance,
-        tolerance_kind=kind,
-        reference=record.text("reference"),
-        check=record.text("check") or None,
-        scenarios=tuple(plain(entry) for entry in record.maps("scenarios")),
-        mutants=record.texts("mutants"),
-    )
-    check_names(record, clause, vocabulary, problems)
-    return clause
-
-
-def _tolerance(record: Record) -> tuple[float | None, str | None]:
-    kind = record.choice("tolerance_kind", TOLERANCE_KINDS)
-    word = record.text("tolerance")
-    if word in EQUALITY_KINDS and kind in (None, word):
-        return 0.0, word
-    return record.number("tolerance"), kind
-
-
-def _test(node: MapNode, attackable: set[str], problems: Problems) -> FalsificationTest:
-    given = node.fields.get("id", node)
-    what = f"test {given.text}" if isinstance(given, ScalarNode) else "falsification test"
-    record = Record(node, what=what, known=layout.TEST_KEYS, problems=problems)
-    record.warn_unread()
-    test = FalsificationTest(
-        id=record.identifier(),
-        rule=record.text("rule"),
-        prediction=record.filled("prediction"),
-        position=node.at,
-        test=record.text("test"),
-        if_fails=record.text("if_fails"),
-    )
-    if test.rule not in attackable:
-        allowed = "the id or name of a clause, an equation, or a proof obligation's property"
-        hint = problems.hint(test.rule, sorted(attackable), otherwise=f"use {allowed}")
-        problems.error(record.place("rule"), f"{what}: rule {test.rule!r} names no clause{hint}")
-    if not test.if_fails:
-        problems.warn(node.at, f"{what}: if_fails is missing; say what a failure would mean")
-    return test
-
-
-def _gate(
-    root: MapNode,
-    invariants: tuple[Invariant, ...],
-    tests: tuple[FalsificationTest, ...],
-    attackable: set[str],
-    problems: Problems,
-) -> Gate | None:
-    node = rules.block(root, "qa_gate", problems)
-    if node is None:
-        problems.warn(root.at, "no qa_gate: say which clauses must hold for a pass")
-        return None
-    record = Record(node, what="qa_gate", known=layout.GATE_KEYS, problems=problems)
-    record.warn_unread()
-    attacked_by = {test.id: test.rule for test in tests}
-    names = {name for clause in invariants for name in clause.gate_names}
-    names |= attackable | attacked_by.keys()
-    for item in record.scalars("checks"):
-        given = item.text.strip()
-        if given not in names:
-            hint = problems.hint(
-                given, sorted(names), otherwise="use the id, name or group of a clause"
-            )
-            why = f"check {given!r} names no clause, so that the gate can't pass"
-            problems.warn(item.at, f"qa_gate: {why}{hint}")
-    return Gate(
-        id=record.text("id"),
-        name=record.text("name"),
-        description=record.text("description"),
-        checks=tuple(attacked_by.get(name, name) for name in record.texts("checks")),
-        pass_criteria=record.text("pass_criteria"),
-        position=node.at,
-        falsification=record.text("falsification"),
-    )
-
-
-def _warn_unexercised(
-    invariants: tuple[Invariant, ...], tests: tuple[FalsificationTest, ...], problems: Problems
-) -> None:
-    attacked = {test.rule for test in tests}
-    for clause in invariants:
-        if clause.severity == "P0" and not attacked & {clause.id, clause.name}:
-            message = "is P0, but no falsification test names it; write one"
-            problems.warn(clause.position, f"clause {clause.id} {message}")
+    gates.tell_unresolved(loaded, root, problems)
+    attacks.warn_unexercised(invariants, tests, problems)
+    rules.unique_ids(root, problems)
+    rules.note_blocks(root, problems)
+    return loaded

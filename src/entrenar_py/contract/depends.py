@@ -16,7 +16,7 @@ from entrenar_py.errors import ContractError
 def check(path: Path, root: MapNode, problems: Problems) -> None:
     """Follows `metadata.depends_on` of the contract at `path` through every file it leads to.
 
-    A circle is an error; a name that leads to no readable contract is a warning.
+    A circle is an error; a name that leads to no readable contract is a note.
     """
     start = path.resolve()
     direct: dict[Path, Position] = {}
@@ -25,7 +25,7 @@ def check(path: Path, root: MapNode, problems: Problems) -> None:
         target = _resolve(name, start.parent)
         if target is None or not _follow(target, graph):
             words = "leads to no contract beside this file and to no shipped one"
-            problems.warn(at, f"metadata: depends_on {name!r} {words}; its clauses are not read")
+            problems.note(at, f"metadata: depends_on {name!r} {words}; its clauses are not read")
             continue
         direct.setdefault(target, at)
         graph[start].append(target)
@@ -39,7 +39,7 @@ def check(path: Path, root: MapNode, problems: Problems) -> None:
 
 
 def _names(root: MapNode, problems: Problems) -> list[tuple[str, Position]]:
-    metadata = root.fields.get("metadata")
+    metadata = root.fields.get("metadata", root)
     if not isinstance(metadata, MapNode):
         return []
     record = Record(metadata, what="metadata", known=(), problems=problems)

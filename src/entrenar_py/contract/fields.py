@@ -6,10 +6,13 @@ Every reader gives back something usable, so that all problems of a file come ou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from entrenar_py.contract.problems import Position, Problems
-from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
+
+_FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 class Record:
@@ -30,6 +33,24 @@ class Record:
                 hint = self._problems.hint(key, self._known)
                 self._problems.warn(at, f"{self.what}: key {key!r} is not read{hint}")
 
+    def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
+        """The keys that no one reads, as plain data; one note tells of all mappings of a `kind`.
+
+        A key that looks like a slip of a known one is a warning of its own.
+        """
+        data = {}
+        for key, child in self.node.fields.items():
+            if key in self._known or key in read_elsewhere:
+                continue
+            data[key] = plain(child)
+            at = self.node.keys.get(key, child.at)
+            if self._problems.is_near(key, self._known):
+                hint = self._problems.hint(key, self._known)
+                self._problems.warn(at, f"{self.what}: key {key!r} is not read{hint}")
+            else:
+                self._problems.unread(at, kind, key)
+        return data
+
     def place(self, key: str) -> Position:
         """Where the value of `key` stands; where the mapping stands if there is none."""
         found = self.node.fields.get(key)
@@ -47,16 +68,21 @@ class Record:
         return "; ".join(self.texts(key))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """The texts of `key`, one text counting as a list of one; blank ones are left out."""
-        return tuple(item.text.strip() for item in self.scalars(key))
+        """The texts of `key`, one text counting as a list of one; blank ones are left out.
 
-    def scalars(self, key: str) -> tuple[ScalarNode, ...]:
-        """Like `texts`, with their places."""
+        A sentence in a list that YAML takes for a mapping (`- so it is: a = b`) is a text, too.
+        """
+        return tuple(item.text.strip() for item in self.scalars(key, prose=True))
+
+    def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
+        """Like `texts`, with their places; sentences with a colon only where it is `prose`."""
         found = self.present(key)
         if found is None:
             return ()
         items = found.items if isinstance(found, ListNode) else (found,)
-        scalars = [item for item in items if isinstance(item, ScalarNode)]
+        scalars = [
+            read for item in items if (read := _sentence(item, colon=prose and item is not found))
+        ]
         if len(scalars) < len(items):
             self._problems.error(found.at, f"{self.what}: {key} is text or a list of texts")
         return tuple(scalar for scalar in scalars if scalar.text.strip())
@@ -77,18 +103,26 @@ class Record:
         return ""
 
     def flag(self, key: str) -> bool:
-        """True or false; false if there is none."""
+        """True or false, also as a quoted text ('true'); false if there is none."""
         found = self.present(key)
-        if found is None or (isinstance(found, ScalarNode) and isinstance(found.value, bool)):
-            return found is not None and bool(found.value)
+        if found is None:
+            return False
+        if isinstance(found, ScalarNode) and found.text.lower() in _FLAGS:
+            return _FLAGS[found.text.lower()]
         self._problems.error(found.at, f"{self.what}: {key} is true or false{_given(found)}")
         return False
 
-    def choice(self, key: str, allowed: Collection[str]) -> str | None:
-        """One of `allowed`; None if there is none."""
+    def choice(
+        self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
+    ) -> str | None:
+        """One of `allowed`; None if there is none. `words` are capitals that stand for one."""
         found = self.present(key)
-        if found is None or (isinstance(found, ScalarNode) and found.text in allowed):
-            return None if found is None else found.text
+        if found is None:
+            return None
+        if isinstance(found, ScalarNode):
+            given = (words or {}).get(found.text.strip().upper(), found.text)
+            if given in allowed:
+                return given
         message = f"{self.what}: {key} is one of {', '.join(allowed)}{_given(found)}"
         self._problems.error(found.at, message)
         return None
@@ -103,6 +137,25 @@ class Record:
             message = f"{self.what}: {key} is a finite number >= 0, never a formula{_given(found)}"
             self._problems.error(found.at, message)
         return number
+
+    def data(self, key: str) -> dict[str, Any]:
+        """The mapping of `key` as plain data; of anything else `{key: it}`, of nothing {}."""
+        found = self.present(key)
+        if found is None:
+            return {}
+        data = plain(found)
+        return data if isinstance(found, MapNode) else {key: data}
+
+    def is_percentage(self, key: str) -> bool:
+        """Whether the text of `key` is a number of percent (`1%`)."""
+        found = self.present(key)
+        return isinstance(found, ScalarNode) and _percentage(found) is not None
+
+    def amount(self, key: str) -> float | None:
+        """Like `number`, but also in percent: `1%` is 0.01."""
+        found = self.present(key)
+        share = _percentage(found) if isinstance(found, ScalarNode) else None
+        return self.number(key) if share is None else share
 
     def maps(self, key: str) -> tuple[MapNode, ...]:
         """The mappings of the list `key`; none if there is no list."""
@@ -124,6 +177,26 @@ def _number(node: Node) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) and number >= 0 else None
+
+
+def _percentage(node: ScalarNode) -> float | None:
+    digits, percent, rest = node.text.strip().partition("%")
+    if not percent or rest:
+        return None
+    number = _number(ScalarNode(at=node.at, text=digits, value=digits))
+    return None if number is None else number / 100
+
+
+def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
+    """The text of `node`; with `colon`, also of a sentence that a colon makes a mapping."""
+    if isinstance(node, ScalarNode):
+        return node
+    if colon and isinstance(node, MapNode) and len(node.fields) == 1:
+        ((key, value),) = node.fields.items()
+        if isinstance(value, ScalarNode):
+            text = f"{key}: {value.text}"
+            return ScalarNode(at=node.at, text=text, value=text)
+    return None
 
 
 def _given(node: Node) -> str:

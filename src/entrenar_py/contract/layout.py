@@ -1,6 +1,7 @@
 """Which keys a contract has, and where its clauses stand.
 
-A clause is a mapping with an `id` in a list, at any depth, in any block but the reserved ones.
+A clause is a mapping with an `id` in a list, at any depth, in any block but the reserved ones, that
+states something (`is_clause`). Other mappings with an id tell of work, and are data.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from entrenar_py.contract.tree import ListNode, MapNode, Node, plain
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
 
 # Blocks with a meaning of their own, at the top of the file only: no clause is looked for in them.
 RESERVED = (
@@ -19,51 +20,116 @@ RESERVED = (
 METADATA_KEYS = (
     *("version", "created", "author", "description", "references", "depends_on", "registry"),
 )
+# What stands for a clause's sentence, the first that is there.
+STATEMENT_KEYS = (
+    *("invariant", "invariants", "postcondition", "postconditions"),
+    *("statement", "property", "formal", "formula"),
+)
 CLAUSE_KEYS = (
-    *("id", "name", "description", "severity", "critical", "precondition", "postcondition"),
-    *("invariant", "tolerance", "reference"),
+    *("id", "name", "description", "severity", "critical", "precondition", "preconditions"),
+    *STATEMENT_KEYS,
+    *("tolerance", "reference"),
     *("check", "tolerance_kind", "scenarios", "mutants"),
 )
-EQUATION_KEYS = ("formula", "domain", "invariants", "preconditions", "postconditions")
-OBLIGATION_KEYS = ("id", "type", "property", "formal", "tolerance", "applies_to")
-TEST_KEYS = ("id", "rule", "prediction", "test", "if_fails")
+EQUATION_KEYS = (
+    *("id", "name", "formula", "formal", "domain", "codomain"),
+    *("invariants", "preconditions", "postconditions", "reference"),
+)
+OBLIGATION_KEYS = (*("id", "type", "property", "formal", "tolerance", "applies_to", "equation"),)
+TEST_KEYS = ("id", "rule", "obligation", "prediction", "test", "if_fails")
+HARNESS_KEYS = ("id", "obligation", "property", "bound", "strategy", "solver", "harness")
 GATE_KEYS = ("id", "name", "description", "checks", "pass_criteria", "falsification")
+
+# Where a contract has no metadata block, these may stand at the top of the file in its place.
+TOP_KEYS = (*METADATA_KEYS, "contract", "contract_id", "name")
 
 # The reserved blocks that are read into records, and so are not kept as plain data.
 _IN_RECORDS = ("metadata", "falsification_tests", "qa_gate")
+# Only a clause has these: what it demands, how badly, and how it is tried.
+_OF_CLAUSES = (
+    *STATEMENT_KEYS,
+    *("critical", "tolerance", "tolerance_kind", "check", "scenarios", "mutants"),
+    *("falsification", "falsifier", "verified_by"),
+)
+_SAID_OF_ALL = ("id", "name", "description", "reference", "precondition", "preconditions")
+# A list of one of these names states what must hold, whatever else its items say.
+_STATING_BLOCKS = ("invariants", "obligations", "clauses", "requirements", "properties")
 _NOTHING = object()
+
+
+def is_clause(item: MapNode, *, group: str) -> bool:
+    """Whether a mapping with an id, in the list `group`, states something that must hold.
+
+    It does if it has a statement, a tolerance, or what else only clauses have; if its list is named
+    after them (`invariants`); or if it has a severity, or nothing that a clause has not, and no
+    status: a mapping with other keys, or a status, tells of work (a step, a gap, a risk).
+    """
+    keys = item.fields.keys()
+    if any(key in keys for key in _OF_CLAUSES) or group.rsplit(".", 1)[-1] in _STATING_BLOCKS:
+        return True
+    if "status" in keys:
+        return False
+    return "severity" in keys or all(key in _SAID_OF_ALL for key in keys)
 
 
 def clauses(root: MapNode) -> Iterator[tuple[str, MapNode]]:
     """Every clause with its group, the dotted path of the list it stands in."""
+    for group, item in _items(root):
+        if is_clause(item, group=group):
+            yield group, item
+
+
+def records_of_work(root: MapNode) -> Iterator[tuple[str, MapNode]]:
+    """Every mapping with an id that is no clause, with its group."""
+    for group, item in _items(root):
+        if not is_clause(item, group=group):
+            yield group, item
+
+
+def named_invariants(root: MapNode) -> Iterator[tuple[str, MapNode]]:
+    """The entries of a top-level block `invariants` that is a mapping of names to statements."""
+    block = root.fields.get("invariants")
+    if isinstance(block, MapNode):
+        for name, entry in block.fields.items():
+            if isinstance(entry, MapNode) and any(key in entry.fields for key in STATEMENT_KEYS):
+                yield name, entry
+
+
+def _items(root: MapNode) -> Iterator[tuple[str, MapNode]]:
     for name, block in root.fields.items():
         if name not in RESERVED:
-            yield from clauses_in(block, group=name)
+            yield from _items_in(block, group=name)
 
 
-def clauses_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
-    """Every clause under `node`, those inside an unknown key of another clause too."""
+def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
+    """Every mapping with an id in a list under `node`, those inside another's keys too."""
     if isinstance(node, MapNode):
         for key, child in node.fields.items():
-            yield from clauses_in(child, group=f"{group}.{key}")
+            yield from _items_in(child, group=f"{group}.{key}")
     elif isinstance(node, ListNode):
         for item in node.items:
             if isinstance(item, MapNode) and "id" in item.fields:
                 yield group, item
-                for key in unknown_keys(item):
-                    yield from clauses_in(item.fields[key], group=f"{group}.{key}")
+                for key in _nesting_keys(item):
+                    yield from _items_in(item.fields[key], group=f"{group}.{key}")
             else:
-                yield from clauses_in(item, group=group)
+                yield from _items_in(item, group=group)
 
 
-def unknown_keys(clause: MapNode) -> list[str]:
-    """The keys of a clause that CLAUSE_KEYS lacks."""
-    return [key for key in clause.fields if key not in CLAUSE_KEYS]
+def _nesting_keys(item: MapNode) -> list[str]:
+    """The keys of a clause under which others may stand: not those that hold a clause's own."""
+    return [key for key in item.fields if key not in CLAUSE_KEYS or key == "invariants"]
 
 
 def groups_in(clause: MapNode) -> set[str]:
-    """The unknown keys of a clause under which other clauses stand."""
-    return {key for key in unknown_keys(clause) if any(clauses_in(clause.fields[key], group=key))}
+    """The keys of a clause under which other clauses stand."""
+    return {
+        key
+        for key in _nesting_keys(clause)
+        if any(
+            is_clause(item, group=group) for group, item in _items_in(clause.fields[key], group=key)
+        )
+    }
 
 
 def strays(node: Node) -> Iterator[MapNode]:
@@ -83,25 +149,41 @@ def strays(node: Node) -> Iterator[MapNode]:
 def other_blocks(root: MapNode) -> dict[str, Any]:
     """What no record holds, as plain data: blocks without their clauses, nothing else left out."""
     rest = {
-        name: plain(block) if name in RESERVED else _without_clauses(block)
+        name: plain(block) if name in RESERVED else _without_clauses(block, group=name)
         for name, block in root.fields.items()
         if name not in _IN_RECORDS
     }
     return {name: value for name, value in rest.items() if value is not _NOTHING}
 
 
-def _without_clauses(node: Node) -> Any:
+def _without_clauses(node: Node, *, group: str) -> Any:
     """`plain(node)` less its clauses; _NOTHING if it held clauses alone."""
     if isinstance(node, MapNode):
-        kept = {key: _without_clauses(child) for key, child in node.fields.items()}
+        kept = {
+            key: _without_clauses(child, group=f"{group}.{key}")
+            for key, child in node.fields.items()
+        }
         kept = {key: value for key, value in kept.items() if value is not _NOTHING}
         return kept if kept or not node.fields else _NOTHING
     if isinstance(node, ListNode):
         items = [
-            _without_clauses(item)
+            _without_clauses(item, group=group)
             for item in node.items
-            if not (isinstance(item, MapNode) and "id" in item.fields)
+            if not (
+                isinstance(item, MapNode) and "id" in item.fields and is_clause(item, group=group)
+            )
         ]
         items = [item for item in items if item is not _NOTHING]
         return items if items or not node.items else _NOTHING
     return plain(node)
+
+
+def is_binding_registry(root: MapNode) -> bool:
+    """Whether the file lists which function implements which equation, and is no contract."""
+    bindings = root.fields.get("bindings")
+    if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
+        return False
+    return any(
+        isinstance(item, MapNode) and isinstance(item.fields.get("contract"), ScalarNode)
+        for item in bindings.items
+    )

@@ -1,19 +1,28 @@
-"""What is wrong with a contract, and where: collected first, raised once.
+"""What there is to say about a contract, and where: collected first, told or raised once.
 
-Decides nothing: the readers and the rules say what is an error and what is a warning.
+Three levels. An error makes the contract invalid. A warning is an error under `--strict`. A note
+says what was made of something that is right as it is, and is never an error. Decides nothing: the
+readers and the rules choose the level.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
 
 from entrenar_py.errors import ContractError, did_you_mean
 
 MESSAGE_CHARS_MAX = 500
 # Names compared in search of the nearest: a file of thousands of unknown names gets no more hints.
 COMPARISONS_MAX = 20_000
+# A key of up to so many characters that is so like a known one (difflib's ratio) is a slip of it.
+SLIP_CHARS_MAX, SLIP = 64, 0.8
+
+Level = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -28,22 +37,56 @@ class Position:
         return f"{self.file}:{self.line}:{self.column}"
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class Problem:
+    """One thing to say about a place; `message` may quote the file, `line` is fit to print.
+
+    `rule` is the id of the rule that it breaks ("" if it breaks none that has one).
+    """
+
+    at: Position
+    level: Level
+    message: str
+    rule: str = ""
+
+    @property
+    def line(self) -> str:
+        """`file:line:column: level: message`, as compilers have it; one printable line."""
+        return f"{self.at}: {self.level}: {_one_line(self.message)}"
+
+
 class Problems:
-    """Every error and warning met so far."""
+    """Everything met so far."""
 
     def __init__(self) -> None:
-        self._errors: list[tuple[Position, str]] = []
-        self._warnings: list[tuple[Position, str]] = []
+        self._found: list[Problem] = []
+        self._unread: dict[str, tuple[Position, Counter[str]]] = {}
         self._listed: set[tuple[str, ...]] = set()
         self._comparisons_left = COMPARISONS_MAX
 
-    def error(self, at: Position, message: str) -> None:
+    def error(self, at: Position, message: str, *, rule: str = "") -> None:
         """Records that the contract is invalid."""
-        self._errors.append((at, message))
+        self._found.append(Problem(at, "error", message, rule))
 
-    def warn(self, at: Position, message: str) -> None:
+    def warn(self, at: Position, message: str, *, rule: str = "") -> None:
         """Records what a strict reader would not accept."""
-        self._warnings.append((at, message))
+        self._found.append(Problem(at, "warning", message, rule))
+
+    def note(self, at: Position, message: str, *, rule: str = "") -> None:
+        """Records what was made of something that even a strict reader accepts."""
+        self._found.append(Problem(at, "note", message, rule))
+
+    def unread(self, at: Position, kind: str, key: str) -> None:
+        """Records a key that nothing reads: one note for all keys of a `kind` of mapping."""
+        _, keys = self._unread.setdefault(kind, (at, Counter()))
+        keys[key] += 1
+
+    def is_near(self, given: str, known: Collection[str]) -> bool:
+        """Whether a name that is not `known` looks like a slip of one that is."""
+        if len(known) > self._comparisons_left:
+            return False
+        self._comparisons_left -= len(known)
+        return len(given) <= SLIP_CHARS_MAX and bool(get_close_matches(given, known, 1, SLIP))
 
     def hint(self, given: str, known: Collection[str], *, otherwise: str | None = None) -> str:
         """What to add about a name that is not `known`: `; did you mean 'x'?`, or `otherwise`.
@@ -51,10 +94,7 @@ class Problems:
         Without that it is a list of them, but once a file; later "".
         """
         names = tuple(known)
-        near = ""
-        if len(names) <= self._comparisons_left:
-            self._comparisons_left -= len(names)
-            near = did_you_mean(given, names, otherwise="")
+        near = self._near(given, names)
         if near or otherwise is not None:
             return f"; {near or otherwise}"
         if names in self._listed:
@@ -62,21 +102,35 @@ class Problems:
         self._listed.add(names)
         return f"; known are {', '.join(names)}"
 
-    def settle(self, *, strict: bool) -> tuple[str, ...]:
-        """The warnings as lines `file:line:column: warning: ...`, in the order of the file.
+    def settle(self, *, strict: bool) -> tuple[Problem, ...]:
+        """The warnings and notes, in the order of the file, each once.
 
         Raises ContractError with every error (`file:line:column: error: ...`), and under `strict`
         with every warning too, each an error then.
         """
-        errors = self._errors + (self._warnings if strict else [])
+        levels = ("error", "warning") if strict else ("error",)
+        errors = [
+            Problem(one.at, "error", one.message, one.rule)
+            for one in self._found
+            if one.level in levels
+        ]
         if errors:
-            raise ContractError(_lines("error", errors))
-        return tuple(_lines("warning", self._warnings))
+            raise ContractError(list(dict.fromkeys(one.line for one in sorted(errors))))
+        rest = [*self._found, *self._notes_on_keys()]
+        return tuple(dict.fromkeys(sorted(rest)))
 
+    def _notes_on_keys(self) -> list[Problem]:
+        notes = []
+        for kind, (at, keys) in self._unread.items():
+            named = ", ".join(f"{key} ({num})" if num > 1 else key for key, num in keys.items())
+            notes.append(Problem(at, "note", f"{kind}: not read, but kept as data: {named}"))
+        return notes
 
-def _lines(what: str, found: list[tuple[Position, str]]) -> list[str]:
-    lines = (f"{at}: {what}: {_one_line(message)}" for at, message in sorted(found))
-    return list(dict.fromkeys(lines))
+    def _near(self, given: str, names: tuple[str, ...]) -> str:
+        if len(names) > self._comparisons_left:
+            return ""
+        self._comparisons_left -= len(names)
+        return did_you_mean(given, names, otherwise="")
 
 
 def _one_line(message: str) -> str:

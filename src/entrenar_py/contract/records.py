@@ -1,4 +1,7 @@
-"""The records of a contract: what its parts say, each with the place where it stands."""
+"""The records of a contract: what its parts say, each with the place where it stands.
+
+`extra` of a record is plain data: the keys of its mapping that nothing here reads.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.contract.problems import Position
+from entrenar_py.contract.problems import Position, Problem
 
 SEVERITIES = ("P0", "P1", "P2")
 TOLERANCE_KINDS = ("bitwise", "exact", "absolute", "relative", "ulp", "steps", "bytes")
@@ -23,7 +26,9 @@ class Invariant:
     `group` is the dotted path of the list it stands in (`data_parallel.weight_consistency`).
     `statement` is the clause's `invariant` text (or its postcondition, or description).
     `check` names the check that decides it; None binds by id. `scenarios` are the raw mappings of
-    the clause, still to be expanded (`scenario.expand`); empty means the check's own.
+    the clause, still to be expanded (`scenario.expand`); empty means the check's own. A proof
+    obligation that counts as a clause has the group `proof_obligations` and its property as the
+    name; its id is made of the property where it has none (`Obligation.id`).
     """
 
     id: str
@@ -42,6 +47,7 @@ class Invariant:
     check: str | None = None
     scenarios: tuple[Mapping[str, Any], ...] = ()
     mutants: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -53,8 +59,66 @@ class Invariant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Equation:
+    """A named formula and what its author claims of it; `position` is that of its name."""
+
+    name: str
+    formula: str
+    position: Position
+    domain: str = ""
+    codomain: str = ""
+    invariants: tuple[str, ...] = ()
+    preconditions: tuple[str, ...] = ()
+    postconditions: tuple[str, ...] = ()
+    reference: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obligation:
+    """Something that has to be proved: `property` in words, `formal` in symbols.
+
+    `id` is the one in the file or, if `has_id` is false, one made of the property's first words.
+    `applies_to` names an equation, or what kind of code it is about (`all`, `simd`). `lean` is what
+    it says of a proof in Lean, as plain data.
+    """
+
+    id: str
+    property: str
+    position: Position
+    has_id: bool = True
+    type: str = ""
+    formal: str = ""
+    tolerance: float | None = None
+    applies_to: str = ""
+    equation: str = ""
+    lean: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """A harness of the Kani model checker; `bound` is the text of its unwind bound."""
+
+    id: str
+    obligation: str
+    position: Position
+    property: str = ""
+    bound: str = ""
+    strategy: str = ""
+    solver: str = ""
+    harness: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FalsificationTest:
-    """A written attempt to break a clause: `rule` is the id (or name) of the clause it attacks."""
+    """A written attempt to break something; `rule` is what the file says that it attacks.
+
+    `target` is what that was resolved to: the id of a clause or of an obligation, the name of an
+    equation, or "" where the rule is free text. `obligation` is the obligation that it names
+    besides.
+    """
 
     id: str
     rule: str
@@ -62,14 +126,17 @@ class FalsificationTest:
     position: Position
     test: str = ""
     if_fails: str = ""
+    obligation: str = ""
+    target: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The contract's own bar: `checks` name the clauses that must hold (`Invariant.gate_names`).
+    """The contract's own bar, as it is written; `gates.demands` says what it asks for.
 
-    Where a test was named, the rule of that test stands. Without names the gate demands every
-    clause that is P0 or critical.
+    `checks` are names of clauses, groups or tests, `pass_criteria` prose that may name clauses.
+    `other_demands` are the keys that ask for what no check of a trainer measures (`min_coverage`).
     """
 
     id: str
@@ -79,15 +146,18 @@ class Gate:
     pass_criteria: str
     position: Position
     falsification: str = ""
+    other_demands: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
     """A loaded contract.
 
-    `blocks` keeps every other part (equations, proof obligations, harnesses, free extra blocks) as
-    plain data. `warnings` are lines `file:line:column: warning: ...`; `digest` is BLAKE3 of the
-    file's bytes, 32 hex digits.
+    `invariants` are its clauses: the mappings with an id and a statement, or, where it has none,
+    its proof obligations. `blocks` keeps every other part as plain data (equations, obligations
+    and harnesses too, as they are written). `problems` are what there is to say about the file,
+    none of it an error. `digest` is BLAKE3 of the file's bytes, 32 hex digits.
     """
 
     path: Path
@@ -95,9 +165,12 @@ class Contract:
     metadata: Mapping[str, Any]
     invariants: tuple[Invariant, ...]
     falsification_tests: tuple[FalsificationTest, ...] = ()
+    equations: tuple[Equation, ...] = ()
+    obligations: tuple[Obligation, ...] = ()
+    harnesses: tuple[Harness, ...] = ()
     gate: Gate | None = None
     blocks: Mapping[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     @property
     def name(self) -> str:
@@ -108,3 +181,13 @@ class Contract:
     def version(self) -> str:
         """metadata.version, as text."""
         return str(self.metadata["version"])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The lines `file:line:column: warning: ...`, in the order of the file."""
+        return tuple(one.line for one in self.problems if one.level == "warning")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The lines `file:line:column: note: ...`, in the order of the file."""
+        return tuple(one.line for one in self.problems if one.level == "note")

@@ -35,52 +35,56 @@ def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]
 
 
 def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
-    """The metadata as plain data, `version` and `created` as the text that was written."""
+    """The metadata as plain data, `version` and `created` as the text that was written.
+
+    A file that has no block of that name may have its keys at the top.
+    """
     node = block(root, "metadata", problems)
     if node is None:
-        problems.error(root.at, "no metadata: give metadata with a version and references")
-        return {}
-    known = layout.METADATA_KEYS
-    record = Record(node, what="metadata", known=known, problems=problems)
-    record.warn_unread()
+        if "version" not in root.fields:
+            message = "no metadata: give metadata with a version and references"
+            problems.error(root.at, message)
+            return {}
+        node = _metadata_at_the_top(root)
+    record = Record(node, what="metadata", known=layout.METADATA_KEYS, problems=problems)
     if not record.texts("references"):
         at = record.place("references")
-        problems.error(at, "metadata: references is empty; name what the clauses rest on")
+        problems.warn(at, "metadata: references is empty; name what the clauses rest on")
     data: dict[str, Any] = plain(node)
-    data["version"] = record.filled("version")
+    data["version"] = _version(record, root, problems)
     for key in ("created", "author", "description"):
         if record.present(key) is not None:
             data[key] = record.text(key)
+    record.extra("metadata")
     return data
 
 
-def equations(root: MapNode, problems: Problems) -> set[str]:
-    """The names of the equations; each has a formula (a bare text is a formula too)."""
-    node = block(root, "equations", problems)
-    if node is None:
-        return set()
-    for name, equation in node.fields.items():
-        what = f"equation {name}"
-        if isinstance(equation, MapNode):
-            known = layout.EQUATION_KEYS
-            record = Record(equation, what=what, known=known, problems=problems)
-            record.warn_unread()
-            record.filled("formula")
-        elif not isinstance(equation, ScalarNode) or not equation.text.strip():
-            problems.error(equation.at, f"{what}: formula is empty; write it down")
-    return set(node.fields)
+def _metadata_at_the_top(root: MapNode) -> MapNode:
+    keys = [key for key in root.fields if key in layout.METADATA_KEYS]
+    return MapNode(
+        at=root.at,
+        fields={key: root.fields[key] for key in keys},
+        keys={key: root.keys[key] for key in keys if key in root.keys},
+    )
 
 
-def obligations(root: MapNode, problems: Problems) -> set[str]:
-    """The ids and properties of the proof obligations; each has a property."""
-    names: set[str] = set()
-    for node in entries(root, "proof_obligations", problems):
-        known = layout.OBLIGATION_KEYS
-        record = Record(node, what="proof obligation", known=known, problems=problems)
-        record.warn_unread()
-        record.number("tolerance")
-        names |= {record.filled("property"), record.text("id")}
-    return names - {""}
+def _version(record: Record, root: MapNode, problems: Problems) -> str:
+    """The version of the metadata, or the one at the top of the file."""
+    if record.present("version") is None and "version" in root.fields:
+        return Record(root, what="contract", known=(), problems=problems).filled("version")
+    return record.filled("version")
+
+
+def note_blocks(root: MapNode, problems: Problems) -> None:
+    """A note on the blocks in which nothing is looked at: they are kept as data."""
+    with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
+    with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
+    known = {*layout.RESERVED, *layout.TOP_KEYS, *with_clauses}
+    others = [key for key in root.fields if key not in known]
+    if others:
+        at = root.keys.get(others[0], root.at)
+        message = f"no clause stands in {', '.join(others)}: kept as data, nothing there is checked"
+        problems.note(at, message)
 
 
 def unique_ids(root: MapNode, problems: Problems) -> None:
@@ -100,11 +104,6 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
             lines = f"lines {first[given].line} and {found.at.line}"
             problems.error(found.at, f"id {given!r} stands twice, on {lines}; rename one")
         first.setdefault(given, found.at)
-
-
-def harnesses(root: MapNode, problems: Problems) -> None:
-    """The harnesses are a list of mappings; they are kept, not read."""
-    entries(root, "kani_harnesses", problems)
 
 
 def scenarios(root: MapNode, problems: Problems) -> None:

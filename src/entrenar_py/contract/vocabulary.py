@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from entrenar_py.contract.fields import Record
-from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import Invariant
 
 _PAGE = "docs/contract-format.md"
+_NAMES_MAX = 5  # so many clauses are named in one line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Vocabulary:
 def check_names(
     record: Record, clause: Invariant, vocabulary: Vocabulary, problems: Problems
 ) -> None:
-    """A check or a mutant that is not there is an error; what no check looks at is a warning."""
+    """A check or a mutant that is not there is an error."""
     check = vocabulary.check_of(clause)
     if check is not None:
         _check_tolerance(record, clause, check, problems)
@@ -59,11 +60,32 @@ def check_names(
         hint = problems.hint(clause.check, known)
         message = f"check {clause.check!r} is unknown{hint} ({_PAGE} has the list)"
         problems.error(record.place("check"), f"{record.what}: {message}")
-    else:
-        message = "has no check here and will be inconclusive; name one with check"
-        problems.warn(clause.position, f"{record.what} {message} ({_PAGE} has the list)")
     if clause.mutants:
         _check_mutants(record, vocabulary.mutants(), problems)
+
+
+def tell_unbound(
+    clauses: Collection[Invariant], vocabulary: Vocabulary, start: Position, problems: Problems
+) -> None:
+    """Tells, in one line, of the clauses that no check decides; at `start` if there is no clause.
+
+    It is a warning where others of the clauses have one, and a note in a contract that was written
+    for other tools.
+    """
+    if not clauses:
+        problems.note(start, f"no clause and no proof obligation: nothing is checked ({_PAGE})")
+    unbound = [one for one in clauses if one.check is None and vocabulary.check_of(one) is None]
+    if not unbound:
+        return
+    ids = ", ".join(one.id for one in unbound[:_NAMES_MAX])
+    more = f" and {len(unbound) - _NAMES_MAX} more" if len(unbound) > _NAMES_MAX else ""
+    verb = "has" if len(unbound) == 1 else "have"
+    noun = "clause" if len(unbound) == 1 else "clauses"
+    message = (
+        f"{noun} {ids}{more} {verb} no check here and will be inconclusive; name one with check"
+    )
+    tell = problems.warn if len(unbound) < len(clauses) else problems.note
+    tell(unbound[0].position, f"{message} ({_PAGE} has the list)")
 
 
 def _check_tolerance(

@@ -55,6 +55,9 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
         yield f"::{_COMMANDS[level]} {told}::{_data(chr(10).join(lines))}"
     if report.incomplete:
         yield f"::error title=entrenar-check::{_data(report.incomplete)}"
+    if report.gate_open:
+        command = _COMMANDS["note" if allow_inconclusive else "warning"]
+        yield f"::{command} title=entrenar-check::{_data(evidence.one_line(report.gate_open))}"
 
 
 def summary(report: Report) -> str:
@@ -74,7 +77,9 @@ def summary(report: Report) -> str:
     notes = [line for entry in report.ranked for line in evidence.note_lines(entry)]
     gate = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
     if contract.gate is not None:
-        lines += ["", f"Gate {_text(f'{contract.gate.id} ({contract.gate.name}): {gate}')}"]
+        why = report.gate_why and f" ({report.gate_why})"
+        title = f"{contract.gate.id} ({contract.gate.name}): {gate}{why}"
+        lines += ["", f"Gate {_text(title)}"]
     for line in (*notes, *report.left_out):
         lines += ["", _text(line)]
     lines += ["", "Repeat with", "", _fenced([evidence.printable(report.command)])]

@@ -77,9 +77,7 @@ def _gate(report: Report) -> str:
     if gate is None:
         return "The contract has no gate."
     word = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
-    broken = ", ".join(f"{one.invariant.id} {one.verdict}" for one in report.gate_broken)
-    left = ", ".join(report.gate_not_run)
-    why = "; ".join(filter(None, (broken, left and f"not run: {left}")))
+    why = report.gate_why
     return f"Gate {gate.id} ({gate.name}): {word}{why and f' ({why})'}"
 
 

@@ -61,6 +61,7 @@ def _contract(contract: Contract) -> dict[str, Any]:
         "version": contract.version,
         "digest": contract.digest,
         "warnings": contract.warnings,
+        "notes": contract.notes,
     }
 
 
@@ -76,6 +77,7 @@ def _gate(report: Report) -> dict[str, Any] | None:
         "passed": report.gate_passed,
         "broken": [entry.invariant.id for entry in report.gate_broken],
         "not_run": report.gate_not_run,
+        "unresolved": report.gate_unresolved,
     }
 
 

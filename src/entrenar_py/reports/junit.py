@@ -4,7 +4,8 @@ Falsified is a `<failure>`. Inconclusive is an `<error>`, not `<skipped>`: viewe
 with skipped cases green, and a check that compared nothing must never look green. Where the person
 running it said that inconclusive is good enough (`--allow-inconclusive`), it is `<skipped>`. So the
 file is free of failures and errors exactly when the exit code is 0; for the same reason a run that
-was interrupted or that selected nothing brings a test case of its own, an error.
+was interrupted or that selected nothing brings a test case of its own, an error; so does a gate
+that no clause decides.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def render(report: Report, *, allow_inconclusive: bool) -> str:
         _add_case(suite, report, entry, inconclusive)
     if report.incomplete:
         name = "interrupted" if report.interrupted else "nothing selected"
-        _add_alarm(suite, report, name, report.incomplete)
+        _add_alarm(suite, report, name, report.incomplete, "error")
+    if report.gate_open:
+        message = evidence.one_line(report.gate_open)
+        _add_alarm(suite, report, "gate undecided", message, inconclusive)
     root = Element("testsuites", name="entrenar-check")
     root.append(suite)
     for element in (root, suite):
@@ -96,11 +100,14 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
     )
 
 
-def _add_alarm(suite: Element, report: Report, name: str, message: str) -> None:
-    """Adds the error that keeps a suite red for a reason that belongs to no single invariant."""
+def _add_alarm(suite: Element, report: Report, name: str, message: str, tag: str) -> None:
+    """Adds a case that keeps a suite red for a reason that belongs to no single invariant.
+
+    The `tag` is `error`, or `skipped` where the person running it said that it is good enough.
+    """
     classname = evidence.printable(report.contract.name)
     case = SubElement(suite, "testcase", classname=classname, name=name, time="0.000")
-    SubElement(case, "error", type=name, message=message)
+    SubElement(case, tag, type=name, message=message)
 
 
 def _count(element: Element, suite: Element, elapsed_s: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from entrenar_py.contract import SEVERITIES, Contract, Invariant
+from entrenar_py.contract import SEVERITIES, Contract, Invariant, gates
 from entrenar_py.reports.curves import Curve
 from entrenar_py.verdict import Finding, Verdict, worst
 
@@ -87,9 +87,12 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict; INCONCLUSIVE at best when interrupted or when nothing was selected."""
+        """The worst verdict; INCONCLUSIVE at best when interrupted or when nothing was selected,
+        and where the whole contract ran and its gate is open (`gate_open`).
+        """
         verdicts = [entry.verdict for entry in self.entries]
-        return worst([*verdicts, Verdict.INCONCLUSIVE] if self.interrupted else verdicts)
+        unknown = self.interrupted or bool(self.gate_open)
+        return worst([*verdicts, Verdict.INCONCLUSIVE] if unknown else verdicts)
 
     @property
     def counts(self) -> dict[Verdict, int]:
@@ -108,9 +111,14 @@ class Report:
         return tuple(sorted(self.entries, key=_rank))
 
     @property
+    def gate_unresolved(self) -> tuple[str, ...]:
+        """What the contract's gate asks for that no clause of the contract says."""
+        return gates.demands(self.contract).unresolved
+
+    @property
     def gate_broken(self) -> tuple[Entry, ...]:
         """The entries the contract's gate demands and that did not hold, worst first."""
-        demanded, _ = self._gate_demands()
+        demanded = gates.demands(self.contract).clauses
         return tuple(
             entry
             for entry in self.ranked
@@ -119,26 +127,55 @@ class Report:
 
     @property
     def gate_not_run(self) -> tuple[str, ...]:
-        """What the gate demands but this run left out: ids, and names that no clause has."""
-        demanded, unknown = self._gate_demands()
+        """Ids of the clauses that the gate demands and this run left out."""
+        demanded = gates.demands(self.contract).clauses
         ran = {entry.invariant.id for entry in self.entries}
-        return (*(clause for clause in demanded if clause not in ran), *unknown)
+        return tuple(clause for clause in demanded if clause not in ran)
 
     @property
     def gate_passed(self) -> bool | None:
         """Whether every clause the gate demands held.
 
-        None is undecided: the contract has no gate or its gate demands nothing, the run was
-        interrupted, or it left demanded clauses out and none of the others broke.
+        None is undecided: the contract has no gate or its gate demands nothing, or none of what it
+        demands broke but the run was interrupted, left demanded clauses out, or could not decide
+        what no clause says (`gate_unresolved`).
         """
         if self.contract.gate is None:
             return None
         if self.gate_broken:
             return False
-        demanded, _ = self._gate_demands()
-        if self.interrupted or self.gate_not_run or not demanded:
+        asked = gates.demands(self.contract)
+        if self.interrupted or self.gate_not_run or asked.unresolved or not asked.clauses:
             return None
         return True
+
+    @property
+    def gate_why(self) -> str:
+        """What keeps the gate from passing; empty if it passed or there is none."""
+        broken = ", ".join(f"{one.invariant.id} {one.verdict}" for one in self.gate_broken)
+        left, unsaid = ", ".join(self.gate_not_run), ", ".join(self.gate_unresolved)
+        parts = (
+            broken,
+            left and f"not checked in this run: {left}",
+            unsaid and f"no clause says: {unsaid}",
+        )
+        why = "; ".join(filter(None, parts))
+        if self.contract.gate is None or self.gate_passed or why:
+            return why
+        return "interrupted" if self.interrupted else "it demands no clause"
+
+    @property
+    def gate_open(self) -> str:
+        """Why the gate is undecided though the whole contract ran; empty if it is not.
+
+        A run of some of the clauses leaves the gate aside: then it is empty too.
+        """
+        seen = {one.invariant.id for one in self.entries}
+        seen |= {one.invariant.id for one in self.not_applying}
+        whole = all(clause.id in seen for clause in self.contract.invariants)
+        if not self.entries or not whole or self.gate_broken or not self.gate_unresolved:
+            return ""
+        return f"the gate is undecided: no clause says {', '.join(self.gate_unresolved)}"
 
     def exit_code(self, *, allow_inconclusive: bool) -> int:
         """The process's exit code; an interrupted run never gives 0."""
@@ -171,25 +208,17 @@ class Report:
     def meanings(self, entry: Entry) -> tuple[str, ...]:
         """What the contract says that it means if `entry` was falsified; none if it was not.
 
-        The `if_fails` of every falsification test whose `rule` is the clause's id or name.
+        The `if_fails` of every falsification test that attacks the clause, or is it.
         """
         if entry.verdict is not Verdict.FALSIFIED:
             return ()
-        attacked = (entry.invariant.id, entry.invariant.name)
         tests = self.contract.falsification_tests
-        return tuple(test.if_fails for test in tests if test.rule in attacked and test.if_fails)
-
-    def _gate_demands(self) -> tuple[list[str], list[str]]:
-        """Ids of the clauses the gate demands, and the names in it that no clause has."""
-        gate = self.contract.gate
-        if gate is None:
-            return [], []
-        clauses = self.contract.invariants
-        if not gate.checks:
-            return [c.id for c in clauses if c.severity == "P0" or c.critical], []
-        named = {name: [c.id for c in clauses if name in c.gate_names] for name in gate.checks}
-        demanded = dict.fromkeys(clause for ids in named.values() for clause in ids)
-        return list(demanded), [name for name, ids in named.items() if not ids]
+        clause = entry.invariant
+        return tuple(
+            test.if_fails
+            for test in tests
+            if test.if_fails and (test.target in (clause.id, clause.name) or test.id == clause.id)
+        )
 
 
 _WORST_FIRST = (Verdict.FALSIFIED, Verdict.INCONCLUSIVE, Verdict.HELD)

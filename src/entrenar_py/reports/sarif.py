@@ -102,6 +102,9 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
     told = [*_notes(report)]
     if report.incomplete:
         told.insert(0, {"level": "error", "message": {"text": report.incomplete}})
+    if report.gate_open:
+        level = "note" if allow_inconclusive else "warning"
+        told.insert(0, {"level": level, "message": {"text": evidence.one_line(report.gate_open)}})
     if told:
         found["toolExecutionNotifications"] = told
     return found

@@ -213,13 +213,8 @@ def _gate_text(report: Report) -> str:
     title = f"gate {gate.id} ({gate.name})"
     if report.gate_passed:
         return f"{title}: passed"
-    if report.gate_broken:
-        broken = ", ".join(f"{e.invariant.id} {e.verdict}" for e in report.gate_broken)
-        return f"{title}: NOT PASSED: {broken}"
-    if report.gate_not_run:
-        return f"{title}: UNDECIDED: not checked in this run: {', '.join(report.gate_not_run)}"
-    reason = "interrupted" if report.interrupted else "it demands no clause"
-    return f"{title}: UNDECIDED: {reason}"
+    word = "NOT PASSED" if report.gate_broken else "UNDECIDED"
+    return f"{title}: {word}: {report.gate_why}"
 
 
 def _print_replays(console: Console, report: Report) -> None:

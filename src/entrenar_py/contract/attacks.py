@@ -1,0 +1,107 @@
+"""The falsification tests of a contract, and what each of them attacks.
+
+A test's `rule` names its target by a leading id, by a name, or by a property; anything else is a
+sentence, and right as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from entrenar_py.contract import layout, rules
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.records import Equation, FalsificationTest, Invariant, Obligation
+from entrenar_py.contract.tree import MapNode, ScalarNode
+
+_FIRST_WORD = re.compile(r"[\w.\-]+")
+_ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # what alone in a rule can only be meant as an id
+
+
+class Targets:
+    """What a test may attack, by everything that it may be called."""
+
+    def __init__(
+        self,
+        invariants: Iterable[Invariant],
+        equations: Iterable[Equation],
+        obligations: Iterable[Obligation],
+    ) -> None:
+        self._ids: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        for clause in invariants:
+            self._ids.setdefault(clause.id, clause.id)
+            self._names.setdefault(_normal(clause.name), clause.id)
+        for obligation in obligations:
+            self._ids.setdefault(obligation.id, obligation.id)
+        for equation in equations:
+            self._names.setdefault(_normal(equation.name), equation.name)
+        for obligation in obligations:
+            self._names.setdefault(_normal(obligation.property), obligation.id)
+
+    @property
+    def names(self) -> list[str]:
+        """The ids, in order."""
+        return sorted(self._ids)
+
+    def resolve(self, rule: str) -> str:
+        """The id of a clause or obligation, or the equation's name, that `rule` means; or ""."""
+        if rule in self._ids:
+            return rule
+        named = self._names.get(_normal(rule))
+        if named is not None:
+            return named
+        first = _FIRST_WORD.match(rule)
+        return "" if first is None else self._ids.get(first[0].rstrip(".-"), "")
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def read(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
+    """The tests in the file's order; a note for those whose rule is free text."""
+    nodes = rules.entries(root, "falsification_tests", problems)
+    tests = tuple(_test(node, targets, problems) for node in nodes)
+    free = [test for test in tests if not test.target]
+    if free:
+        named = ", ".join(test.id for test in free)
+        message = f"no clause, obligation or equation is named by the rule of {named}"
+        problems.note(free[0].position, f"falsification_tests: {message}; it is kept as free text")
+    return tests
+
+
+def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationTest:
+    given = node.fields.get("id", node)
+    what = f"test {given.text}" if isinstance(given, ScalarNode) else "falsification test"
+    record = Record(node, what=what, known=layout.TEST_KEYS, problems=problems)
+    rule, obligation = record.text("rule"), record.text("obligation")
+    test = FalsificationTest(
+        id=record.identifier(),
+        rule=rule,
+        prediction=record.filled("prediction"),
+        position=node.at,
+        test=record.text("test"),
+        if_fails=record.text("if_fails"),
+        obligation=obligation,
+        target=targets.resolve(rule) or targets.resolve(obligation),
+        extra=record.extra("falsification_tests"),
+    )
+    if not test.target and _ID.fullmatch(rule):
+        hint = problems.hint(rule, targets.names, otherwise="use the id of a clause")
+        problems.warn(record.place("rule"), f"{what}: rule {rule!r} names no clause{hint}")
+    if not test.if_fails:
+        problems.warn(node.at, f"{what}: if_fails is missing; say what a failure would mean")
+    return test
+
+
+def warn_unexercised(
+    invariants: Iterable[Invariant], tests: Iterable[FalsificationTest], problems: Problems
+) -> None:
+    """Warns of every P0 clause that no test attacks."""
+    attacked = {test.target for test in tests}
+    for clause in invariants:
+        if clause.severity == "P0" and clause.id not in attacked:
+            message = "is P0, but no falsification test names it; write one"
+            problems.warn(clause.position, f"clause {clause.id} {message}")

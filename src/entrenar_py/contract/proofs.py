@@ -1,0 +1,148 @@
+"""What a contract says in formulas: equations, proof obligations, and harnesses that prove them."""
+
+from __future__ import annotations
+
+from entrenar_py.contract import layout, rules
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.records import Equation, Harness, Invariant, Obligation
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
+
+OBLIGATIONS = "proof_obligations"
+# Of an obligation without an id, words of its property make one, of at most so many characters.
+ID_CHARS_MAX = 28
+
+
+def equations(root: MapNode, problems: Problems) -> tuple[Equation, ...]:
+    """The equations in the file's order; a bare text is a formula too.
+
+    They are a mapping by name, or a list whose entries have an `id` or a `name`.
+    """
+    block = Record(root, what="contract", known=(), problems=problems).present("equations")
+    if isinstance(block, ListNode):
+        entries = rules.entries(root, "equations", problems)
+        return tuple(_equation(_name_of(node), node, problems) for node in entries)
+    node = rules.block(root, "equations", problems)
+    if node is None:
+        return ()
+    return tuple(
+        _equation(name, child, problems, named=node) for name, child in node.fields.items()
+    )
+
+
+def _name_of(node: MapNode) -> str:
+    for key in ("id", "name"):
+        found = node.fields.get(key)
+        if isinstance(found, ScalarNode):
+            return found.text.strip()
+    return ""
+
+
+def _equation(
+    name: str, node: Node, problems: Problems, *, named: MapNode | None = None
+) -> Equation:
+    what = f"equation {name}"
+    at = node.at if named is None else named.keys.get(name, node.at)
+    if not isinstance(node, MapNode):
+        formula = node.text.strip() if isinstance(node, ScalarNode) else ""
+        if not formula:
+            problems.error(node.at, f"{what}: formula is empty; write it down")
+        return Equation(name=name, formula=formula, position=at)
+    record = Record(node, what=what, known=layout.EQUATION_KEYS, problems=problems)
+    return Equation(
+        name=name,
+        formula=record.text("formal") or record.filled("formula"),
+        position=at,
+        domain=record.text("domain"),
+        codomain=record.text("codomain"),
+        invariants=record.texts("invariants"),
+        preconditions=record.texts("preconditions"),
+        postconditions=record.texts("postconditions"),
+        reference=record.text("reference"),
+        extra=record.extra("equations"),
+    )
+
+
+def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
+    """The proof obligations in the file's order; one without an id gets one of its property."""
+    nodes = rules.entries(root, OBLIGATIONS, problems)
+    known = layout.OBLIGATION_KEYS
+    records = [
+        Record(node, what="proof obligation", known=known, problems=problems) for node in nodes
+    ]
+    taken = {record.text("id") for record in records}
+    return tuple(_obligation(record, taken) for record in records)
+
+
+def _obligation(record: Record, taken: set[str]) -> Obligation:
+    given, stated = record.text("id"), record.filled("property")
+    return Obligation(
+        id=given or _id_from(stated, taken),
+        property=stated,
+        position=record.node.at,
+        has_id=bool(given),
+        type=record.text("type"),
+        formal=record.text("formal"),
+        tolerance=record.amount("tolerance"),
+        applies_to=record.text("applies_to"),
+        equation=record.text("equation"),
+        lean=record.data("lean"),
+        extra=record.extra(OBLIGATIONS),
+    )
+
+
+def _id_from(stated: str, taken: set[str]) -> str:
+    """The first words of a property as an id that is not `taken` yet, and is from then on."""
+    spaced = "".join(char if char.isalnum() else " " for char in stated.lower())
+    first, *words = spaced.split() or ["obligation"]
+    stem = first[:ID_CHARS_MAX]
+    for word in words:
+        if len(stem) + len(word) >= ID_CHARS_MAX:
+            break
+        stem += f"-{word}"
+    made, number = stem, 1
+    while made in taken:
+        number += 1
+        made = f"{stem[: ID_CHARS_MAX - 4]}-{number}"
+    taken.add(made)
+    return made
+
+
+def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:
+    """The obligations as the clauses of a contract that has no others."""
+    return tuple(
+        Invariant(
+            id=one.id,
+            name=one.property,
+            statement=one.formal or one.property,
+            position=one.position,
+            group=OBLIGATIONS,
+            description=one.property,
+            tolerance=one.tolerance,
+            extra=one.extra,
+        )
+        for one in stated
+    )
+
+
+def harnesses(root: MapNode, problems: Problems) -> tuple[Harness, ...]:
+    """The model checker's harnesses in the file's order; none of them is run."""
+    return tuple(
+        _harness(node, problems) for node in rules.entries(root, "kani_harnesses", problems)
+    )
+
+
+def _harness(node: MapNode, problems: Problems) -> Harness:
+    known = layout.HARNESS_KEYS
+    record = Record(node, what="harness", known=known, problems=problems)
+    return Harness(
+        id=record.text("id"),
+        obligation=record.text("obligation"),
+        position=node.at,
+        property=record.text("property"),
+        bound=record.text("bound"),
+        strategy=record.text("strategy"),
+        solver=record.text("solver"),
+        harness=record.text("harness"),
+        extra=record.extra("kani_harnesses"),
+    )
