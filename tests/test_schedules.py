@@ -37,6 +37,66 @@ _VARIANTS = {n: v for n, v in mutants.catalogue().items() if v.scenario.system i
 MUTANTS = [name for name, variant in _VARIANTS.items() if not variant.benign]
 BENIGN = [name for name, variant in _VARIANTS.items() if variant.benign]
 
+# Mutant -> the first seed whose schedule finds it, as `make soak` prints it. A search from 0 takes
+# minutes for all of them. It is made only where a seed here has become wrong.
+FOUND_BY = {
+    "joins-twice": 85,
+    "server-steps-twice": 2,
+    "old-step-counted": 34,
+    "flips-pass": 63,
+    "made-when-reduced": 1,
+    "committed-when-reduced": 1,
+    "stale-step-accepted": 1,
+    "halt-for-one": 0,
+    "never-given-up": 6,
+    "rejoin-without-moments": 2,
+    "rejoin-one-step-old": 1,
+    "checkpoint-torn": 3,
+    "server-arrival-order": 0,
+    "orphans-dropped": 0,
+    "partial-delivery-kept": 10,
+    "duplicate-counted": 65,
+    "told-twice-counted": 65,
+    "block-counted-early": 0,
+    "block-divided-by-another-s-weight": 0,
+    "staged-without-the-last-block": 0,
+    "stale-block-held": 6,
+    "shard-lost-with-its-worker": 6,
+    "unreachable-ignored": 1,
+    "old-round-counted": 4,
+    "mesh-old-step-counted": 43,
+    "committed-with-the-first": 0,
+    "mesh-arrival-order": 0,
+    "divided-by-its-own-weight": 0,
+    "moments-not-handed-on": 3,
+    "audits-left-out": 1,
+    "audited-by-itself": 1,
+    "mismatch-ignored": 10,
+    "first-block-compared": 10,
+    "auditor-blamed": 10,
+    "itself-for-a-witness": 78,
+    "halts-when-somebody-is-caught": 10,
+    "culprits-copy-counted": 10,
+    "culprits-other-shards-kept": 10,
+    "ring-divides-by-ranks": 0,
+    "ring-last-element-not-added": 10,
+    "ring-first-node-alone": 1,
+    "ring-old-round-added": 411,
+    "ring-keeps-its-partial": 0,
+    "ring-in-order-of-arrival": 7,
+    "mesh-sends-to-all": 29,
+    "ring-once-more-around": 29,
+    "mesh-over-the-coordinator": 29,
+    "made-with-the-first-block": 1,
+    "clipped-block-by-block": 38,
+    "prepared-in-place": 15,
+    "restored-without-moments": 23,
+    "moments-left-behind": 14,
+    "weights-in-use-sent": 1,
+    "buffers-stay-behind": 1,
+    "stale-weights-held": 6,
+}
+
 
 # --- schedules --------------------------------------------------------------------------------
 
@@ -211,13 +271,25 @@ def test_a_complaint_says_how_to_see_it_again() -> None:
 # --- mutants ----------------------------------------------------------------------------------
 
 
-# Every third; `make soak` looks for all of them.
-@pytest.mark.parametrize("name", MUTANTS[::3])
+@pytest.mark.parametrize("name", MUTANTS)
 def test_random_schedules_find_every_mutant(name: str) -> None:
-    """And the seed alone finds it again."""
+    """The schedule known to find it does; another one of the first few where that has changed."""
+    known = FOUND_BY.get(name)
+    found = known is not None and _attempt_with(name, known).complaint != ""
+    assert found or find(name, NUM_UNTIL_FOUND) is not None
+
+
+def test_a_seed_alone_finds_a_mutant_again() -> None:
+    """Same seed, same complaint."""
+    name = min(FOUND_BY, key=FOUND_BY.__getitem__)
     found = find(name, NUM_UNTIL_FOUND)
     assert found is not None
     assert _attempt_with(name, found.seed).complaint == found.complaint
+
+
+def test_what_finds_a_mutant_is_known_of_mutants_alone() -> None:
+    """No row stays behind when a mutant goes."""
+    assert set(FOUND_BY) <= set(MUTANTS)
 
 
 @pytest.mark.parametrize("name", BENIGN)
