@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.training import datasets
 
 NUM_DIGIT_SAMPLES = 1797
@@ -36,6 +36,13 @@ def test_digits_need_neither_sklearn_nor_torch() -> None:
         "sys.exit('sklearn' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_digits_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which package is missing is said, also under -O."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemFailure, match="come with scikit-learn, which is not installed"):
+        datasets._digit_table.__wrapped__()
 
 
 @settings(deadline=None)
