@@ -60,7 +60,7 @@ def test_a_whole_one(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says how far the run came."""
     code, said = verdict(whole, capsys)
     assert code == exits.DONE
-    assert "none changed, lost or moved; weights " in said
+    assert "steps 0 to 3 of 0 to 3, weights " in said
     assert said.endswith(" after step 3; completed")
 
 

@@ -99,7 +99,7 @@ def test_there_is_none_yet(tmp_path: Path) -> None:
     one, standing = writer.reopen(tmp_path / "l", HEAD)
     one.append([END])
     one.close()
-    assert standing == Standing()
+    assert standing == Standing(is_new=True)
     assert trace.load(tmp_path / "l").events == (END,)
 
 

@@ -47,7 +47,8 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
     How many were drawn is counted up to the first step of which that is unknown.
     """
     scenario = trace.scenario
-    known_until = min(missing.require_ids(tally, trace), default=math.inf)
+    unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
+    known_until = min(unknown, default=math.inf)
     seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
     for step, shards in sorted(evidence.shards(trace).items()):
         epochs = sorted({s.epoch for s in shards if s.ids} or {shards[0].epoch})

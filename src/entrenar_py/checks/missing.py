@@ -11,7 +11,7 @@ from typing import Any
 from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Saved, Shard, Start, Trace, Update
+from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally
 
 # A trace that differs in more fields than these from one that is missing is of another training.
@@ -94,6 +94,17 @@ def require_shards(tally: Tally, trace: Trace) -> set[int]:
     elif bare:
         ask(tally, f"{named(_silent(trace))} made steps and recorded no Shard", advice)
     return bare
+
+
+def require_beginning(tally: Tally, trace: Trace) -> set[int]:
+    """The steps before which a ledger was begun anew, counted as missing if there are any."""
+    lacking = max((gap.step for gap in trace.of(Gap)), default=0)
+    if lacking:
+        tally.miss(
+            f"steps 0 to {lacking - 1} are not in this ledger, which was begun anew from a "
+            "checkpoint: what they drew is unknown"
+        )
+    return set(range(lacking))
 
 
 def _silent(trace: Trace) -> set[int]:

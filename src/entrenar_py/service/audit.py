@@ -9,7 +9,8 @@ from pathlib import Path
 from entrenar_py import trace
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest, exits
+from entrenar_py.service import digest, exits, extent
+from entrenar_py.service.extent import Extent
 from entrenar_py.trace import ledger
 
 
@@ -23,7 +24,7 @@ class Account:
 
     scenario: Scenario
     environment: dict[str, object]
-    num_lines: int = 0
+    extent: Extent
     weights: dict[int, str] = field(default_factory=dict)
     devices: set[tuple[str, str]] = field(default_factory=set)
     halt: trace.Halt | None = None
@@ -38,6 +39,7 @@ class Account:
     def take(self, events: Iterable[trace.Event]) -> None:
         """Reads on."""
         for event in events:
+            self.extent.take(event)
             self.end = event if isinstance(event, trace.End) else None
             if isinstance(event, trace.Attempt) and event.served:
                 self.devices.add((event.backend, event.device))
@@ -68,7 +70,12 @@ def verify(path: Path, *, replay: bool) -> int:
     except TraceError as error:
         print(f"broken: {error}")
         return exits.WRONG
-    print(f"{path}: {account.num_lines} lines, none changed, lost or moved; {_stands(account)}")
+    for sentence in account.extent.sentences():
+        print(f"{path}: {sentence}")
+    print(f"{path}: {_stands(account)}")
+    for missing in account.extent.missing():
+        print(f"incomplete: {extent.steps(*missing)} not in it, and nothing says why")
+        return exits.WRONG
     if account.quarrel is not None:
         print(f"different: {account.quarrel}")
         return exits.WRONG
@@ -83,9 +90,11 @@ def _read(path: Path) -> Account:
     try:
         with path.open("rb") as file:
             reader = ledger.Reader(file, path)
-            account = Account(reader.head.scenario, dict(reader.head.environment))
+            scenario = reader.head.scenario
+            found = Extent(reader.chain)
+            account = Account(scenario, dict(reader.head.environment), found)
             account.take(reader)
-            account.num_lines = reader.num_lines
+            found.num_lines, found.last = reader.num_lines, reader.chain
             return account
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be read ({error.strerror})") from error
@@ -95,8 +104,9 @@ def _stands(account: Account) -> str:
     """How far the run came."""
     if not account.weights:
         return "no step in it"
-    last = max(account.weights)
-    stands = f"weights {account.weights[last]} after step {last}"
+    first, last = min(account.weights), max(account.weights)
+    stands = f"steps {first} to {last} of 0 to {account.scenario.num_steps - 1}"
+    stands += f", weights {account.weights[last]} after step {last}"
     if account.end is None:
         return f"{stands}; not over there"
     reason = f" ({account.end.reason})" if account.end.reason else ""

@@ -118,7 +118,7 @@ def _open_ledger(given: Config, host: Host, *, resume: bool) -> None:
     )
     try:
         if resume:
-            host.write_to(*writer.reopen(given.ledger, head))
+            host.write_to(*writer.reopen(given.ledger, head, since=host.since))
         else:
             host.write_to(writer.create(given.ledger, head), writer.Standing())
     except OSError as error:

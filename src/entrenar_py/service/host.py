@@ -6,15 +6,16 @@ Nothing that grows with the number of steps is kept in memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from entrenar_py import trace
 from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message, TreeNode
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest
+from entrenar_py.service import continuity, digest
 from entrenar_py.service.happenings import Happening, Listener, Noted, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
 from entrenar_py.systems.server import Server
@@ -26,7 +27,8 @@ Traffic = Callable[[], tuple[int, int]]
 class Host(Server):
     """`unsaved` says why the last checkpoint could not be written, `broken` why the ledger could
     not; None if they could. A broken ledger calls `give_up`. `traffic` is asked for the bytes in
-    and out so far.
+    and out so far. `since` is what a new ledger lacks, if the run was gone on with from a
+    checkpoint.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Host(Server):
         self.checkpoint_path = checkpoint_path
         self.unsaved: str | None = None
         self.broken: str | None = None
+        self.since: trace.Gap | None = None
         self.give_up: Callable[[str], None] = lambda reason: None
         self.traffic: Traffic = lambda: (0, 0)
         self._ledger: Writer | None = None
@@ -150,9 +153,28 @@ class Host(Server):
         self._step, self._saved = first, first if there else None
         return first
 
+    def notes(self) -> Mapping[str, Any]:
+        """Of a checkpoint: the last line of the ledger, which is synced by then; null without."""
+        last = None if self._ledger is None else self._ledger.last
+        return {continuity.KEY: continuity.to_record(last)}
+
+    def read_notes(self, progress: Mapping[str, Any]) -> None:
+        """Takes which line of the ledger the checkpoint names."""
+        assert self.checkpoint_path is not None, "it was read there"
+        self.since = continuity.since(progress, self.checkpoint_path)
+
     def write_to(self, ledger: Writer, standing: Standing) -> None:
-        """Records in `ledger` from now on; who took part where it ends (`standing`) has left."""
+        """Records in `ledger` from now on; who took part where it ends (`standing`) has left.
+
+        A new one begins with the gap before it, if the run goes on from a checkpoint.
+        """
         self._ledger = ledger
+        if self.since is not None and standing.is_new:
+            self.recorder.emit(self.since)
+            self._write()
+            self.note("gap", f"the ledger is new: {continuity.say(self.since)}")
+        elif self.since is not None and self.since.chain is None:
+            self.note("unchecked", continuity.unchecked(self.since))
         self._is_over = standing.end is not None and standing.end.status == "completed"
         if standing.end is None:
             for rank in standing.present:

@@ -274,11 +274,18 @@ class Server(Replicas):
         checkpoint.save(
             self.checkpoint_path,
             checkpoint.as_arrays(tensors=self.replica.replica.arrays, optimizer=self.replica.state),
-            {**progress, "scenario": self.scenario.to_dict()},
+            {**progress, "scenario": self.scenario.to_dict(), **self.notes()},
         )
         rank = min(self.present, default=0)
         saved = trace.Saved(step=step, rank=rank, progress=progress, **self.state(self.replica))
         self.recorder.emit(saved)
+
+    def notes(self) -> Mapping[str, Any]:
+        """What else a checkpoint says, as JSON can hold it; `read_notes` is given it back."""
+        return {}
+
+    def read_notes(self, progress: Mapping[str, Any]) -> None:
+        """Takes what `notes` said out of the checkpoint that is restored."""
 
     def restore(self) -> int:
         """Takes the state from the checkpoint, the initial one if there is none; the next step.
@@ -294,6 +301,7 @@ class Server(Replicas):
             return 0
         arrays, progress = checkpoint.load(self.checkpoint_path)
         self._require_own(progress)
+        self.read_notes(progress)
         self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
         saved = checkpoint.group_of(arrays, "optimizer")
         self.replica.state = {name: saved[name].copy() for name in self.replica.state}

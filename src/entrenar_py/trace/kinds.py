@@ -10,6 +10,7 @@ from entrenar_py.trace.events import (
     Carried,
     End,
     Event,
+    Gap,
     Halt,
     Held,
     Injected,
@@ -31,7 +32,19 @@ from entrenar_py.trace.events import (
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
-        *(Start, Shard, Update, Synchronised, Membership, Injected, Audit, Planted, Halt, Saved),
+        *(
+            Start,
+            Shard,
+            Update,
+            Synchronised,
+            Membership,
+            Injected,
+            Audit,
+            Planted,
+            Halt,
+            Saved,
+            Gap,
+        ),
         *(Manifest, Attempt, Product, Memory, Held, Carried, Refused, Admission),
         *(Reduced, Traffic, Stepped, Explained, Poisoned, Declined, End),
     )
