@@ -137,6 +137,34 @@ def test_validate_counts_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ": warning: clause F-NEW-9 has no check here" in printed.err
 
 
+FOREIGN = """metadata: {version: 1}
+proof_obligations: [%s]
+falsification_tests: [{id: T-1, rule: Sums agree, prediction: p, if_fails: f}]
+qa_gate: {id: G, name: a bar, checks: [sums_agree], required_tests: [sums]}
+"""
+
+
+def test_a_contract_of_others_is_told_of_in_few_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no check covers is one paragraph, whatever there is of it; --validate tells all."""
+    path = tmp_path / "foreign-v1.yaml"
+    path.write_text(FOREIGN % ", ".join(f"{{property: Law {n} holds}}" for n in range(40)))
+    assert check("--contract", str(path)) == 4
+    printed = capsys.readouterr()
+    assert "40 clauses INCONCLUSIVE: no check covers it: nothing was compared" in printed.out
+    assert "UNDECIDED: no clause decides: sums_agree, required_tests: sums" in printed.out
+    assert len(printed.out.splitlines()) < 40 + 12
+    assert len(printed.err.splitlines()) == 2
+    assert "on how the contract was read; --validate prints them" in printed.err
+    assert check("--contract", str(path), "--allow-inconclusive") == 0
+    capsys.readouterr()
+    assert check("--contract", str(path), "--validate") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "foreign-v1.yaml: valid, 40 invariants, 1 warning, 3 notes\n"
+    assert "note: qa_gate: undecided, for no clause decides: " in printed.err
+
+
 def test_names_of_mutants_are_judged_where_they_are_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,8 @@ from entrenar_py.runner import Listener, ignore
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Verdict
 
+_WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
@@ -106,9 +108,30 @@ def _load(options: argparse.Namespace) -> Contract:
         raise UsageError(f"--contract FILE is missing; shipped are {names}")
     path = shipped.contract_path(options.contract)
     loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict)
-    for warning in loaded.warnings:
-        print(warning, file=sys.stderr)
+    for line in _told(loaded, everything=options.mode == "validate"):
+        print(line, file=sys.stderr)
     return loaded
+
+
+def _told(loaded: Contract, *, everything: bool) -> Iterator[str]:
+    """What there is to say about the file: `everything`, or the first warnings and how to get all.
+
+    Contracts that were written for other tools may give rise to hundreds of lines.
+    """
+    if everything:
+        yield from (problem.line for problem in loaded.problems)
+        return
+    yield from loaded.warnings[:_WARNINGS_MAX]
+    counts = _counted(
+        (len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note")
+    )
+    if counts:
+        yield f"{loaded.path}: {counts} on how the contract was read; --validate prints them"
+
+
+def _counted(*counts: tuple[int, str]) -> str:
+    """`2 warnings, 1 note`; what there is none of is left out."""
+    return ", ".join(f"{num} {noun}{'' if num == 1 else 's'}" for num, noun in counts if num)
 
 
 def vocabulary() -> contract.Vocabulary:
@@ -127,6 +150,8 @@ def _planted_bugs() -> Collection[str] | None:
 def _validated(loaded: Contract, output: Console) -> int:
     counts = ((len(loaded.invariants), "invariant"), (len(loaded.warnings), "warning"))
     found = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    notes = _counted((len(loaded.notes), "note"))
+    found += f", {notes}" if notes else ""
     output.print(f"{loaded.name}: valid, {found}", markup=False, soft_wrap=True)
     return 0
 
@@ -178,7 +203,7 @@ def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _
         environment=_environment,
         system=plan.systems_of(one for task in tasks for one in task.scenarios)
         or wish.system
-        or "",
+        or "none",
         seed=wish.seed,
         not_applying=not_applying,
     )

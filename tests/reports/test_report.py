@@ -53,7 +53,7 @@ def test_interrupted_run_exits_4_or_1(full: Report, ids: tuple[str, ...], code: 
 def test_green_needs_evidence(data: DataObject, any_report: SearchStrategy[Report]) -> None:
     """Exit 0 and a passed gate only after an uninterrupted run in which every entry held.
 
-    Nor is there green where the whole contract ran and its gate asks for what no clause says.
+    Nor is there green where the whole contract ran and its gate asks for what no clause decides.
     """
     report = data.draw(any_report)
     held = bool(report.entries) and report.counts[Verdict.HELD] == len(report.entries)
@@ -107,7 +107,7 @@ def test_gate_asks_for_what_it_names(
 def test_a_gate_that_no_clause_decides_is_inconclusive(
     full: Report, checks: tuple[str, ...], ids: tuple[str, ...], strict: int, allowed: int
 ) -> None:
-    """A whole contract whose gate asks for what no clause says exits 4; a part of it does not."""
+    """A whole contract exits 4 if no clause decides what its gate asks; a part does not."""
     clauses = tuple(c for c in full.contract.invariants if c.id in ("F-DP-001", "F-DP-004"))
     report = only(full, *ids, checks=checks)
     report = replace(report, contract=replace(report.contract, invariants=clauses))
@@ -116,7 +116,7 @@ def test_a_gate_that_no_clause_decides_is_inconclusive(
     assert report.gate_unresolved == tuple(name for name in checks if name == "soundness")
     assert report.gate_passed is (None if "soundness" in checks else True)
     if strict:
-        assert report.gate_open == "the gate is undecided: no clause says soundness"
+        assert report.gate_open == "the gate is undecided: no clause decides soundness"
 
 
 def test_gate_that_names_nothing_asks_for_p0_and_critical(full: Report) -> None:

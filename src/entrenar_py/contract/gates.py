@@ -31,7 +31,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Demands:
-    """What must hold for a pass: ids of `clauses`, and what is `unresolved`: no clause says it."""
+    """What must hold for a pass: ids of `clauses`, and what is `unresolved`, which none decides."""
 
     clauses: tuple[str, ...] = ()
     unresolved: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
             problems.warn(item.at, f"qa_gate: {why}{problems.hint(name, known)}")
     if unresolved:
         named = ", ".join(map(repr, unresolved))
-        problems.note(gate.position, f"qa_gate: undecided, for no clause says: {named}")
+        problems.note(gate.position, f"qa_gate: undecided, for no clause decides: {named}")
 
 
 def demands(contract: Contract) -> Demands:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import Verdict
 
 # Longest text printed for one label; the JSON report always has all of it.
 TEXT_CHARS_MAX = 400
@@ -66,6 +67,20 @@ def note_lines(entry: Entry) -> list[str]:
     """`note ID: text` for each fact worth printing beside the verdict, whatever that is."""
     told = (f"note {entry.invariant.id}: {note}" for note in entry.finding.notes)
     return [one_line(line) for line in told]
+
+
+def untried(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """The entries of which nothing was tried, by the reason that several of them share.
+
+    What stands before the reason, the clause's place, is left out of it.
+    """
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        tried = entry.num_scenarios or entry.num_explored or entry.finding.compared
+        if entry.verdict is Verdict.INCONCLUSIVE and not tried:
+            reason = entry.finding.reason.removeprefix(f"{entry.invariant.position}: ")
+            groups.setdefault(reason, []).append(entry)
+    return {reason: found for reason, found in groups.items() if len(found) > 1}
 
 
 def describe_scenario(record: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ class Report:
 
         None is undecided: the contract has no gate or its gate demands nothing, or none of what it
         demands broke but the run was interrupted, left demanded clauses out, or could not decide
-        what no clause says (`gate_unresolved`).
+        what no clause decides (`gate_unresolved`).
         """
         if self.contract.gate is None:
             return None
@@ -157,7 +157,7 @@ class Report:
         parts = (
             broken,
             left and f"not checked in this run: {left}",
-            unsaid and f"no clause says: {unsaid}",
+            unsaid and f"no clause decides: {unsaid}",
         )
         why = "; ".join(filter(None, parts))
         if self.contract.gate is None or self.gate_passed or why:
@@ -175,7 +175,7 @@ class Report:
         whole = all(clause.id in seen for clause in self.contract.invariants)
         if not self.entries or not whole or self.gate_broken or not self.gate_unresolved:
             return ""
-        return f"the gate is undecided: no clause says {', '.join(self.gate_unresolved)}"
+        return f"the gate is undecided: no clause decides {', '.join(self.gate_unresolved)}"
 
     def exit_code(self, *, allow_inconclusive: bool) -> int:
         """The process's exit code; an interrupted run never gives 0."""
@@ -194,6 +194,8 @@ class Report:
         """Why the entries are not all that was to be known; empty if they are."""
         if self.interrupted:
             return "the run was interrupted: the other results are what is known so far"
+        if not self.contract.invariants:
+            return "nothing selected: the contract has no clause and no proof obligation to check"
         if not self.entries:
             return "nothing selected: no clause of the contract is left to check"
         return ""

@@ -44,8 +44,12 @@ def render(report: Report, console: Console, *, quiet: bool) -> None:
         _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
     if shown:
         _print_entries(console, shown)
+    untried = evidence.untried(shown)
+    for why, entries in untried.items():
+        _print_untried(console, why, entries)
+    together = {id(entry) for entries in untried.values() for entry in entries}
     for entry in shown:
-        if entry.verdict is not Verdict.HELD:
+        if entry.verdict is not Verdict.HELD and id(entry) not in together:
             _print_evidence(console, report, entry)
     if not quiet:
         _print_notes(console, report)
@@ -158,6 +162,14 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
     return widths
 
 
+def _print_untried(console: Console, why: str, entries: list[Entry]) -> None:
+    """Prints in one paragraph what a contract of others may say a hundred times."""
+    word, style = _WORDS[Verdict.INCONCLUSIVE]
+    _line(console, "")
+    _line(console, f"{len(entries)} clauses {word}: {why}", style=style)
+    _labelled(console, "clauses", ", ".join(entry.invariant.id for entry in entries))
+
+
 def _print_evidence(console: Console, report: Report, entry: Entry) -> None:
     word, style = _WORDS[entry.verdict]
     heading = f"{evidence.one_line(entry.invariant.id)} {word}"
@@ -190,7 +202,9 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
     if report.interrupted:
         _line(console, "interrupted: this is what is known so far", style="bold yellow")
     elif not report.entries:
-        _line(console, "nothing selected: no clause of the contract was checked", style="bold")
+        why = report.incomplete if not report.contract.invariants else ""
+        why = why or "nothing selected: no clause of the contract was checked"
+        _line(console, why, style="bold")
     counts = ", ".join(f"{num} {verdict}" for verdict, num in report.counts.items() if num)
     _, style = _WORDS[report.verdict]
     work = f"{report.num_compared:,} comparisons in {_seen(report)}, {report.elapsed_s:.1f} s"
