@@ -10,13 +10,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import kill_matrix, mutants, options, scenario
+from entrenar_py import kill_matrix, mutants, options_page, scenario
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.contract import Invariant
 from entrenar_py.drivers import tcp
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
+from entrenar_py.project import keys as project_keys
 from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import MESSAGES, Accept, Message
@@ -31,6 +32,7 @@ DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
 PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
+CONFIGURATION = DOCS / "configuration.md"
 
 # What each field of a scenario means to who writes one; what it may hold is read from the record.
 MEANINGS = {
@@ -103,7 +105,8 @@ PAYLOADS = {
 def pages(rows: Sequence[Row]) -> dict[str, str]:
     """File name -> text: of every page that is generated, or has tables that are."""
     return {
-        "cli.md": options.reference(),
+        "cli.md": options_page.reference(),
+        "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix.markdown(rows, scripts()),
@@ -172,6 +175,22 @@ def service(page: str) -> str:
         "exits": _table(
             ("code", "means"), [(str(code), text) for code, text in exits.MEANINGS.items()]
         ),
+    }
+    return _filled(page, tables)
+
+
+def configuration(page: str) -> str:
+    """`page` with today's keys of a project's configuration."""
+    head = ("key", "holds", "left out", "means")
+    tables = {
+        name: _table(
+            head,
+            [
+                (f"`{key}`", project_keys.HOLDS[one.form], one.usual, one.means)
+                for key, one in table.items()
+            ],
+        )
+        for name, table in (("keys", project_keys.KEYS), ("exclusion", project_keys.EXCLUSION))
     }
     return _filled(page, tables)
 

@@ -48,8 +48,11 @@ FLOORS = {
     "doctor": 7,
     "console": 7,
     "options": 7,
+    "options_page": 7,
+    "project": 7,
     "pytest_judging": 7,
     "pytest_plugin": 7,
+    "reporting": 7,
     "service": 7,
     "session": 7,
 }

@@ -131,7 +131,7 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("usage: entrenar-check --contract FILE [options]")
+    assert done.stdout.startswith("usage: entrenar-check [--contract FILE] [options]")
     assert done.stderr.strip() == "[]"
 
 
@@ -226,7 +226,7 @@ def test_interrupted_before_anything(
     def interrupted(argv: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("entrenar_py.options.parse", interrupted)
+    monkeypatch.setattr("entrenar_py.options.read", interrupted)
     assert check("--contract", contract) == 4
     assert capsys.readouterr().err == "entrenar-check: interrupted before anything was known\n"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import options, plan
+from entrenar_py import options, options_page, plan
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
 
@@ -15,7 +15,17 @@ GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 REFERENCE = Path(__file__).parents[1] / "docs" / "cli.md"
 
 FLAGS = [
-    *("-h", "--help", "--version", "--contract", "--only", "--exclude", "--severity"),
+    *(
+        "-h",
+        "--help",
+        "--version",
+        "--contract",
+        "--config",
+        "--no-config",
+        "--only",
+        "--exclude",
+        "--severity",
+    ),
     *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
     *("--deadline", "--steps", "-x"),
     *("--allow-inconclusive", "--list", "--validate", "--judge", "--replay", "--mutants"),
@@ -41,8 +51,8 @@ def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reference_is_current() -> None:
-    """docs/cli.md is what the parser says: write `options.reference()` to it."""
-    assert REFERENCE.read_text(encoding="utf-8") == options.reference()
+    """docs/cli.md is what the parser says: write `options_page.reference()` to it."""
+    assert REFERENCE.read_text(encoding="utf-8") == options_page.reference()
 
 
 def test_help_names_every_choice() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from entrenar_py import interrupts, options
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
+from entrenar_py.project import merging
 
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
@@ -41,10 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        given = options.parse(arguments)
+        given = merging.configured(options.read(arguments))
         from entrenar_py import session  # brings everything heavy; `--help` has left by now
 
-        job = session.prepare(given, arguments)
+        try:
+            job = session.prepare(given, arguments)
+        except UsageError as error:
+            raise merging.located(error, given) from error
     except ContractError as error:  # its lines start with file:line:column
         print(error, file=sys.stderr)
         return EXIT_INVALID

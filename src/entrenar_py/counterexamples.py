@@ -69,10 +69,10 @@ def load(path: Path) -> Saved:
         raise TraceError(f"replay file {path}: not a counterexample ({error})") from error
 
 
-def known(invariant: str) -> Iterator[tuple[Path, Saved]]:
-    """All saved counterexamples of `invariant`: those of this folder, then those shipped."""
+def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
+    """All saved counterexamples of `invariant`: those of the folder `own`, then those shipped."""
     ours = shipped.falsification_folder()
-    folders = {FOLDER.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
+    folders = {own.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
     for folder in folders:
         for path in sorted(folder.glob(f"{_stem(invariant)}-*.json")):
             saved = load(path)

@@ -127,7 +127,7 @@ class _Attempt:
                 invariant=finding.invariant, scenario=scenario, finding=shrunk
             )
             try:
-                path = str(counterexamples.save(found))
+                path = str(counterexamples.save(found, self.plan.saved_folder))
             except OSError as error:
                 self.notes += (f"the counterexample could not be saved: {error}",)
         return Entry(

@@ -15,6 +15,8 @@ from entrenar_py.errors import UsageError
 
 PROG = "entrenar-check"
 
+CONTRACT = "{contract}"  # in the path of an output: the contract's name
+
 EPILOG = """\
 exit codes:
   0  every selected invariant held, each with comparisons made
@@ -30,6 +32,7 @@ examples:
   entrenar-check --contract my-contract.yaml --validate --strict
   entrenar-check --contract distributed-training-v1.yaml -- \\
       torchrun --nproc_per_node={world_size} my_train.py
+  entrenar-check
 """
 
 _SELECTION = ("only", "exclude", "severity")
@@ -37,19 +40,21 @@ FILES = ("json", "junit", "sarif", "html")  # a report may be written as
 _REPORT = (*FILES, "github", "allow_inconclusive", "quiet")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
-_COMMANDED = ("steps", "deadline")  # of somebody's own command alone
+COMMANDED = ("steps", "deadline")  # of somebody's own command alone
+_CONFIGURED = ("config", "no_config")
+_OUTPUTS = (*FILES, "trace_dir")
 
 # What runs instead of the search -> the options that mean something then; all others are refused,
 # because an option that is accepted and ignored lies. Without a mode every option counts.
 MODES: dict[str, tuple[str, ...]] = {
-    "list": ("contract", "strict", "no_color", *_SELECTION),
-    "validate": ("contract", "strict", "no_color"),
-    "judge": ("contract", "strict", "no_color", *_SELECTION, *_VARIATION, *_REPORT),
-    "replay": ("contract", "strict", "no_color", "trace_dir", *_REPORT),
+    "list": ("contract", "strict", "no_color", *_CONFIGURED, *_SELECTION),
+    "validate": ("contract", "strict", "no_color", *_CONFIGURED),
+    "judge": ("contract", "strict", "no_color", *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
+    "replay": ("contract", "strict", "no_color", "trace_dir", *_CONFIGURED, *_REPORT),
     "mutants": ("no_color",),
     "command": (
         *("contract", "strict", "no_color", "world_size", "seed", "steps", "deadline", "trace_dir"),
-        *(*_SELECTION, *_REPORT),
+        *(*_CONFIGURED, *_SELECTION, *_REPORT),
     ),
 }
 
@@ -65,16 +70,21 @@ def parser() -> argparse.ArgumentParser:
     """The command line, every option of it."""
     cli = _Parser(
         prog=PROG,
-        usage="%(prog)s --contract FILE [options] [-- COMMAND ...]",
-        description="Tries to falsify a distributed trainer against a written contract.",
+        usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]",
+        description="Tries to falsify a distributed trainer against a written contract. What the "
+        "command line leaves out is read from the project's configuration.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
     cli.add_argument(
-        "--contract", metavar="FILE", help="a YAML contract: a path, or the name of a shipped one"
+        "--contract",
+        metavar="FILE",
+        action="append",
+        help="a YAML contract: a path, or the name of a shipped one; of several each has a report",
     )
+    _add_configuration(cli.add_mutually_exclusive_group())
     _add_selection(cli.add_argument_group("which invariants"))
     _add_runs(cli.add_argument_group("how they are tried"))
     _add_modes(cli.add_argument_group("instead of running all that"))
@@ -83,27 +93,87 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; `mode` is a name in MODES, or None. UsageError for what makes no sense."""
+    """The options, where there is no configuration; UsageError for what makes no sense."""
+    options = read(arguments)
+    require_sensible(options)
+    return options
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options as typed, each for itself; UsageError for one that is none.
+
+    `mode` is a name in MODES, or None; `typed` are the names of those that were typed.
+    """
     cli = parser()
     own, command = _split(arguments)
-    options = cli.parse_args(own)
-    options.command = command
+    defaults = {action.dest: action.default for action in cli._actions}
+    options = cli.parse_args(own, argparse.Namespace(**dict.fromkeys(defaults)))
+    options.typed = frozenset(name for name, value in vars(options).items() if value is not None)
+    for name, default in defaults.items():
+        if name not in options.typed:
+            setattr(options, name, default)
+    options.contract = tuple(dict.fromkeys(options.contract or ()))
+    options.command, options.command_folder = command, None
     options.mode = next((name for name in MODES if getattr(options, name)), None)
-    if options.mode is not None:
-        for action in cli._actions:
-            name = action.dest
-            if name in ("help", "version", options.mode, *MODES[options.mode]):
-                continue
-            if getattr(options, name) != action.default:
-                option, mode = action.option_strings[0], _mode(options.mode)
-                raise UsageError(f"{option} means nothing with {mode}; leave it out")
-    if command and options.mode != "command":
-        raise UsageError(f"a command behind -- means nothing with --{options.mode}; leave it out")
-    for name in () if command else _COMMANDED:
-        if getattr(options, name) != cli.get_default(name):
-            raise UsageError(f"{_flag(name)} means something with a command behind -- alone")
-    _require_distinct({name: path for name in FILES if (path := getattr(options, name))})
     return options
+
+
+def require_sensible(options: argparse.Namespace, *, mode: str = "") -> None:
+    """Returns if the options that were typed go together; else UsageError.
+
+    `mode` is what to call that of `options`, where no option of theirs says it.
+    """
+    for action in parser()._actions if options.mode is not None else ():
+        name = action.dest
+        if name in options.typed and name not in (options.mode, *MODES[options.mode]):
+            told = mode or _mode(options.mode)
+            raise UsageError(f"{action.option_strings[0]} means nothing with {told}; leave it out")
+    if options.command and options.mode != "command":
+        raise UsageError(f"a command behind -- means nothing with --{options.mode}; leave it out")
+    for name in () if options.command else COMMANDED:
+        if name in options.typed:
+            raise UsageError(f"{flag(name)} means something with a command behind -- alone")
+    _require_distinct({name: path for name in FILES if (path := getattr(options, name))})
+    _require_apart(options)
+
+
+def of_each(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each contract's own report, `contract` and the paths being of this one."""
+    found = []
+    for contract in options.contract:
+        own = argparse.Namespace(**vars(options))
+        own.contract = contract
+        for name in _OUTPUTS:
+            path = getattr(options, name)
+            if path is not None:
+                setattr(own, name, Path(str(path).replace(CONTRACT, _stem(contract))))
+        found.append(own)
+    return found
+
+
+def _require_apart(options: argparse.Namespace) -> None:
+    """Returns if no contract's report would be written over another's; else UsageError."""
+    if len(options.contract) < 2:
+        return
+    stems = [_stem(contract) for contract in options.contract]
+    for name in _OUTPUTS:
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if CONTRACT not in str(path):
+            raise UsageError(
+                f"{flag(name)} {path}: each of {len(stems)} contracts has a report; put "
+                f"{CONTRACT}, which stands for its name, into the path"
+            )
+        if len(set(stems)) < len(stems):
+            raise UsageError(
+                f"{flag(name)} {path}: two contracts have the same name ({', '.join(stems)}); "
+                "rename one, or check them one by one"
+            )
+
+
+def _stem(contract: str) -> str:
+    return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")
 
 
 def _require_distinct(files: Mapping[str, Path]) -> None:
@@ -111,7 +181,7 @@ def _require_distinct(files: Mapping[str, Path]) -> None:
     by_path: dict[Path, str] = {}
     for name, path in files.items():
         if path in by_path:
-            both = f"{_flag(by_path[path])} and {_flag(name)}"
+            both = f"{flag(by_path[path])} and {flag(name)}"
             raise UsageError(f"{both} are both {path}; give two files")
         by_path[path] = name
 
@@ -130,55 +200,20 @@ def _mode(name: str) -> str:
     return "a command behind --" if name == "command" else f"--{name}"
 
 
-def reference() -> str:
-    """The command line reference, as Markdown: what docs/cli.md holds."""
-    codes, _, examples = EPILOG.partition("\n\nexamples:\n")
-    parts = [
-        f"# `{PROG}`",
-        f"`{PROG} --contract FILE [options] [-- COMMAND ...]`",
-        "Generated from `entrenar_py.options`; a test says whether this page is current.",
-    ]
-    for group in parser()._action_groups:
-        rows = [_row(action) for action in group._group_actions if action.dest != "help"]
-        if rows:
-            parts += [f"## {(group.title or '').capitalize()}", _table("option", rows)]
-    meant = [
-        (
-            "`-- COMMAND`" if mode == "command" else f"`--{mode}`",
-            ", ".join(map(_option, MODES[mode])),
-        )
-        for mode in MODES
-    ]
-    parts += [
-        "## Options that go together",
-        "Any other option means nothing beside these and is refused, with exit code 2.",
-        _table("with", meant),
-        "## Exit codes",
-        "The same whatever the output format.",
-        _table("code", [line.strip().split("  ", 1) for line in codes.splitlines()[1:]]),
-        "## Examples",
-        "\n".join(["```", *(line.strip() for line in examples.splitlines()), "```"]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _row(action: argparse.Action) -> tuple[str, str]:
-    metavar = f" {action.metavar}" if action.metavar else ""
-    metavar += f" [{action.metavar} ...]" if action.nargs == "+" else ""
-    return ", ".join(f"`{name}{metavar}`" for name in action.option_strings), action.help or ""
-
-
-def _option(name: str) -> str:
-    return f"`{_flag(name)}`"
-
-
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """What is typed for the option `name`."""
     return f"--{name.replace('_', '-')}"
 
 
-def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {title} | meaning |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {left} | {right} |" for left, right in rows)])
+def _add_configuration(group: argparse._MutuallyExclusiveGroup) -> None:
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="the configuration, instead of the nearest [tool.entrenar-check] in pyproject.toml, "
+        "or entrenar-check.toml, in this folder or above it",
+    )
+    group.add_argument("--no-config", action="store_true", help="go without a configuration")
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:

@@ -25,7 +25,8 @@ class Plan:
 
     `system` is None, `world_sizes` and `backends` are empty where the contract's own count. `seed`
     is added to every scenario's. `timeout_s` bounds the whole run; what it leaves out is
-    inconclusive. Raises UsageError for an unknown system or backend.
+    inconclusive. Counterexamples are kept in `saved_folder`. Raises UsageError for an unknown
+    system or backend.
     """
 
     system: str | None = None
@@ -35,6 +36,7 @@ class Plan:
     num_examples: int = 20
     timeout_s: float | None = None
     trace_folder: Path | None = None
+    saved_folder: Path = counterexamples.FOLDER
 
     def __post_init__(self) -> None:
         if self.system not in (None, *TRAINERS):
@@ -84,9 +86,7 @@ def select(
 ) -> list[Invariant]:
     """The clauses that `only`, `exclude` and `severities` leave; UsageError for an unknown id."""
     ids = [invariant.id for invariant in contract.invariants]
-    for wanted in (*only, *exclude):
-        if wanted not in ids:
-            raise UsageError(f"id {wanted!r} is not in {contract.name}: it has {', '.join(ids)}")
+    require_ids((*only, *exclude), ids, contract.name)
     return [
         invariant
         for invariant in contract.invariants
@@ -94,6 +94,13 @@ def select(
         and invariant.id not in exclude
         and (not severities or invariant.severity in severities)
     ]
+
+
+def require_ids(wanted: Iterable[str], ids: Collection[str], where: str) -> None:
+    """Returns if each of `wanted` is among `ids`; else UsageError."""
+    for one in wanted:
+        if one not in ids:
+            raise UsageError(f"id {one!r} is not in {where}: it has {', '.join(ids)}")
 
 
 def divide(
@@ -177,7 +184,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
         raise UsageError(f"{_place(invariant)}: {error}") from error
     known = []
     trainers = {one.system for one in wanted}
-    for path, saved in counterexamples.known(invariant.id):
+    for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
         if _fits(saved.scenario, plan, trainers):
             require_known(saved.scenario, str(path))
             known.append(saved.scenario)

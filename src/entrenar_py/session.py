@@ -9,12 +9,9 @@ import argparse
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -27,45 +24,23 @@ from entrenar_py import (
     falsify,
     kill_matrix,
     plan,
+    reporting,
     shipped,
     stored,
 )
-from entrenar_py.command import keeping, ranks, runs, watched
+from entrenar_py.command import keeping, launch, ranks, runs, watched
 from entrenar_py.contract import Contract, Invariant
-from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.options import FILES, PROG
-from entrenar_py.reports import (
-    curves,
-    evidence,
-    github,
-    html,
-    json_format,
-    junit,
-    output_file,
-    sarif,
-    terminal,
-)
-from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry, NotApplying, Report
-from entrenar_py.runner import Listener, ignore
+from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
+from entrenar_py.options import FILES, PROG, of_each
+from entrenar_py.project import exclusions, several
+from entrenar_py.reporting import Work
+from entrenar_py.reports import evidence, github, output_file
+from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
+from entrenar_py.runner import Listener
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Verdict
 
 _WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What gives the entries of a report, and what the report says about where they come from.
-
-    `environment` is asked for after the entries: only then is it known which devices were opened.
-    """
-
-    entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
-    environment: Callable[[], Mapping[str, Any]]
-    system: str
-    seed: int
-    num_traces: int | None = None
-    not_applying: tuple[NotApplying, ...] = ()
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
@@ -76,15 +51,37 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
         return partial(kill_matrix.show, output)
-    loaded = _load(options)
+    called = _called(options, arguments)
+    jobs: list[several.Job] = []
+    for own, loaded in _chosen(options, _loaded(options)):
+        jobs.append(_prepared(own, called, loaded, output))
+    return partial(several.run, jobs)
+
+
+def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """What repeats this call: the words that were typed, and the configuration by its name."""
+    named = options.project is not None and "config" not in options.typed
+    told = ("--config", options.project.place.file) if named else ()
+    return shlex.join((PROG, *told, *arguments))
+
+
+def _prepared(
+    options: argparse.Namespace, called: str, loaded: Contract, output: Console
+) -> several.Job:
+    """What is left to do for one contract."""
     if options.mode == "validate":
         plan.require_runnable(loaded.invariants)
         return partial(_validated, loaded, output)
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
+    standing = exclusions.apply(
+        selected,
+        options.project.exclusions if options.project and options.mode != "replay" else (),
+        asked=options.only if "only" in options.typed else (),
+    )
     if options.mode == "list":
-        return partial(_list, selected, output)
+        return partial(_list, standing, output)
     for name in FILES:
         if getattr(options, name) is not None:
             output_file.require_writable(getattr(options, name), f"--{name}")
@@ -93,19 +90,60 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     if options.mode == "replay":
         work = _replaying(options, loaded)
     elif options.mode == "judge":
-        work = _judging(options, selected)
+        work = _judging(options, standing.selected)
     elif options.mode == "command":
-        work = _watching(options, selected)
+        work = _watching(options, standing.selected)
     else:
-        work = _falsifying(options, selected)
+        work = _falsifying(options, standing.selected)
     _make_trace_folder(options.trace_dir)
-    return partial(_report, options, shlex.join((PROG, *arguments)), loaded, work, output)
+    return partial(reporting.report, options, called, loaded, work, standing, output)
+
+
+def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
+    """Each contract, with its own options; the problems of all contracts at once."""
+    if not options.contract:
+        names = ", ".join(path.name for path in shipped.shipped_contracts())
+        raise UsageError(
+            f"--contract FILE is missing, and there is no configuration here; shipped are {names}"
+        )
+    found, problems = [], []
+    for own in of_each(options):
+        try:
+            found.append((own, _load(own)))
+        except ContractError as error:
+            problems += error.problems
+    if problems:
+        raise ContractError(problems)
+    return found
+
+
+def _chosen(
+    options: argparse.Namespace, loaded: Sequence[tuple[argparse.Namespace, Contract]]
+) -> Iterator[tuple[argparse.Namespace, Contract]]:
+    """Those of the contracts that have a clause which was asked for by its id, with these ids.
+
+    Raises UsageError for an id that none has, and ContractError for one that the configuration of
+    these contracts excludes.
+    """
+    ids = {clause.id: None for _, one in loaded for clause in one.invariants}
+    if "contract" in options.used:  # the configuration knows these, and all of them
+        exclusions.require_known(options.project.exclusions, ids)
+    if options.mode == "replay" and len(loaded) > 1:
+        broken = counterexamples.load(options.replay).invariant
+        loaded = [pair for pair in loaded if broken in [one.id for one in pair[1].invariants]]
+        plan.require_ids((broken,), ids, "the contracts")
+    for own, one in loaded:
+        if len(loaded) > 1:
+            plan.require_ids((*options.only, *options.exclude), ids, "the contracts")
+            present = {clause.id for clause in one.invariants}
+            own.only = tuple(clause for clause in options.only if clause in present)
+            own.exclude = tuple(clause for clause in options.exclude if clause in present)
+            if options.only and not own.only:
+                continue
+        yield own, one
 
 
 def _load(options: argparse.Namespace) -> Contract:
-    if options.contract is None:
-        names = ", ".join(path.name for path in shipped.shipped_contracts())
-        raise UsageError(f"--contract FILE is missing; shipped are {names}")
     path = shipped.contract_path(options.contract)
     loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict)
     for line in _told(loaded, everything=options.mode == "validate"):
@@ -156,8 +194,9 @@ def _validated(loaded: Contract, output: Console) -> int:
     return 0
 
 
-def _list(selected: Sequence[Invariant], output: Console) -> int:
-    """Prints one line per invariant, in columns; no line is wrapped."""
+def _list(standing: exclusions.Standing, output: Console) -> int:
+    """Prints one line per invariant, in columns, then those left out; no line is wrapped."""
+    selected = standing.selected
     rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
     for clause in selected:
         check = checks.bind(clause)
@@ -168,6 +207,11 @@ def _list(selected: Sequence[Invariant], output: Console) -> int:
     for row in rows:
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         output.print("  ".join(padded).rstrip(), soft_wrap=True)
+    for one in standing.excluded:
+        output.print(evidence.one_line(f"excluded: {one.invariant.id} {one.why}"), soft_wrap=True)
+    for other in standing.not_applying:
+        told = f"not applied: {other.invariant.id}: {other.reason}"
+        output.print(evidence.one_line(told), soft_wrap=True)
     return 0 if selected else EXIT_NOTHING_SELECTED
 
 
@@ -190,13 +234,21 @@ def _plan(options: argparse.Namespace) -> plan.Plan:
         num_examples=options.examples,
         timeout_s=options.timeout,
         trace_folder=options.trace_dir,
+        saved_folder=_saved_folder(options),
     )
 
 
-def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
+def _saved_folder(options: argparse.Namespace) -> Path:
+    """Where counterexamples are kept: below the configuration's folder, else the current one."""
+    if options.project is None:
+        return counterexamples.FOLDER
+    return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))
+
+
+def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
     wish = _plan(options)
     tasks, not_applying = plan.divide(selected, wish)
-    return _Work(
+    return Work(
         entries=lambda show, judged: falsify.falsify(
             tasks, wish, on_progress=show, on_judged=judged, stop_early=options.stop_early
         ),
@@ -209,12 +261,12 @@ def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> _
     )
 
 
-def _replaying(options: argparse.Namespace, loaded: Contract) -> _Work:
+def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
     saved = counterexamples.load(options.replay)
     plan.require_known(saved.scenario, f"replay file {options.replay}")
     invariant = plan.select(loaded, only=(saved.invariant,))[0]
     task = plan.Task(invariant=invariant, check=checks.bind(invariant), known=(saved.scenario,))
-    return _Work(
+    return Work(
         entries=lambda show, judged: [
             falsify.replay(task, options.replay, trace_folder=options.trace_dir, on_judged=judged)
         ],
@@ -224,10 +276,10 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> _Work:
     )
 
 
-def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
+def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
     traces = stored.load(options.judge)
     tasks, not_applying = plan.divide(selected, _plan(options))
-    return _Work(
+    return Work(
         entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(stored.environment, traces.values()),
         system=plan.systems_of(trace.scenario for trace in traces.values()),
@@ -237,13 +289,13 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wor
     )
 
 
-def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Work:
+def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
     """Somebody's own trainer: its runs, then what the checks find on them.
 
     Clauses that probes of the harness decide say nothing of it, and are left out.
     """
     tasks = watched.tasks(selected)
-    runs.require_program(options.command[0])
+    runs.require_program(options.command[0], options.command_folder)
     wish = partial(
         runs.Plan,
         command=options.command,
@@ -252,6 +304,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
         seed=options.seed,
         num_steps=options.steps,
         deadline_s=options.deadline,
+        launch=partial(launch.launch, cwd=options.command_folder),
     )
     wish(folder=Path())  # says what can't be
     traces: dict[Path, Trace] = {}
@@ -269,7 +322,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> _Wo
                     raise
             yield from map(kept.see, watched.judge(tasks, traces, on_judged=judged))
 
-    return _Work(
+    return Work(
         entries=entries,
         environment=lambda: stored.environment(traces.values()),
         system=ranks.SYSTEM,
@@ -288,54 +341,3 @@ def _environment() -> dict[str, str]:
         except BackendUnavailable:
             described[name] = "none"
     return described
-
-
-def _report(
-    options: argparse.Namespace, command: str, loaded: Contract, work: _Work, output: Console
-) -> int:
-    """Has the work done, renders what is known of it in every format, and gives the exit code."""
-    started = time.monotonic()
-    entries: list[Entry] = []
-    interrupted = False
-    seen = curves.Curves()
-    with terminal.Progress(output) as progress:
-        try:
-            for entry in work.entries(progress.show, seen.see if options.html else ignore):
-                entries.append(entry)  # one by one: an interrupt keeps what is known so far
-        except KeyboardInterrupt:
-            interrupted = True
-    report = Report(
-        contract=loaded,
-        contract_given=options.contract,
-        system=work.system,
-        seed=work.seed,
-        entries=tuple(entries),
-        environment=work.environment() if entries else {},
-        elapsed_s=time.monotonic() - started,
-        interrupted=interrupted,
-        command=command,
-        num_traces=work.num_traces,
-        curves=seen.found,
-        not_applying=work.not_applying,
-    )
-    terminal.render(report, output, quiet=options.quiet)
-    _write(report, options, output)
-    return report.exit_code(allow_inconclusive=options.allow_inconclusive)
-
-
-def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
-    """Writes the report in each format that was asked for."""
-    allowed: bool = options.allow_inconclusive
-    root = Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
-    if options.json is not None:
-        json_format.write(report, options.json)
-    if options.junit is not None:
-        junit.write(report, options.junit, allow_inconclusive=allowed)
-    if options.sarif is not None:
-        sarif.write(report, options.sarif, root=root, allow_inconclusive=allowed)
-    if options.html is not None:
-        html.write(report, options.html)
-    if options.github:
-        for line in github.annotate(report, root=root, allow_inconclusive=allowed):
-            output.print(line, markup=False, soft_wrap=True, no_wrap=True)
-        github.append(github.summary(report), github.summary_path(os.environ))

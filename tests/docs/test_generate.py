@@ -39,6 +39,7 @@ def test_make_docs_changes_nothing(
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == [
         "cli.md",
+        "configuration.md",
         "contract-format.md",
         "entrenar.md",
         "kill-matrix.md",

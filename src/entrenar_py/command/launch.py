@@ -61,8 +61,10 @@ def launch(
     variables: Mapping[str, str],
     deadline_s: float,
     is_over: Callable[[], bool] = lambda: False,
+    cwd: Path | None = None,
 ) -> Ended:
-    """Runs `command` in this working folder, with `variables` beside this environment.
+    """Runs `command` in the folder `cwd`, or else in this one, with `variables` beside this
+    environment.
 
     Once training `is_over` it has LEAVING_S to end, as at its deadline it has none.
     Its ranks keep what they record in `folder`, and its output goes to OUTPUT there. Raises
@@ -74,6 +76,7 @@ def launch(
     try:
         process = subprocess.Popen(
             command,
+            cwd=cwd,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -223,9 +224,10 @@ def require_placeholders(command: Sequence[str]) -> None:
                 raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}")
 
 
-def require_program(word: str) -> None:
-    """Returns if it can be started, as far as can be known; UsageError, with what to do."""
-    if "{" not in word and shutil.which(word) is None:
+def require_program(word: str, cwd: Path | None = None) -> None:
+    """Returns if it can be started in `cwd`, as far as is known; UsageError, with what to do."""
+    program = str((cwd or Path()) / word) if os.sep in word else word
+    if "{" not in word and shutil.which(program) is None:
         raise UsageError(
             f"the command {word!r} can't be started: there is no such program that may be "
             "executed; give its path, or the name of one on PATH (for a script: python my_train.py)"

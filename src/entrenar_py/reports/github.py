@@ -82,6 +82,8 @@ def summary(report: Report) -> str:
         lines += ["", f"Gate {_text(title)}"]
     for line in (*notes, *report.left_out):
         lines += ["", _text(line)]
+    if report.configuration is not None:
+        lines += ["", _text(f"Configured: {report.configuration.told}")]
     lines += ["", "Repeat with", "", _fenced([evidence.printable(report.command)])]
     return "\n".join(lines) + "\n"
 

@@ -51,6 +51,8 @@ def _document(report: Report) -> Iterator[str]:
     yield f"<p>{_text(_gate(report))}</p>"
     for line in report.left_out:
         yield f"<p>{_text(line)}</p>"
+    if report.configuration is not None:
+        yield f"<p>Configured: {_text(report.configuration.told)}</p>"
     yield f"<p>Repeat with</p><pre>{_long(report.command)}</pre></header>"
     if report.entries:
         yield from _verdicts(report)

@@ -14,7 +14,7 @@ from typing import Any
 import entrenar_py
 from entrenar_py.contract import Contract
 from entrenar_py.reports import output_file
-from entrenar_py.reports.report import Entry, Report
+from entrenar_py.reports.report import Configuration, Entry, Excluded, Report
 
 SCHEMA = "entrenar-check-report/1"
 _UNSHOWN = ("invariant", "vacuous")  # of a finding: the first is the result's id
@@ -39,6 +39,8 @@ def dump(report: Report) -> dict[str, Any]:
         "num_traces": report.num_traces,
         "not_applying": [one.invariant.id for one in report.not_applying],
         "why_not_applying": {one.invariant.id: one.reason for one in report.not_applying},
+        "excluded": [_excluded(one) for one in report.excluded],
+        "configuration": _configuration(report.configuration),
         "gate": _gate(report),
         "results": [_result(report, entry) for entry in report.entries],
         "environment": report.environment,
@@ -62,6 +64,28 @@ def _contract(contract: Contract) -> dict[str, Any]:
         "digest": contract.digest,
         "warnings": contract.warnings,
         "notes": contract.notes,
+    }
+
+
+def _excluded(one: Excluded) -> dict[str, Any]:
+    return {
+        "id": one.invariant.id,
+        "name": one.invariant.name,
+        "severity": one.invariant.severity,
+        "reason": one.reason,
+        "until": one.until.isoformat(),
+        "place": one.place,
+    }
+
+
+def _configuration(one: Configuration | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "place": one.place,
+        "used": one.used,
+        "overruled": one.overruled,
+        "command": one.command,
     }
 
 

@@ -5,7 +5,8 @@ with skipped cases green, and a check that compared nothing must never look gree
 running it said that inconclusive is good enough (`--allow-inconclusive`), it is `<skipped>`. So the
 file is free of failures and errors exactly when the exit code is 0; for the same reason a run that
 was interrupted or that selected nothing brings a test case of its own, an error; so does a gate
-that no clause decides.
+that no clause decides. A clause that the project's configuration excludes is `<skipped>`: somebody
+has said why, and until when.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import entrenar_py
+from entrenar_py.contract import Invariant
 from entrenar_py.reports import evidence, output_file
-from entrenar_py.reports.report import Entry, Report
+from entrenar_py.reports.report import Entry, Excluded, Report
 from entrenar_py.verdict import Verdict
 
 
@@ -29,6 +31,8 @@ def render(report: Report, *, allow_inconclusive: bool) -> str:
     inconclusive = "skipped" if allow_inconclusive else "error"
     for entry in report.entries:
         _add_case(suite, report, entry, inconclusive)
+    for excluded in report.excluded:
+        _add_excluded(suite, report, excluded)
     if report.incomplete:
         name = "interrupted" if report.interrupted else "nothing selected"
         _add_alarm(suite, report, name, report.incomplete, "error")
@@ -57,6 +61,7 @@ def _add_properties(suite: Element, report: Report) -> None:
         ("contract_digest", report.contract.digest),
         ("entrenar-py", entrenar_py.__version__),
         ("command", report.command),
+        *([("configuration", report.configuration.told)] if report.configuration else []),
         *_not_applying(report),
         *evidence.flatten(report.environment),
     ]
@@ -75,17 +80,28 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
         yield evidence.one_line(f"not_applying {clause.id} {clause.name}"), one.reason
 
 
-def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -> None:
-    clause, finding = entry.invariant, entry.finding
-    case = SubElement(
+def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -> Element:
+    """Adds the test case of `clause`, with nothing in it."""
+    return SubElement(
         suite,
         "testcase",
         classname=evidence.printable(report.contract.name),
         name=evidence.one_line(f"{clause.id} {clause.name}"),
-        time=f"{entry.elapsed_s:.3f}",
+        time=f"{elapsed_s:.3f}",
         file=evidence.printable(clause.position.file),
         line=str(clause.position.line),
     )
+
+
+def _add_excluded(suite: Element, report: Report, excluded: Excluded) -> None:
+    case = _case(suite, report, excluded.invariant, 0.0)
+    message = evidence.one_line(f"excluded {excluded.why}")
+    SubElement(case, "skipped", type="excluded", message=message)
+
+
+def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -> None:
+    finding = entry.finding
+    case = _case(suite, report, entry.invariant, entry.elapsed_s)
     if entry.verdict is not Verdict.HELD:
         tag = "failure" if entry.verdict is Verdict.FALSIFIED else inconclusive
         message = evidence.one_line(finding.reason)

@@ -5,6 +5,7 @@ Decides nothing about single invariants (a finding does) and renders nothing.
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +52,53 @@ class NotApplying:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Excluded:
+    """A clause that was selected, and that the configuration leaves out until a day, and why.
+
+    `until` is the last day of that; `place` is where the configuration says so.
+    """
+
+    invariant: Invariant
+    reason: str
+    until: datetime.date
+    place: str
+
+    @property
+    def named(self) -> str:
+        """The clause: `ID (name)`."""
+        return f"{self.invariant.id} ({self.invariant.name})"
+
+    @property
+    def why(self) -> str:
+        """In words, for any format."""
+        return f"until {self.until}: {self.reason} ({self.place})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Where a project's configuration stands, and which of its keys took part in a run.
+
+    `overruled` are those of which the command line said otherwise; `command` is the command that it
+    brought, empty if it brought none.
+    """
+
+    place: str
+    used: tuple[str, ...]
+    overruled: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """In words: what came from where."""
+        parts = [f"{', '.join(self.used)} from {self.place}" if self.used else self.place]
+        if self.command:
+            parts.append(f"command {' '.join(self.command)}")
+        if self.overruled:
+            parts.append(f"the command line says otherwise of {', '.join(self.overruled)}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What a run found about a contract.
 
@@ -59,8 +107,9 @@ class Report:
     typed in a shell. `environment` holds versions and devices. `num_traces` is how many stored
     traces were judged, None if scenarios were run. `curves` are the runs that were judged, where a
     report was asked for that draws them. `not_applying` are the clauses that were selected and say
-    nothing of `system`: they have no entry. `interrupted` means that a person stopped the run, so
-    that `entries` are only what is known so far.
+    nothing of `system`: they have no entry. Nor have those that the `configuration` leaves out,
+    `excluded`. `interrupted` means that a person stopped the run, so that `entries` are only what
+    is known so far.
     """
 
     contract: Contract
@@ -75,15 +124,21 @@ class Report:
     num_traces: int | None = None
     curves: tuple[Curve, ...] = ()
     not_applying: tuple[NotApplying, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    configuration: Configuration | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Which selected clauses do not apply to the system: a line for each reason."""
+        """Which selected clauses are excluded, a line each; then which do not apply to the system,
+        a line for each reason.
+        """
         clauses: dict[str, list[str]] = {}
         for one in self.not_applying:
             named = f"{one.invariant.id} ({one.invariant.name})"
             clauses.setdefault(one.reason, []).append(named)
-        return tuple(f"not applied: {', '.join(ids)}: {why}" for why, ids in clauses.items())
+        excluded = (f"excluded: {one.named} {one.why}" for one in self.excluded)
+        applied = (f"not applied: {', '.join(ids)}: {why}" for why, ids in clauses.items())
+        return (*excluded, *applied)
 
     @property
     def verdict(self) -> Verdict:
@@ -153,7 +208,9 @@ class Report:
     def gate_why(self) -> str:
         """What keeps the gate from passing; empty if it passed or there is none."""
         broken = ", ".join(f"{one.invariant.id} {one.verdict}" for one in self.gate_broken)
-        left, unsaid = ", ".join(self.gate_not_run), ", ".join(self.gate_unresolved)
+        excluded = {one.invariant.id: " (excluded)" for one in self.excluded}
+        left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
+        unsaid = ", ".join(self.gate_unresolved)
         parts = (
             broken,
             left and f"not checked in this run: {left}",
@@ -168,10 +225,12 @@ class Report:
     def gate_open(self) -> str:
         """Why the gate is undecided though the whole contract ran; empty if it is not.
 
-        A run of some of the clauses leaves the gate aside: then it is empty too.
+        A run of some of the clauses leaves the gate aside: then it is empty too. A clause that the
+        configuration excludes makes no such run of the others.
         """
         seen = {one.invariant.id for one in self.entries}
         seen |= {one.invariant.id for one in self.not_applying}
+        seen |= {one.invariant.id for one in self.excluded}
         whole = all(clause.id in seen for clause in self.contract.invariants)
         if not self.entries or not whole or self.gate_broken or not self.gate_unresolved:
             return ""

@@ -50,6 +50,7 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
             "contractDigest": report.contract.digest,
             "system": report.system,
             "seed": report.seed,
+            **({"configuration": report.configuration.told} if report.configuration else {}),
             "environment": report.environment,
         },
     }
@@ -73,9 +74,10 @@ def _driver(report: Report) -> dict[str, Any]:
 
 
 def _clauses(report: Report) -> list[Invariant]:
-    """Those with an entry, in its order, then those that do not apply."""
-    applied = [entry.invariant for entry in report.entries]
-    return applied + [one.invariant for one in report.not_applying]
+    """Those with an entry, in its order, then those that are excluded, or do not apply."""
+    clauses = [entry.invariant for entry in report.entries]
+    clauses += [one.invariant for one in report.excluded]
+    return clauses + [one.invariant for one in report.not_applying]
 
 
 def _rule(clause: Invariant) -> dict[str, Any]:
@@ -111,8 +113,10 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
 
 
 def _notes(report: Report) -> Iterator[dict[str, Any]]:
-    """What is worth saying beside the verdicts, and why clauses do not apply; with their rules."""
+    """What is worth saying beside the verdicts, and why clauses were left out; with their rules."""
     notes = [evidence.note_lines(entry) for entry in report.entries]
+    for excluded in report.excluded:
+        notes.append([evidence.one_line(f"{excluded.named} excluded {excluded.why}")])
     for one in report.not_applying:
         line = f"{one.invariant.id} ({one.invariant.name}) was not applied: {one.reason}"
         notes.append([evidence.one_line(line)])

@@ -196,6 +196,8 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
     if not quiet:
         facts = ", ".join(f"{name} {value}" for name, value in evidence.flatten(report.environment))
         _line(console, f"ran on {facts}" if facts else "ran on: nothing recorded", style="dim")
+        if report.configuration is not None:
+            _line(console, f"configured: {report.configuration.told}", style="dim")
         _command(console, f"repeat with: {report.command}")
     for line in report.left_out:
         _line(console, evidence.one_line(line))

@@ -1,0 +1,87 @@
+"""Which of a contract's clauses a configuration leaves out today, and which it no longer does."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from entrenar_py.contract import Invariant
+from entrenar_py.contract.problems import Problems
+from entrenar_py.project.reading import Exclusion
+from entrenar_py.reports.report import Excluded, NotApplying
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The clauses that are left to try, and what becomes of the others. `notes` are by the ids of
+    clauses that are tried though the configuration names them.
+    """
+
+    selected: tuple[Invariant, ...]
+    excluded: tuple[Excluded, ...] = ()
+    not_applying: tuple[NotApplying, ...] = ()
+    notes: Mapping[str, str]
+
+
+def apply(
+    selected: Sequence[Invariant],
+    exclusions: Sequence[Exclusion],
+    *,
+    asked: Collection[str] = (),
+    today: datetime.date | None = None,
+) -> Standing:
+    """What `exclusions` make of the clauses that were selected.
+
+    Those that were `asked` for by their ids on the command line are tried all the same. `today` is
+    this machine's date, unless given.
+    """
+    day = today or datetime.date.today()
+    by_clause = {one.clause: one for one in exclusions}
+    left: list[Invariant] = []
+    excluded: list[Excluded] = []
+    not_applying: list[NotApplying] = []
+    notes: dict[str, str] = {}
+    for clause in selected:
+        found = by_clause.get(clause.id)
+        if found is None:
+            left.append(clause)
+        elif clause.id in asked:
+            left.append(clause)
+            notes[clause.id] = f"tried as --only asks, though {found.place} excludes it"
+        elif found.is_void(day):
+            left.append(clause)
+            notes[clause.id] = (
+                f"its exclusion ended with {found.until}, so it is tried again: {found.reason} "
+                f"({found.place})"
+            )
+        elif found.until is None:
+            why = f"{found.reason} ({found.place})"
+            not_applying.append(NotApplying(invariant=clause, reason=why))
+        else:
+            place = str(found.place)
+            excluded.append(
+                Excluded(invariant=clause, reason=found.reason, until=found.until, place=place)
+            )
+    return Standing(
+        selected=tuple(left),
+        excluded=tuple(excluded),
+        not_applying=tuple(not_applying),
+        notes=notes,
+    )
+
+
+def require_known(exclusions: Sequence[Exclusion], ids: Collection[str]) -> None:
+    """Returns if each names a clause that a contract has, none twice; else ContractError."""
+    problems = Problems()
+    seen: dict[str, Exclusion] = {}
+    for one in exclusions:
+        if one.clause not in ids:
+            told = problems.hint(one.clause, ids)
+            problems.error(one.place, f"clause {one.clause!r} is in none of the contracts{told}")
+        elif one.clause in seen:
+            problems.error(
+                one.place, f"clause {one.clause!r} is excluded at {seen[one.clause].place}, too"
+            )
+        seen.setdefault(one.clause, one)
+    problems.settle(strict=True)

@@ -1,0 +1,90 @@
+"""The keys of a configuration: what each holds and means. `reading` reads them, the docs show them.
+
+A key is named as the option that it stands for, without the dashes; `options.parser` says what its
+value may be. Few have no option: `command`, `exclude`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Form = Literal[
+    "text", "texts", "count", "counts", "seconds", "flag", "path", "command", "exclusions", "date"
+]
+HOLDS: Mapping[Form, str] = {
+    "text": "text",
+    "texts": "text, or list of texts",
+    "count": "whole number",
+    "counts": "whole number, or list of them",
+    "seconds": "number of seconds",
+    "flag": "`true` or `false`",
+    "path": "path",
+    "command": "text, or list of words",
+    "exclusions": "list of tables, see below",
+    "date": "date, without quotes",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """`form` names a row of HOLDS; `usual` is what holds where the key is left out."""
+
+    form: Form
+    usual: str
+    means: str
+
+
+_PER_CONTRACT = "; `{contract}` in it is the contract's name, needed where there are several"
+KEYS: Mapping[str, Key] = {
+    "contract": Key(
+        "texts",
+        "required",
+        "YAML contracts, by path or by the name of a shipped one; each has a report",
+    ),
+    "command": Key(
+        "command",
+        "none",
+        "the command that trains, with its [placeholders](your-trainer.md#what-is-run); it runs in "
+        "the file's folder",
+    ),
+    "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
+    "deadline": Key("seconds", "`300`", "each run of the command is ended after so long"),
+    "system": Key("text", "the contract's own", "the trainer to try, where there is no command"),
+    "backend": Key("texts", "`cpu`", "the workers' backends in turn, where there is no command"),
+    "examples": Key("count", "`20`", "random scenarios per invariant, where there is no command"),
+    "timeout": Key("seconds", "none", "no new run is started after so long; not for a command"),
+    "world-size": Key("counts", "the contract's; of a command `2`", "numbers of workers"),
+    "seed": Key("count", "`0`", "added to every seed; of a command what `{seed}` stands for"),
+    "only": Key("texts", "all", "ids of the clauses to try"),
+    "severity": Key("texts", "all", "severities of the clauses to try: `P0`, `P1`, `P2`"),
+    "exclude": Key("exclusions", "none", "clauses that are not tried, and why"),
+    "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
+    "strict": Key("flag", "`false`", "the contract's warnings are errors"),
+    "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
+    "junit": Key("path", "not written", "the report as JUnit XML; the same"),
+    "sarif": Key("path", "not written", "the report as SARIF; the same"),
+    "html": Key("path", "not written", "the report as one page; the same"),
+    "github": Key("flag", "`false`", "annotations and summary, where a GitHub workflow runs this"),
+    "trace-dir": Key("path", "runs are not kept", "folder for every run's trace; the same"),
+    "quiet": Key("flag", "`false`", "show only what did not hold"),
+}
+
+# Of one entry of `exclude`.
+EXCLUSION: Mapping[str, Key] = {
+    "clause": Key("texts", "required", "ids of clauses"),
+    "reason": Key("text", "required", "why; every report repeats it"),
+    "until": Key(
+        "date",
+        "required, unless `kind` says that it can't apply",
+        "the last day on which it is left out (`2027-01-31`); from the next day on the clause is "
+        "tried again, and the report says so",
+    ),
+    "kind": Key(
+        "text",
+        '`"excluded"`',
+        '`"not-applicable"`: the clause says nothing of this trainer, ever; it has no end date',
+    ),
+}
+KINDS = ("excluded", "not-applicable")

@@ -1,0 +1,233 @@
+"""`entrenar-check` in a folder with a configuration: what runs, what wins, what is said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import counterexamples
+from entrenar_py.project import several
+from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
+
+BASE = '[tool.entrenar-check]\ncontract = "small-v1.yaml"\n'
+
+
+@pytest.fixture(autouse=True)
+def _contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clauses that hold, in the current folder."""
+    contract_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def configure(text: str, *, base: str = f"{BASE}examples = 0\n") -> None:
+    Path("pyproject.toml").write_text(base + text, encoding="utf-8")
+
+
+def test_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it counts; the report says where it came from, and what repeats it."""
+    configure('system = "textbook"\nseed = 3\njson = "r-{contract}.json"\n')
+    assert check() == 0
+    record = report(Path("r-small-v1.json"))
+    assert (record["system"], record["seed"]) == ("textbook", 3)
+    assert record["command"] == "entrenar-check --config pyproject.toml"
+    used = ["contract", "examples", "system", "seed", "json"]
+    assert sorted(record["configuration"]["used"]) == sorted(used)
+    assert "from pyproject.toml:1:7\n" in capsys.readouterr().out
+
+
+def test_what_is_repeated_is_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder below, with an option of the command line: its words run the same again."""
+    configure('seed = 3\nsystem = "textbook"\n')
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert check("--seed", 4, "--json", "first.json") == 0
+    first = report(Path("first.json"))
+    assert (first["system"], first["seed"]) == ("textbook", 4)
+    assert first["configuration"]["overruled"] == ["seed"]
+    assert first["command"] == (
+        "entrenar-check --config ../pyproject.toml --seed 4 --json first.json"
+    )
+    words = first["command"].split()[1:]
+    assert check(*words) == 0
+    again = report(Path("first.json"))
+    changing = ("elapsed_s", "results")
+    assert [first[k] for k in first if k not in changing] == [
+        again[k] for k in again if k not in changing
+    ]
+    assert check("--no-config", "--json", "third.json") == 2
+
+
+def test_a_counterexample_is_kept_with_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs it in another folder of the project tries it first."""
+    configure("")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    with monkeypatch.context() as patch:
+        repeat_a_sample(patch)
+        assert check("--json", "r.json") == 1
+    (saved,) = (tmp_path / counterexamples.FOLDER).iterdir()
+    (broken,) = [one for one in report(Path("r.json"))["results"] if one["replay"]]
+    assert Path(broken["replay"]).resolve() == saved
+    assert broken["replay_command"] == (
+        f"entrenar-check --contract ../small-v1.yaml --replay {broken['replay']}"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert check("--json", "again.json") == 0
+    runs = {one["id"]: one["num_scenarios"] for one in report(Path("again.json"))["results"]}
+    assert runs == {"F-DP-001": 1, "F-DP-002": 2}
+    assert check("--replay", saved) == 0
+
+
+def test_exclusions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Named in the report with reason and end; the gate is undecided, the exit code the others'."""
+    configure(
+        'json = "r.json"\nexclude = [{clause = "F-DP-002", reason = "not yet", '
+        "until = 9999-12-31}]\n"
+    )
+    assert check() == 0
+    record = report(Path("r.json"))
+    assert verdicts(Path("r.json")) == {"F-DP-001": "held"}
+    (excluded,) = record["excluded"]
+    assert (excluded["id"], excluded["until"]) == ("F-DP-002", "9999-12-31")
+    assert (record["gate"]["passed"], record["gate"]["not_run"]) == (None, ["F-DP-002"])
+    printed = capsys.readouterr().out
+    assert "excluded: F-DP-002 (covered) until 9999-12-31: not yet (pyproject.toml:5:" in printed
+    assert check("--only", "F-DP-002") == 0
+    assert "note F-DP-002: tried as --only asks" in capsys.readouterr().out
+    assert check("--list") == 0
+    assert "excluded: F-DP-002 until 9999-12-31: not yet" in capsys.readouterr().out
+
+
+def test_an_exclusion_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """The clause is tried again."""
+    configure('exclude = [{clause = "F-DP-002", reason = "then", until = 2020-01-31}]\n')
+    assert check() == 0
+    printed = capsys.readouterr().out
+    assert "note F-DP-002: its exclusion ended with 2020-01-31, so it is tried again" in printed
+    assert "2 held" in printed
+
+
+def test_not_applicable() -> None:
+    """As a clause that says nothing of the system."""
+    configure(
+        'json = "r.json"\n'
+        'exclude = [{clause = "F-DP-002", reason = "streams", kind = "not-applicable"}]\n'
+    )
+    assert check() == 0
+    record = report(Path("r.json"))
+    assert record["why_not_applying"]["F-DP-002"].startswith("streams (pyproject.toml:5:")
+    assert (record["not_applying"], record["excluded"]) == (["F-DP-002"], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("sytem = 1", (), "pyproject.toml:3:1: error: unknown key 'sytem'; did you mean 'system'?"),
+        ('system = "dpp"', (), "pyproject.toml:3:1: error: system='dpp': allowed are reference,"),
+        ('json = "no/r.json"', (), "pyproject.toml:3:1: error: --json no/r.json: the folder"),
+        (
+            'exclude = [{clause = "F-DP-020", reason = "x", kind = "not-applicable"}]',
+            (),
+            "pyproject.toml:3:12: error: clause 'F-DP-020' is in none of the contracts; did you",
+        ),
+        ('command = "true"', ("--examples", 3), "--examples means nothing with the command of py"),
+        ("", ("--config", "no.toml"), "--config no.toml: no such file; give a TOML file"),
+        ("", ("--config", "x", "--no-config"), "not allowed with argument --config"),
+        ("", ("--config", "small-v1.yaml"), "small-v1.yaml:1:"),
+        ("", ("--mutants", "--config", "pyproject.toml"), "--config means nothing with --mutants"),
+    ],
+)
+def test_refused(
+    text: str,
+    arguments: tuple[object, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is wrong in the file has its place; nothing ran."""
+    configure(text, base=BASE)
+    assert check(*arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_command_runs_in_the_folder_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever the call is made; --system tries a trainer of ours instead."""
+    script = "import os; print(os.getcwd(), {steps}, {seed})"
+    command = [sys.executable, "-c", script]
+    configure(f"command = {command}\nsteps = 5\nseed = 1\ntrace-dir = 'runs'\n", base=BASE)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert check("--only", "F-DP-001", "--seed", 7) == 4
+    printed = (tmp_path / "runs" / "2-workers" / "output.txt").read_text(encoding="utf-8")
+    assert printed == f"{tmp_path} 5 7\n"
+    assert f"command {sys.executable} -c" in capsys.readouterr().out
+    assert check("--system", "textbook", "--examples", 0, "--json", "r.json") == 0
+    assert report(Path("r.json"))["configuration"]["overruled"] == ["command"]
+
+
+def test_github_in_a_workflow_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same configuration serves people at their desks: there it has nobody to tell."""
+    configure("github = true\n")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    assert check() == 0
+    assert "github" not in capsys.readouterr().out
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    assert check() == 0
+    assert "✅ held" in Path("summary.md").read_text(encoding="utf-8")
+
+
+def test_several_contracts(capsys: pytest.CaptureFixture[str]) -> None:
+    """A report each, under a name each; ids are looked for in all of them."""
+    other = Path("small-v1.yaml").read_text().replace("F-DP-002, name", "F-DP-005, name")
+    Path("other-v1.yaml").write_text(other.replace("checks: [F-DP-001, F-DP-002]", "checks: []"))
+    both = ("--contract", "small-v1.yaml", "--contract", "other-v1.yaml", "--examples", 0)
+    assert check(*both, "--json", "r.json") == 2
+    told = "--json r.json: each of 2 contracts has a report; put {contract}, which stands for"
+    assert told in capsys.readouterr().err
+    assert check(*both, "--json", "{contract}.json") == 0
+    assert set(verdicts(Path("small-v1.json"))) == {"F-DP-001", "F-DP-002"}
+    assert set(verdicts(Path("other-v1.json"))) == {"F-DP-001", "F-DP-005"}
+    Path("small-v1.json").unlink()
+    assert check(*both, "--only", "F-DP-005", "--json", "{contract}.json") == 0
+    assert not Path("small-v1.json").exists()
+    assert check(*both, "--only", "F-DP-007") == 2
+    assert "id 'F-DP-007' is not in the contracts: it has F-DP-001" in capsys.readouterr().err
+
+
+def test_two_contracts_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One report would be written over the other."""
+    (tmp_path / "a").mkdir()
+    contract_file(tmp_path / "a")
+    both = ("--contract", "small-v1.yaml", "--contract", "a/small-v1.yaml")
+    assert check(*both, "--html", "{contract}.html") == 2
+    assert "two contracts have the same name (small-v1, small-v1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"), [((0, 4, 1), 1), ((0, 5), 5), ((5, 4, 0), 4), ((0, 0), 0)]
+)
+def test_the_worst_exit_code(codes: tuple[int, ...], worst: int) -> None:
+    """Falsified, inconclusive, nothing selected, held."""
+    assert several.run([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
+
+
+def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    """What comes after the contract that was interrupted is not begun, and that is said."""
+
+    def stopped() -> int:
+        raise several.Interrupted(4)
+
+    def begun() -> int:
+        raise AssertionError
+
+    assert several.run([lambda: 0, stopped, begun]) == 4
+    assert "interrupted: 1 other contract was not begun" in capsys.readouterr().err

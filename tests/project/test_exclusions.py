@@ -1,0 +1,74 @@
+"""What a configuration leaves out today: excluded, void, asked for all the same, not applicable."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection
+
+import pytest
+
+from entrenar_py.contract.problems import Position
+from entrenar_py.errors import ContractError
+from entrenar_py.project import exclusions
+from entrenar_py.project.reading import Exclusion
+from tests.checks.traces import clause
+
+LAST = datetime.date(2027, 1, 31)
+CLAUSE, OTHER = clause("finiteness"), clause("replica_identity")
+EXCLUDED = Exclusion(
+    clause=CLAUSE.id, reason="not yet", until=LAST, place=Position("pyproject.toml", 9, 3)
+)
+NEVER = Exclusion(clause=CLAUSE.id, reason="no NaNs here", until=None, place=EXCLUDED.place)
+
+
+def standing(
+    found: Exclusion, today: datetime.date, asked: Collection[str] = ()
+) -> exclusions.Standing:
+    return exclusions.apply([OTHER, CLAUSE], [found], asked=asked, today=today)
+
+
+def test_until_its_last_day() -> None:
+    """It is left out on that day, and named with the reason and the place."""
+    found = standing(EXCLUDED, LAST)
+    assert (found.selected, found.notes, found.not_applying) == ((OTHER,), {}, ())
+    (one,) = found.excluded
+    assert one.named == f"F-DP-003 ({CLAUSE.name})"
+    assert one.why == "until 2027-01-31: not yet (pyproject.toml:9:3)"
+
+
+def test_void_on_the_next_day() -> None:
+    """It is tried again, and that is said."""
+    found = standing(EXCLUDED, LAST + datetime.timedelta(days=1))
+    assert (found.selected, found.excluded) == ((OTHER, CLAUSE), ())
+    assert found.notes == {
+        CLAUSE.id: "its exclusion ended with 2027-01-31, so it is tried again: not yet "
+        "(pyproject.toml:9:3)"
+    }
+
+
+def test_asked_for_by_its_id() -> None:
+    """The command line wins."""
+    found = standing(EXCLUDED, LAST, asked=(CLAUSE.id,))
+    assert found.selected == (OTHER, CLAUSE)
+    assert found.notes == {CLAUSE.id: "tried as --only asks, though pyproject.toml:9:3 excludes it"}
+
+
+def test_not_applicable() -> None:
+    """It has no end, and counts as what does not apply to the system."""
+    found = standing(NEVER, datetime.date.max)
+    assert (found.selected, found.excluded) == ((OTHER,), ())
+    (one,) = found.not_applying
+    assert one.reason == "no NaNs here (pyproject.toml:9:3)"
+
+
+def test_each_names_a_clause_once() -> None:
+    """A name that was misspelt would exclude nothing, and nobody would know."""
+    exclusions.require_known([EXCLUDED], [CLAUSE.id])
+    with pytest.raises(ContractError) as refusal:
+        exclusions.require_known([EXCLUDED, NEVER], ["F-DP-033"])
+    assert refusal.value.problems[0] == (
+        "pyproject.toml:9:3: error: clause 'F-DP-003' is in none of the contracts; did you mean "
+        "'F-DP-033'?"
+    )
+    with pytest.raises(ContractError, match="is excluded at pyproject"):
+        exclusions.require_known([EXCLUDED, NEVER], [CLAUSE.id])

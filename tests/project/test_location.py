@@ -1,0 +1,79 @@
+"""Where a configuration is found, and what is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.errors import UsageError
+from entrenar_py.project import location
+
+TABLE = "[tool.entrenar-check]\n"
+
+
+def test_the_nearest_counts(tmp_path: Path) -> None:
+    """In this folder or above it; a pyproject.toml without the table is passed over."""
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    assert location.find(inner) is None
+    outer = tmp_path / location.SHARED
+    outer.write_text(TABLE)
+    (inner / location.SHARED).write_text('[project]\nname = "entrenar-check"\n')
+    assert location.find(inner) == outer
+    (tmp_path / "a" / location.OWN).write_text("")
+    assert location.find(inner) == tmp_path / "a" / location.OWN
+
+
+@pytest.mark.parametrize("mark", location.ROOT_MARKS)
+def test_not_above_a_repository(tmp_path: Path, mark: str) -> None:
+    """What is above its root is of another project; at the root it counts. `.git` may be a file."""
+    (tmp_path / location.SHARED).write_text(TABLE)
+    inner = tmp_path / "repository" / "src"
+    inner.mkdir(parents=True)
+    (tmp_path / "repository" / mark).touch()
+    assert location.find(inner) is None
+    (tmp_path / "repository" / location.SHARED).write_text(TABLE)
+    assert location.find(inner) == tmp_path / "repository" / location.SHARED
+
+
+def test_two_in_one_folder(tmp_path: Path) -> None:
+    """Which of them is meant can't be known."""
+    (tmp_path / location.OWN).write_text("")
+    (tmp_path / location.SHARED).write_text(TABLE)
+    with pytest.raises(UsageError, match="both configure entrenar-check; keep one of them"):
+        location.find(tmp_path)
+
+
+def test_a_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above this folder it is not taken: who may write to /tmp would choose what others run."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / location.OWN).write_text("")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    os.chown(tmp_path / location.OWN, 54321, -1) if os.geteuid() == 0 else None
+    with pytest.raises(UsageError, match=r"belongs to another user \(uid \d+\).*--config FILE"):
+        location.find(inner)
+    assert location.find(tmp_path) == tmp_path / location.OWN
+
+
+def test_what_can_not_be_read(tmp_path: Path) -> None:
+    """A pipe would be waited for, a page of megabytes be read; of other text nothing is known."""
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    large, bytes_ = tmp_path / "large.toml", tmp_path / "bytes.toml"
+    large.write_bytes(b"#" * (location.BYTES_MAX + 1))
+    bytes_.write_bytes(b"# \xff")
+    told = {pipe: "no regular file", large: "at most 1,048,576", bytes_: "no UTF-8 text"}
+    for path, message in told.items():
+        with pytest.raises(UsageError, match=message):
+            location.read(path)
+    with pytest.raises(UsageError, match="No such file"):
+        location.read(tmp_path / "none.toml")
+
+
+def test_a_foreign_file_that_is_broken_is_of_no_concern(tmp_path: Path) -> None:
+    """A pyproject.toml that does not name this command may be whatever it likes."""
+    (tmp_path / location.SHARED).write_bytes(b"[broken \xff")
+    assert location.find(tmp_path) is None

@@ -1,0 +1,111 @@
+"""Clauses that a project's configuration excludes: every format names them, why, and until when."""
+
+from __future__ import annotations
+
+import datetime
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports.report import Configuration, Excluded, Report
+from entrenar_py.verdict import Verdict
+
+CONFIGURATION = Configuration(
+    place="pyproject.toml:4:7",
+    used=("contract", "command"),
+    overruled=("steps",),
+    command=("torchrun", "train.py"),
+)
+TOLD = (
+    "contract, command from pyproject.toml:4:7; command torchrun train.py; the command line says "
+    "otherwise of steps"
+)
+
+
+@pytest.fixture
+def excluding(full: Report) -> Report:
+    """The full report, of whose clauses the first is excluded instead."""
+    excluded = Excluded(
+        invariant=full.contract.invariants[0],
+        reason="copies are averaged once a day",
+        until=datetime.date(2027, 1, 31),
+        place="pyproject.toml:9:3",
+    )
+    entries = tuple(one for one in full.entries if one.invariant.id != excluded.invariant.id)
+    return replace(full, entries=entries, excluded=(excluded,), configuration=CONFIGURATION)
+
+
+def _terminal(report: Report) -> str:
+    file = io.StringIO()
+    terminal.render(report, Console(file=file, width=200, color_system=None), quiet=False)
+    return file.getvalue()
+
+
+def _junit(report: Report) -> str:
+    root = ElementTree.fromstring(junit.render(report, allow_inconclusive=False))
+    assert [suite.get("skipped") for suite in root] == ["1"]
+    (case,) = [one for one in root.iter("testcase") if one.find("skipped") is not None]
+    skipped = case.find("skipped")
+    assert skipped is not None
+    told = {one.get("name"): one.get("value") for one in root.iter("property")}
+    return f"{case.get('name')} {skipped.get('message')}\n{told['configuration']}"
+
+
+def _sarif(report: Report) -> str:
+    log = sarif.dump(report, root=Path.cwd(), allow_inconclusive=False)
+    (run,) = log["runs"]
+    assert "F-DP-001" not in [one["ruleId"] for one in run["results"]]
+    rules = run["tool"]["driver"]["rules"]
+    told = run["invocations"][0]["toolExecutionNotifications"]
+    lines = [
+        f"{rules[one['associatedRule']['index']]['id']}: {one['message']['text']}" for one in told
+    ]
+    return "\n".join([*lines, run["properties"]["configuration"]])
+
+
+def _json(report: Report) -> str:
+    record = json_format.dump(report)
+    assert record["configuration"] == {
+        "place": "pyproject.toml:4:7",
+        "used": ["contract", "command"],
+        "overruled": ["steps"],
+        "command": ["torchrun", "train.py"],
+    }
+    (one,) = record["excluded"]
+    line = f"{one['id']} until {one['until']}: {one['reason']} ({one['place']})"
+    return f"{line}\n{TOLD}"
+
+
+@pytest.mark.parametrize(
+    "render",
+    [
+        *(_terminal, _junit, _sarif, _json),
+        lambda report: unescape(github.summary(report)).replace("\\", ""),
+        lambda report: unescape(html.render(report)),
+    ],
+)
+def test_every_format_says_which_and_why(
+    excluding: Report, render: Callable[[Report], str]
+) -> None:
+    """On one line; and what came from the configuration."""
+    text = render(excluding)
+    why = "until 2027-01-31: copies are averaged once a day (pyproject.toml:9:3)"
+    (line,) = [line for line in text.splitlines() if why in line]
+    assert "F-DP-001" in line
+    assert TOLD in text
+
+
+def test_a_gate_that_demands_it_is_undecided(excluding: Report) -> None:
+    """It neither passes nor fails for it."""
+    held = [one for one in excluding.entries if one.verdict is Verdict.HELD]
+    report = replace(excluding, entries=tuple(held))
+    assert report.gate_passed is None
+    assert report.exit_code(allow_inconclusive=False) == 0
+    assert "F-DP-001 (excluded)" in _terminal(report)
