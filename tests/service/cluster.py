@@ -16,6 +16,7 @@ from entrenar_py import systems, trace
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest
 from tests.drivers.fakes import free_port
+from tests.service import nursery
 
 SECRET = "open sesame, and do it soon"
 PATIENCE_S = 60.0
@@ -44,15 +45,22 @@ LARGE = {
 
 
 class Process:
-    """One command. `lines` are what it said so far, on both outputs."""
+    """One command, forked from a process that has torch loaded; `anew` it is started as a person
+    does. `lines` are what it said so far, on both outputs.
+    """
 
-    def __init__(self, arguments: Sequence[object], *, limit_bytes: int | None = None) -> None:
-        command = [sys.executable, "-m", "entrenar_py.service.cli", *map(str, arguments)]
-        if limit_bytes is not None:  # on every file that it writes
-            command = ["prlimit", f"--fsize={limit_bytes}", *command]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    def __init__(
+        self, arguments: Sequence[object], *, limit_bytes: int | None = None, anew: bool = False
+    ) -> None:
+        """No file that it writes gets longer than `limit_bytes`."""
+        told = [*map(str, arguments)]
+        self._process: subprocess.Popen[str] | nursery.Child
+        if anew:
+            command = [sys.executable, "-m", "entrenar_py.service.cli", *told]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(command, text=True, **pipes)
+        else:
+            self._process = nursery.start(told, limit_bytes=limit_bytes)
         assert self._process.stdout is not None
         self._output = self._process.stdout
         self.lines: list[str] = []
@@ -111,22 +119,21 @@ class Cluster:
         path.write_text(json.dumps({**training, **usual, **service}))
         return path
 
-    def coordinator(self, *options: object, limit_bytes: int | None = None) -> Process:
+    def coordinator(self, *options: object, **how: Any) -> Process:
         """A coordinator, which listens at the cluster's address as soon as it can."""
-        arguments = ["coordinator", self.folder / "run.yaml", *options]
-        return self._start(arguments, limit_bytes=limit_bytes)
+        return self._start(["coordinator", self.folder / "run.yaml", *options], **how)
 
-    def worker(self, *options: object, secret: Path | None = None) -> Process:
+    def worker(self, *options: object, secret: Path | None = None, **how: Any) -> Process:
         """A worker of the coordinator at the cluster's address, which may be there later."""
         given = ["--coordinator", self.address, "--secret-file", secret or self.secret]
-        return self._start(["worker", *given, "--patience-s", PATIENCE_S, *options])
+        return self._start(["worker", *given, "--patience-s", PATIENCE_S, *options], **how)
 
     def verify(self, *options: object) -> Process:
         """Looks at the ledger `ledger.jsonl`."""
         return self._start(["ledger", "verify", self.folder / "ledger.jsonl", *options])
 
-    def _start(self, arguments: Sequence[object], *, limit_bytes: int | None = None) -> Process:
-        process = Process(arguments, limit_bytes=limit_bytes)
+    def _start(self, arguments: Sequence[object], **how: Any) -> Process:
+        process = Process(arguments, **how)
         self.processes.append(process)
         return process
 

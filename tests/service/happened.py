@@ -14,6 +14,7 @@ def made(step: int = 0, **changes: Any) -> StepMade:
         "loss": 2.25,
         "workers": (0, 2),
         "step_ms": 12.5,
+        "exchange_ms": 7.25,
         "reduce_ms": 0.25,
         "steps_per_s": 80.0,
         "bytes_in": 20_800,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import systems
 from entrenar_py.drivers import tls
 from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.protocol.terms import Timing
@@ -146,6 +147,15 @@ updates: server
             ["run.yaml:5:10: error: updates='client': use workers or server"],
         ),
         (
+            SMALL + "topology: ring\n",
+            ["run.yaml:5:11: error: topology='ring': use star or mesh"],
+        ),
+        (
+            SMALL + "topology: mesh\naudit_share: 0.5\nupdates: server\n",
+            ["run.yaml:6:14: error: audit_share=0.5 with topology: mesh: no gradient passes",
+             "run.yaml:7:10: error: updates='server' with topology: mesh: no gradient passes"],
+        ),
+        (
             SMALL + "wait_for: some\n",
             ["run.yaml:5:11: error: wait_for='some': use a whole number >= 1"],
         ),
@@ -181,6 +191,13 @@ def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) ->
     assert len(found) == len(expected), found
     for line, start in zip(found, expected, strict=True):
         assert line.startswith(start)
+
+
+def test_a_mesh(folder: Path) -> None:
+    """It is a system of its own; what it does not have may be said to be absent."""
+    found = load(folder, f"{SMALL}topology: mesh\naudit_share: 0\nupdates: workers\n").scenario
+    assert (found.system, found.options) == ("mesh", {})
+    systems.require_possible(found)
 
 
 def test_tls(folder: Path) -> None:

@@ -37,6 +37,7 @@ def test_a_line_for_each(tmp_path: Path) -> None:
         "loss": 2.25,
         "workers": [0, 2],
         "step_ms": 12.5,
+        "exchange_ms": 7.25,
         "reduce_ms": 0.25,
         "steps_per_s": 80.0,
         "bytes_in": 20800,

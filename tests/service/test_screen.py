@@ -26,13 +26,15 @@ def lines(*told: tuple[float, Happening]) -> list[str]:
 
 
 def test_a_step_in_a_line() -> None:
-    """Loss, pace, workers, traffic, reduction, and who was waited for."""
+    """Loss, pace, workers, traffic, exchange, and who was waited for."""
     assert summary(made()) == (
-        "loss 2.25  80 steps/s  workers 0,2  in 20.8 kB out 1.23 MB  reduce 0.25 ms  "
-        "last worker 2, 3.5 ms behind"
+        "loss 2.25  80 steps/s  workers 0,2  in 20.8 kB out 1.23 MB  exchange 7.25 ms  "
+        "reduce 0.25 ms  last worker 2, 3.5 ms behind"
     )
     alone = made(steps_per_s=None, last=None, workers=(0,), bytes_in=999, bytes_out=10**16)
-    assert summary(alone) == "loss 2.25  workers 0  in 999 B out 1e+04 TB  reduce 0.25 ms"
+    said = "loss 2.25  workers 0  in 999 B out 1e+04 TB  exchange 7.25 ms  reduce 0.25 ms"
+    assert summary(alone) == said
+    assert summary(made(exchange_ms=None, reduce_ms=None, last=None)).endswith("out 1.23 MB")
 
 
 def test_a_log_is_not_flooded() -> None:

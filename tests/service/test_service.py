@@ -31,8 +31,8 @@ def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None
     proves it, has every audit, and neither contract finds anything wrong in it.
     """
     star.configure(wait_for=2, ledger="ledger.jsonl", metrics="metrics.jsonl", audit_share=0.25)
-    coordinator = star.coordinator()
-    workers = [star.worker(), star.worker("--rank", 2)]
+    coordinator = star.coordinator(anew=True)
+    workers = [star.worker(anew=True), star.worker("--rank", 2)]
     assert [one.code() for one in (coordinator, *workers)] == 3 * [exits.DONE]
     assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
     joined = "worker: takes part as rank 2, from step 0 on"

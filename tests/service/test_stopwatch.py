@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from entrenar_py.service.happenings import Last
-from entrenar_py.service.stopwatch import STEPS_AVERAGED, Stopwatch
+from entrenar_py.service.stopwatch import STEPS_AVERAGED, Stopwatch, Times
 
 
 class Clock:
@@ -27,15 +27,23 @@ def deliver(watch: Stopwatch, clock: Clock, *when: float) -> None:
 
 
 def test_a_step_is_timed() -> None:
-    """Its whole time, and that of its reduction."""
+    """Its whole time, that of its exchange, and that of its reduction."""
     clock = Clock()
     watch = Stopwatch(clock)
     watch.begin()
     clock.now += 0.5
+    watch.computed()
     since = watch.now()
     clock.now += 0.25
     watch.reduced(since)
-    assert watch.made() == (750.0, 250.0, None)
+    watch.exchanged()
+    clock.now += 0.25
+    watch.exchanged()
+    expected = Times(step_ms=1000.0, exchange_ms=250.0, reduce_ms=250.0, steps_per_s=None)
+    assert watch.made() == expected
+    watch.begin()
+    expected = Times(step_ms=0.0, exchange_ms=None, reduce_ms=None, steps_per_s=None)
+    assert watch.made() == expected
 
 
 def test_the_pace_is_over_the_last_steps() -> None:
@@ -44,7 +52,7 @@ def test_the_pace_is_over_the_last_steps() -> None:
     watch = Stopwatch(clock)
     for seconds in [1.0] * 5 + [0.5] * STEPS_AVERAGED:
         clock.now += seconds
-        rate = watch.made()[2]
+        rate = watch.made().steps_per_s
     assert rate == pytest.approx(2.0)
 
 

@@ -62,7 +62,10 @@ def test_every_stay_records_the_device() -> None:
         assert attempt == trace.Attempt(backend="cpu", served=True, device=backend.device)
 
 
-@pytest.mark.parametrize("scenario", [b"", b"[]", b'{"seed": 0}', b'{"sead": 0}', b"\xff"])
+RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'
+
+
+@pytest.mark.parametrize("scenario", [b"", b"[]", b'{"seed": 0}', b'{"sead": 0}', b"\xff", RING])
 def test_a_scenario_of_another_release(scenario: bytes) -> None:
     """It is said that it can't be read, and what to do."""
     given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])

@@ -11,7 +11,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from entrenar_py.drivers import sockets
@@ -46,10 +46,18 @@ class MeshClient(WorkerClient):
         *,
         meddle: Meddle = unmeddled,
         speak: Speak = truthfully,
+        alone: Callable[[str], None] = lambda problem: None,
         door_context: ssl.SSLContext | None = None,
+        listen_port: int = 0,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        super().__init__(machine, hands, meddle=meddle, speak=speak, buffer_bytes=buffer_bytes)
+        """`door_context` is for who connects to this worker, at `listen_port`; 0 is any free one.
+        All else is a worker's.
+        """
+        super().__init__(
+            machine, hands, meddle=meddle, speak=speak, alone=alone, buffer_bytes=buffer_bytes
+        )
+        self._listen_port = listen_port
         self._door_context = door_context
         self._context: ssl.SSLContext | None = None
         self._door: Door | None = None
@@ -91,14 +99,22 @@ class MeshClient(WorkerClient):
             self._beside.close()
 
     def prepare(self, sock: socket.socket) -> None:
-        """Listens where this host can be reached as the coordinator is."""
+        """Listens where this host can be reached as the coordinator is.
+
+        Raises UsageError where the port is taken.
+        """
         host, _, *scope = sock.getsockname()
         if self._door is not None and self._host == host:
             return
         if self._door is not None:
             self._door.close()
-        here = (sock.family, (host, 0, *scope))
-        listeners = sockets.listen([here], buffer_bytes=self.buffer_bytes)
+        here = (sock.family, (host, self._listen_port, *scope))
+        try:
+            listeners = sockets.listen([here], buffer_bytes=self.buffer_bytes)
+        except OSError as error:
+            sock.close()
+            problem = f"can't listen at {host} ({error.strerror or error})"
+            raise UsageError(f"port={self._listen_port}: {problem}; use another one") from error
         self._host = host
         self._door = Door(
             listeners,

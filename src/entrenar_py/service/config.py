@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import systems
 from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
@@ -22,9 +23,8 @@ from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.service import address, keys
 from entrenar_py.service.address import Address
-from entrenar_py.systems import audited, updates
+from entrenar_py.systems import audited, topology, updates
 
-SYSTEM = "parameter_server"
 SECRET_BYTES_MIN = 16
 
 
@@ -129,7 +129,7 @@ class _Reader:
         given = {name: value for name, value in given.items() if name not in missing}
         while True:
             try:
-                found = Scenario.from_dict({**DEFAULTS, **given, "system": SYSTEM})
+                found = Scenario.from_dict({**DEFAULTS, **given, "system": self._system()})
             except UsageError as error:
                 name = str(error).partition("=")[0]
                 self._error(name, str(error))
@@ -144,6 +144,15 @@ class _Reader:
                 return None
             return None if missing else found
 
+    def _system(self) -> str:
+        """The system of the topology that is wanted."""
+        text = self._root.text("topology") or topology.STAR
+        if text not in keys.TOPOLOGIES:
+            allowed = " or ".join(keys.TOPOLOGIES)
+            self._error("topology", f"topology={text!r}: use {allowed}")
+            text = topology.STAR
+        return topology.SYSTEMS[text]
+
     def _with_option(
         self, scenario: Scenario, name: str, read: Callable[[Scenario], object]
     ) -> Scenario:
@@ -153,11 +162,19 @@ class _Reader:
             return scenario
         found = scenario.with_(options={**scenario.options, name: plain(node)})
         try:
-            read(found)
+            value = read(found)
         except UsageError as error:
             self._error(name, str(error).removeprefix("options "))
             return scenario
-        return found
+        if name in systems.SYSTEMS[scenario.system].options:
+            return found
+        if value:
+            self._error(
+                name,
+                f"{name}={plain(node)!r} with topology: mesh: no gradient passes the coordinator "
+                "there; leave it out, or use topology: star",
+            )
+        return scenario
 
     def _secret(self) -> bytes | None:
         path = self._path(self._root, "secret_file")

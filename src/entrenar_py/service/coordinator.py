@@ -22,8 +22,9 @@ from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
 from entrenar_py.service.happenings import Listener
 from entrenar_py.service.host import Host
+from entrenar_py.service.mesh_host import MeshHost
 from entrenar_py.service.metrics import Metrics
-from entrenar_py.systems import environment
+from entrenar_py.systems import environment, topology
 from entrenar_py.trace import writer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -63,7 +64,8 @@ def _require_intended(given: Config, *, resume: bool) -> None:
 
 def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if given.checkpoint is None else given.checkpoint.path
-    host = Host(given.scenario, checkpoint_path=path, listeners=listeners)
+    kind = Host if topology.of(given.scenario) == topology.STAR else MeshHost
+    host = kind(given.scenario, checkpoint_path=path, listeners=listeners)
     with closing(host):
         first = host.resume() if resume else 0
         if first == given.scenario.num_steps:
@@ -80,7 +82,11 @@ def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
 
 async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Finish:
     server = CoordinatorServer(
-        _run_of(given, host, first, resume=resume), host, timing=given.timing, secret=given.secret
+        _run_of(given, host, first, resume=resume),
+        host,
+        timing=given.timing,
+        secret=given.secret,
+        kind=topology.coordinator_of(given.scenario),
     )
     _open_ledger(given, host, resume=resume)
     try:
@@ -102,7 +108,8 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
 
 def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
     scenario = given.scenario
-    saves: set[int] = set()
+    # The state of a mesh is with its workers: it is here at the end only if it is asked for then.
+    saves = set() if topology.of(scenario) == topology.STAR else {scenario.num_steps}
     if given.checkpoint is not None:
         saves = {*range(first, scenario.num_steps, given.checkpoint.every_steps)} - {first}
         saves.add(scenario.num_steps)

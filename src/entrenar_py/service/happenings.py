@@ -19,8 +19,10 @@ class Last:
 class StepMade:
     """`step` was made by `workers`. `loss` is its mean.
 
-    `step_ms` went by since the step before, or since its workers were there; `reduce_ms` of them
-    were spent adding and averaging. `steps_per_s` is over the last steps, None after the first.
+    `step_ms` went by since the step before, or since its workers were there. Of them `exchange_ms`
+    lie between the last shard computed and everyone holding the average, and `reduce_ms` were spent
+    adding and averaging here: None in a mesh, where the workers do. `steps_per_s` is over the last
+    steps, None after the first.
     `bytes_in` and `bytes_out` are the coordinator's since the step before. `last` is None where
     fewer than two delivered.
     """
@@ -30,7 +32,8 @@ class StepMade:
     loss: float
     workers: tuple[int, ...]
     step_ms: float
-    reduce_ms: float
+    exchange_ms: float | None
+    reduce_ms: float | None
     steps_per_s: float | None
     bytes_in: int
     bytes_out: int

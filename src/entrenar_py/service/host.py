@@ -13,7 +13,7 @@ from typing import Any
 from entrenar_py import trace
 from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Message, TreeNode
+from entrenar_py.protocol.messages import Commit, Computed, Message, TreeNode
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import continuity, digest
 from entrenar_py.service.happenings import Happening, Listener, Noted, StepMade
@@ -79,14 +79,12 @@ class Host(Server):
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Also notes when a gradient came."""
         super().keep(rank, message, payload)
-        if isinstance(message, TreeNode):
-            self._watch.delivered(rank)
+        self._heard(rank, message)
 
     def copy(self, rank: int, message: Message, payload: Buffer) -> None:
         """Also notes when a gradient came."""
         super().copy(rank, message, payload)
-        if isinstance(message, TreeNode):
-            self._watch.delivered(rank)
+        self._heard(rank, message)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Also takes its time."""
@@ -99,22 +97,13 @@ class Host(Server):
         """Also tells that the step is made."""
         loss = self.average_held().loss
         super().apply_average(step)
-        step_ms, reduce_ms, steps_per_s = self._watch.made()
-        before, self._told = self._told, self.traffic()
-        self._tell(
-            StepMade(
-                step=step,
-                num_steps=self.scenario.num_steps,
-                loss=loss,
-                workers=tuple(sorted(self.present)),
-                step_ms=step_ms,
-                reduce_ms=reduce_ms,
-                steps_per_s=steps_per_s,
-                bytes_in=self._told[0] - before[0],
-                bytes_out=self._told[1] - before[1],
-                last=self._watch.last(),
-            )
-        )
+        self._tell_made(step, loss=loss)
+
+    def payload(self, message: Message) -> Buffer:
+        """Also notes when everyone is told to make the step."""
+        if isinstance(message, Commit):
+            self._watch.exchanged()
+        return super().payload(message)
 
     def stop(self, effect: Stop) -> None:
         """Also says so."""
@@ -205,6 +194,33 @@ class Host(Server):
     def note(self, what: str, text: str) -> None:
         """Tells the listeners."""
         self._tell(Noted(what=what, step=self._step, text=text))
+
+    def _heard(self, rank: int, message: Message) -> None:
+        """Notes when a gradient was computed, and when it came."""
+        if isinstance(message, Computed):
+            self._watch.computed()
+        elif isinstance(message, TreeNode):
+            self._watch.delivered(rank)
+
+    def _tell_made(self, step: int, *, loss: float) -> None:
+        """Tells that `step` is made, by whom, in what time and with what traffic."""
+        times = self._watch.made()
+        before, self._told = self._told, self.traffic()
+        self._tell(
+            StepMade(
+                step=step,
+                num_steps=self.scenario.num_steps,
+                loss=loss,
+                workers=tuple(sorted(self.present)),
+                step_ms=times.step_ms,
+                exchange_ms=times.exchange_ms,
+                reduce_ms=times.reduce_ms,
+                steps_per_s=times.steps_per_s,
+                bytes_in=self._told[0] - before[0],
+                bytes_out=self._told[1] - before[1],
+                last=self._watch.last(),
+            )
+        )
 
     def _tell(self, happening: Happening) -> None:
         for listener in self._listeners:

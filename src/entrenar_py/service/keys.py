@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from entrenar_py.scenario import Scenario
 
 LISTEN = "127.0.0.1:7411"
+TOPOLOGIES = ("star", "mesh")
 
 # Of a scenario, what a service has no use for: it injects nothing, stops where it is told to, and
 # computes on what its workers bring.
@@ -16,6 +17,10 @@ REQUIRED = ("workload", "world_size", "seed")
 
 # Key -> what it holds, what it is when left out, what it means; the docs show this table.
 SERVICE: Mapping[str, tuple[str, str, str]] = {
+    "topology": (
+        *("`star` or `mesh`", "`star`"),
+        "where gradients go: all to the coordinator, or from worker to worker",
+    ),
     "listen": ("host:port", f"`{LISTEN}`", "where workers connect; port 0 is any free one"),
     "secret_file": ("path", "required", "its bytes, less white space at both ends, are the secret"),
     "tls": ("mapping", "nothing is encrypted", "connections over TLS 1.3, and no others"),

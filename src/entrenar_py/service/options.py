@@ -123,6 +123,12 @@ def _add_worker(commands: _Commands) -> None:
         "--rank", metavar="N", type=_rank, help="the rank to ask for (default: the lowest free one)"
     )
     one.add_argument(
+        "--listen-port",
+        metavar="N",
+        type=_port,
+        help="in a mesh, where other workers connect to this one (default: any free port)",
+    )
+    one.add_argument(
         "--patience-s",
         metavar="S",
         type=_seconds,
@@ -168,6 +174,12 @@ def _backend(text: str) -> str:
 def _rank(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise argparse.ArgumentTypeError(f"{text!r}: use a whole number >= 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= address.PORT_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a port, 1 to {address.PORT_MAX}")
     return int(text)
 
 

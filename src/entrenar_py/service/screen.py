@@ -87,15 +87,18 @@ class Live:
 
 
 def summary(made: StepMade) -> str:
-    """One step in a line: loss, pace, workers, traffic, reduction, and who was waited for."""
+    """One step in a line: loss, pace, workers, traffic, exchange, and who was waited for."""
     parts = [f"loss {made.loss:.6g}"]
     if made.steps_per_s is not None:
         parts.append(f"{made.steps_per_s:.3g} steps/s")
     parts += [
         f"workers {','.join(map(str, made.workers))}",
         f"in {_size(made.bytes_in)} out {_size(made.bytes_out)}",
-        f"reduce {made.reduce_ms:.2g} ms",
     ]
+    if made.exchange_ms is not None:
+        parts.append(f"exchange {made.exchange_ms:.3g} ms")
+    if made.reduce_ms is not None:
+        parts.append(f"reduce {made.reduce_ms:.2g} ms")
     if made.last is not None:
         parts.append(f"last worker {made.last.rank}, {made.last.behind_ms:.2g} ms behind")
     return "  ".join(parts)

@@ -5,10 +5,22 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from entrenar_py.service.happenings import Last
 
 STEPS_AVERAGED = 20
+
+
+class Times(NamedTuple):
+    """Of one step. `exchange_ms` lie between the last shard computed and everyone holding the
+    average; `reduce_ms` were spent adding and averaging here. Each is None where it was not seen.
+    """
+
+    step_ms: float
+    exchange_ms: float | None
+    reduce_ms: float | None
+    steps_per_s: float | None
 
 
 class Stopwatch:
@@ -20,12 +32,24 @@ class Stopwatch:
         self._made: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._delivered: dict[int, float] = {}  # rank -> when its last shard came
         self._reduce_s = 0.0
+        self._computed: float | None = None  # when the last shards were
+        self._exchange_s: float | None = None
 
     def begin(self) -> None:
         """A step begins, or begins again."""
         self._began = self._clock()
         self._reduce_s = 0.0
         self._delivered.clear()
+        self._computed = self._exchange_s = None
+
+    def computed(self) -> None:
+        """Somebody has computed what it was given, and will deliver it."""
+        self._computed = self._clock()
+
+    def exchanged(self) -> None:
+        """Everyone holds the average. Whoever of them is told first says it for all."""
+        if self._computed is not None and self._exchange_s is None:
+            self._exchange_s = self._clock() - self._computed
 
     def delivered(self, rank: int) -> None:
         """`rank` has delivered shards."""
@@ -39,13 +63,18 @@ class Stopwatch:
         """What the clock says."""
         return self._clock()
 
-    def made(self) -> tuple[float, float, float | None]:
-        """The step is made: its ms, the ms of its reduction, steps per second if there were two."""
+    def made(self) -> Times:
+        """The step is made; steps per second are over the last ones, if there were two."""
         now = self._clock()
         self._made.append(now)
         passed = now - self._made[0]
         rate = (len(self._made) - 1) / passed if passed > 0 else None
-        return 1e3 * (now - self._began), 1e3 * self._reduce_s, rate
+        return Times(
+            step_ms=1e3 * (now - self._began),
+            exchange_ms=None if self._exchange_s is None else 1e3 * self._exchange_s,
+            reduce_ms=1e3 * self._reduce_s if self._reduce_s else None,
+            steps_per_s=rate,
+        )
 
     def last(self) -> Last | None:
         """Who delivered last in this step; None where fewer than two did."""

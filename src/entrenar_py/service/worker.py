@@ -7,8 +7,9 @@ import asyncio
 import json
 import signal
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -17,16 +18,19 @@ from entrenar_py.backends import Backend, chain
 from entrenar_py.drivers import asking, tls
 from entrenar_py.drivers.asking import Told
 from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Welcome
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import config, exits
-from entrenar_py.systems import AUTO
+from entrenar_py.service import config, exits, keys
+from entrenar_py.systems import AUTO, topology
 from entrenar_py.systems.member import Member
+from entrenar_py.systems.mesh_member import MeshMember
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -83,6 +87,10 @@ class Recruit(Member):
         for one in self._attempts:
             self.recorder.emit(one)
         _say(f"takes part as rank {welcome.rank}, from step {welcome.step} on")
+
+
+class MeshRecruit(Recruit, MeshMember):
+    """The same in a mesh."""
 
 
 class Stay:
@@ -144,15 +152,47 @@ class Stay:
             raise SystemFailure(
                 f"the coordinator's scenario can't be read ({error}): use one release on both ends"
             ) from error
+        if scenario.system not in (topology.SYSTEMS[one] for one in keys.TOPOLOGIES):
+            raise SystemFailure(
+                f"the coordinator's run is of system {scenario.system}, which is not known here: "
+                "use one release on both ends"
+            )
+        kept: dict[str, Any] = {
+            "secret": self._secret,
+            "backend": self._backend.name,
+            "rank": self._given.rank,
+            "timing": Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+        }
+        if topology.of(scenario) == topology.MESH:
+            return self._mesh(scenario, kept)
+        if self._given.listen_port is not None:
+            _say("this run is a star: no worker listens in it, --listen-port has no use")
         member = Recruit(scenario, self._backend, self._attempts)
-        machine = Worker(
-            member.terms,
-            secret=self._secret,
-            backend=self._backend.name,
-            rank=self._given.rank,
-            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+        return WorkerClient(Worker(member.terms, **kept), member, alone=self._alone)
+
+    def _mesh(self, scenario: Scenario, kept: Mapping[str, Any]) -> MeshClient:
+        """A worker that others connect to; over TLS it shows them a certificate, and asks for one.
+
+        Raises UsageError where it has none.
+        """
+        given, door_context = self._given, None
+        if given.tls_ca is not None:
+            if given.tls_cert is None or given.tls_key is None:
+                raise UsageError(
+                    "this run is a mesh, in which workers connect to each other: give --tls-cert "
+                    "and --tls-key, of a certificate that names the address of this machine"
+                )
+            door_context = tls.server_context(
+                cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca
+            )
+        member = MeshRecruit(scenario, self._backend, self._attempts)
+        return MeshClient(
+            MeshWorker(member.terms, port=None, **kept),
+            member,
+            alone=self._alone,
+            door_context=door_context,
+            listen_port=given.listen_port or 0,
         )
-        return WorkerClient(machine, member, alone=self._alone)
 
     def _alone(self, problem: str) -> None:
         """Says why there is no coordinator, when that is another reason than before."""

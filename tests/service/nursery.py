@@ -1,0 +1,180 @@
+"""Starts `entrenar` processes from one that has torch loaded: it takes seconds to load.
+
+`start` forks one, with its output in a pipe. Run as a script this is the process that forks: a
+request and its pipe at a time, answered with the new process's id, and later how it ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from select import select
+from typing import Any, NoReturn
+
+MESSAGE_BYTES_MAX = 2**16
+
+
+class Child:
+    """One process; `output` is what it says, on both outputs, as a text file."""
+
+    def __init__(self, nursery: Nursery, pid: int, output: int) -> None:
+        self._nursery, self.pid = nursery, pid
+        self.stdout = os.fdopen(output, encoding="utf-8")
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._nursery.code_of(self.pid, wait_s=0)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code, once it has ended; TimeoutError if it goes on for longer."""
+        code = self._nursery.code_of(self.pid, wait_s=timeout_s)
+        if code is None:
+            raise TimeoutError(f"process {self.pid} has not ended after {timeout_s} s")
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, if it has not ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process that forks; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._codes: dict[int, int] = {}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.service.nursery", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=Path(__file__).parents[2],
+            )
+
+    def start(self, arguments: Sequence[str], *, limit_bytes: int | None) -> Child:
+        """Forks `entrenar` with `arguments`."""
+        ours, theirs = os.pipe()
+        request = json.dumps({"arguments": arguments, "limit_bytes": limit_bytes}).encode()
+        socket.send_fds(self._socket, [request], [theirs])
+        os.close(theirs)
+        while "began" not in (said := self._hear()):
+            pass
+        return Child(self, said["began"], ours)
+
+    def code_of(self, pid: int, *, wait_s: float) -> int | None:
+        """How `pid` ended; None if it has not after `wait_s`."""
+        while pid not in self._codes:
+            if not select([self._socket], [], [], wait_s)[0]:
+                return None
+            self._hear()
+        return self._codes[pid]
+
+    def close(self) -> None:
+        """Forks nobody any more."""
+        self._socket.close()
+        self._process.wait()
+
+    def _hear(self) -> dict[str, Any]:
+        heard = self._socket.recv(MESSAGE_BYTES_MAX)
+        assert heard, "the process with torch has died"
+        said: dict[str, Any] = json.loads(heard)
+        if "ended" in said:
+            self._codes[said["ended"]] = said["code"]
+        return said
+
+
+def start(arguments: Sequence[str], *, limit_bytes: int | None) -> Child:
+    """`entrenar` with `arguments`; no file that it writes gets longer than `limit_bytes`."""
+    return _nursery().start(arguments, limit_bytes=limit_bytes)
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def serve(asked: socket.socket) -> None:
+    """Forks until nobody asks any more."""
+    from entrenar_py.service import coordinator, replaying, worker  # noqa: F401  (bring torch)
+
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select([asked, woken], [], [])
+        if woken in ready:
+            woken.recv(MESSAGE_BYTES_MAX)
+            _tell_ended(asked)
+        if asked not in ready:
+            continue
+        request, pipes, _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, 1)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for held in (asked, woken, wakes):
+                held.close()
+            _become(pipes[0], **json.loads(request))
+        os.close(pipes[0])
+        asked.send(json.dumps({"began": pid}).encode())
+
+
+def _tell_ended(asked: socket.socket) -> None:
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(ended[1])
+            with suppress(OSError):
+                asked.send(json.dumps({"ended": ended[0], "code": code}).encode())
+
+
+def _become(output: int, *, arguments: list[str], limit_bytes: int | None) -> NoReturn:
+    """Is the command from here on."""
+    from entrenar_py.service import cli
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    code: int | str | None = 1
+    try:
+        for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+            os.dup2(source, stream)
+        os.close(output)
+        # Streams of what these were before would seek in them.
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        if limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+        code = cli.main(arguments)
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:  # noqa: BLE001  (told as Python tells it)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,195 @@
+"""A mesh as a service: workers exchange the gradient, the coordinator only steers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import trace
+from entrenar_py.drivers.asking import Told
+from entrenar_py.errors import ProtocolError, UsageError
+from entrenar_py.protocol.effects import Finish, Joined
+from entrenar_py.protocol.messages import Applied, State
+from entrenar_py.service import exits, options, worker
+from entrenar_py.service.happenings import Happening, Noted, StepMade
+from entrenar_py.service.mesh_host import MeshHost
+from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.training import checkpoint
+from tests.drivers.certificates import Authority
+from tests.service.cluster import LARGE, LONG, Cluster, cluster, metrics, weights
+from tests.service.members import scenario_of
+from tests.systems import by_hand
+
+MESH = {"topology": "mesh", "ledger": "ledger.jsonl", "metrics": "metrics.jsonl"}
+STATE = {"path": "state", "every_steps": 7}
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Cluster]:
+    """A folder to run in."""
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def is_verified(mesh: Cluster) -> bool:
+    """Whether the ledger is whole, and training again gives its bits."""
+    verified = mesh.verify("--replay")
+    return verified.code() == exits.DONE
+
+
+def test_a_gradient_of_more_than_one_block(mesh: Cluster) -> None:
+    """Over 1 MiB, and a worker is killed in the middle: the reference's bits; little of it passes
+    the coordinator.
+    """
+    mesh.configure(LARGE, wait_for=2, **MESH)
+    serving = mesh.coordinator()
+    victim, other = mesh.worker("--rank", 1), mesh.worker("--rank", 0)
+    serving.until(r"step 1/60")
+    victim.kill()
+    assert [serving.code(), other.code()] == 2 * [exits.DONE]
+    assert "worker 1 left in step" in serving.text
+    assert serving.lines[-1] == f"completed: step 60, weights {weights(LARGE)}"
+    steps = [one for one in metrics(mesh.folder) if one["what"] == "step"]
+    assert [one["step"] for one in steps] == list(range(60))
+    assert all(one["loss"] > 0 and one["reduce_ms"] is None for one in steps)
+    assert all(one["bytes_in"] < 2**20 for one in steps), "the last one's brings the state"
+    assert is_verified(mesh)
+
+
+def test_a_killed_coordinator_goes_on_where_it_was(mesh: Cluster) -> None:
+    """SIGKILL in the middle of a run over TLS: started again it takes up the checkpoint, and the
+    workers, which are ahead of it, come back and go on from there.
+    """
+    authority = Authority(mesh.folder, "ca")
+    own = authority.signed("coordinator")
+    tls = {"cert": own.cert.name, "key": own.key.name, "ca": authority.ca.name}
+    mesh.configure(LONG, wait_for=2, checkpoint=STATE, tls=tls, **MESH)
+    first = mesh.coordinator()
+    shown = authority.signed("worker")
+    given = ["--tls-ca", authority.ca, "--tls-cert", shown.cert, "--tls-key", shown.key]
+    workers = [mesh.worker(*given), mesh.worker(*given)]
+    first.until(r"checkpoint before step")
+    first.kill()
+    second = mesh.coordinator("--resume")
+    assert int(second.until(r"from step (\d+) on").group(1)) > 0
+    assert [one.code() for one in (second, *workers)] == 3 * [exits.DONE]
+    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert is_verified(mesh)
+
+
+@pytest.mark.slow
+def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
+    """SIGTERM: it finishes its step, is given the state, saves it, and goes on there when resumed;
+    somebody else comes then.
+    """
+    mesh.configure(LONG, checkpoint={**STATE, "every_steps": 1000}, **MESH)
+    first, early = mesh.coordinator(), mesh.worker()
+    first.until(r"step 1/400")
+    first.signal(signal.SIGTERM)
+    assert (first.code(), early.code()) == (exits.STOPPED, exits.WRONG)
+    _, progress = checkpoint.load(mesh.folder / "state")
+    assert progress["step"] > 0
+    assert f": step {progress['step']}, weights" in first.lines[-1]
+    second = mesh.coordinator("--resume")
+    second.until(f"from step {progress['step']} on")
+    others = [mesh.worker(), mesh.worker()]
+    assert [one.code() for one in (second, *others)] == 3 * [exits.DONE]
+    assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert is_verified(mesh)
+
+
+# --- the host, by hand ----------------------------------------------------------------------------
+
+
+def met(tmp_path: Path, heard: list[Happening]) -> tuple[MeshHost, MeshMember]:
+    """A host, and the only worker of its run, before step 0."""
+    scenario = scenario_of(world_size=1).with_(system="mesh")
+    host = MeshHost(scenario, checkpoint_path=tmp_path / "c", listeners=[heard.append])
+    member = MeshMember(scenario)
+    welcome = by_hand.welcome_of(host, 0, 0)
+    member.load(welcome, bytearray(host.payload(welcome)))
+    member.recorder.drain()
+    host.joined(Joined(0, 0, late=False))
+    return host, member
+
+
+def make(host: MeshHost, member: MeshMember, step: int) -> None:
+    """The worker computes, averages and makes `step`, and says that it did."""
+    nodes = member.work(step, range(host.scenario.num_shards))
+    assert isinstance(nodes, list)
+    for node in nodes:
+        member.contribute(node)
+    for block in range(host.blocks.count):
+        member.complete(block)
+        assert member.reduce(block) is not None
+    member.recorder.drain()  # of the shards
+    member.make_held(step)
+    member.regroup(0)
+    said, told = Applied(step=step), bytearray(member.payload(Applied(step=step)))
+    host.require(0, said, told)
+    host.keep(0, said, told)
+    host.gather(step + 1)
+
+
+def test_a_step_is_told_by_who_made_it(tmp_path: Path) -> None:
+    """Once, with its loss, which nobody else computes."""
+    heard: list[Happening] = []
+    host, member = met(tmp_path, heard)
+    for step in range(2):
+        make(host, member, step)
+    steps = [one for one in heard if isinstance(one, StepMade)]
+    assert [(one.step, one.workers) for one in steps] == [(0, (0,)), (1, (0,))]
+    assert steps[1].loss < steps[0].loss
+    with pytest.raises(ProtocolError, match="without the loss of its step"):
+        host.require(0, Applied(step=2), bytearray(trace.dump_events([])))
+
+
+def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
+    """The workers were ahead, and are gone: the checkpoint is of the step whose state was given,
+    and so is what is said at the end.
+    """
+    heard: list[Happening] = []
+    host, member = met(tmp_path, heard)
+    for step in range(3):
+        make(host, member, step)
+        if step == 0:  # somebody came, say
+            given = bytearray(member.payload(State(step=1)))
+            host.require(0, State(step=1), given)
+            host.keep(0, State(step=1), given)
+    host.finish(Finish("failed", "nobody is left"))
+    _, progress = checkpoint.load(tmp_path / "c")
+    assert progress["step"] == 1
+    last = heard[-1]
+    assert isinstance(last, Noted)
+    assert last.text.startswith("failed (nobody is left): step 1, weights ")
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def test_a_worker_without_a_certificate(mesh: Cluster) -> None:
+    """Over TLS the others would not believe it: it is told what to give."""
+    scenario = json.dumps(scenario_of().with_(system="mesh").to_dict()).encode()
+    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
+    authority = Authority(mesh.folder, "ca")
+    line = ["worker", "--coordinator", "h:1", "--secret-file", "s", "--tls-ca", str(authority.ca)]
+    stay = worker.Stay(options.parse(line), b"", None, *worker.opened("cpu"))
+    with pytest.raises(UsageError, match=r"this run is a mesh.* give --tls-cert and --tls-key"):
+        stay.join(told)
+
+
+def test_a_port_that_is_taken(mesh: Cluster) -> None:
+    """It is said which, and how to go on."""
+    mesh.configure(topology="mesh")
+    serving = mesh.coordinator()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = mesh.worker("--listen-port", port)
+        assert refused.code() == exits.INVALID
+    assert f"port={port}: can't listen at 127.0.0.1 (Address already in use)" in refused.text
+    assert mesh.worker("--listen-port", port).code() == serving.code() == exits.DONE
