@@ -75,7 +75,7 @@ def test_a_port_that_is_taken(star: Cluster, capsys: pytest.CaptureFixture[str])
 def test_a_place_that_is_none(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     """For the ledger and the metrics; said before anyone has waited for a worker."""
     star.configure(ledger="absent/ledger.jsonl")
-    assert "can't be made (No such file or directory)" in refusal(star, capsys)
+    assert "can't be written (No such file or directory)" in refusal(star, capsys)
     star.configure(metrics="absent/metrics.jsonl")
     assert "can't be written (No such file or directory)" in refusal(star, capsys)
 

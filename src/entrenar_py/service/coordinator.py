@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -17,7 +18,7 @@ from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
-from entrenar_py.service import config, exits, screen
+from entrenar_py.service import claims, config, exits, options, screen
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
 from entrenar_py.service.happenings import Listener
@@ -38,9 +39,10 @@ def run(path: Path, *, resume: bool) -> int:
     """
     given = config.load(path)
     systems.require_possible(given.scenario)
-    _require_intended(given, resume=resume)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     with ExitStack() as stack:
+        _claim(given, stack)
+        _require_intended(given, resume=resume)
         shown = console.standard_output(color=True)
         num_steps = given.scenario.num_steps
         listeners: list[Listener] = [stack.enter_context(screen.opened(shown, num_steps=num_steps))]
@@ -49,6 +51,22 @@ def run(path: Path, *, resume: bool) -> int:
             stack.callback(metrics.close)
             listeners.append(metrics)
         return _run(given, listeners, resume=resume)
+
+
+def _claim(given: Config, stack: ExitStack) -> None:
+    """Has the run's files to itself until `stack` is closed; UsageError if that can't be."""
+    path = None if given.checkpoint is None else given.checkpoint.path
+    paths = {"checkpoint": path, "ledger": given.ledger, "metrics": given.metrics}
+    claims.require_distinct(paths)
+    for what in ("checkpoint", "ledger"):
+        if (found := paths[what]) is not None:
+            stack.enter_context(claims.claimed(found, what, warn=_warn))
+    if path is not None:
+        claims.require_writable(path)
+
+
+def _warn(text: str) -> None:
+    print(f"{options.PROG}: {text}", file=sys.stderr)
 
 
 def _require_intended(given: Config, *, resume: bool) -> None:
@@ -91,9 +109,11 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
     _open_ledger(given, host, resume=resume)
     try:
         at = await server.listen(*given.listen, context=given.context)
-    except OSError as error:
+    except (OSError, UsageError) as error:
         if given.ledger is not None and not resume:
             given.ledger.unlink()  # just made, and in the way the next time
+        if isinstance(error, UsageError):
+            raise
         problem = f"can't listen there ({error.strerror or error})"
         raise UsageError(f"listen={given.listen}: {problem}") from error
     loop = asyncio.get_running_loop()

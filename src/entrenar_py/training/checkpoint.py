@@ -34,7 +34,7 @@ def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     payload = safetensors.save(in_order, {"progress": json.dumps(progress)})
     header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     try:
         with partial.open("wb") as file:
             file.write(header)
@@ -50,6 +50,11 @@ def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def partial_of(path: Path) -> Path:
+    """Where a checkpoint stands until it is whole: beside `path`, so that a rename is enough."""
+    return path.with_name(path.name + ".partial")
 
 
 def load(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

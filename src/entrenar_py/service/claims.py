@@ -1,0 +1,137 @@
+"""The files of a run are one coordinator's alone, and can be written: known before it listens."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+from entrenar_py.training import checkpoint
+
+SUFFIX = ".lock"
+_TRIES = 10  # to lock a file that others take away at the same time
+_HOLDER_BYTES_MAX = 1000
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,255}")
+_TIME = "%Y-%m-%d %H:%M:%S"
+_TIME_FORM = re.compile(r"[0-9-]{10} [0-9:]{8}")
+
+
+def require_distinct(paths: Mapping[str, Path | None]) -> None:
+    """UsageError if two of these, by what they are for, are the same file."""
+    known: dict[Path, str] = {}
+    for what, path in paths.items():
+        if path is None:
+            continue
+        other = known.setdefault(path.resolve(), what)
+        if other != what:
+            raise UsageError(f"{what}={path}: it is the {other}, too; give each a file of its own")
+
+
+@contextmanager
+def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[None]:
+    """While inside, no other coordinator on any machine that sees the same locks has `path`.
+
+    The kernel lets go of the lock when this process ends, however that is. UsageError, with the
+    process that has it, if another one does; or if nothing can be made in its folder. Where the
+    file system has no locks, `warn` is told so.
+    """
+    lock = path.with_name(path.name + SUFFIX)
+    try:
+        file = _locked(lock, path, what, warn)
+    except OSError as error:
+        problem = f"can't be written ({error.strerror or error})"
+        raise UsageError(f"{what} {path}: {problem}; {_ADVICE}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if _is_at(file, lock):
+                lock.unlink()
+        os.close(file)
+
+
+def require_writable(path: Path) -> None:
+    """Makes the file that a checkpoint at `path` is written to at first, and removes it again.
+
+    UsageError if that can't be done, or if `path` is a folder or a device.
+    """
+    if path.is_dir():
+        raise UsageError(f"checkpoint {path}: it is a directory; {_ADVICE}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"checkpoint {path}: it is no regular file; {_ADVICE}")
+    partial = checkpoint.partial_of(path)
+    try:
+        with partial.open("wb"):
+            pass
+        partial.unlink()
+    except OSError as error:
+        problem = f"{partial.name} can't be made beside it ({error.strerror or error})"
+        raise UsageError(f"checkpoint {path}: {problem}; {_ADVICE}") from error
+
+
+_ADVICE = "give a path in a folder that is there and may be written"
+
+
+def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> int:
+    """The descriptor of the file at `lock`, locked; OSError if there can be none."""
+    for _ in range(_TRIES):
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise UsageError(f"{what} {path}: {lock} is no regular file; move it away")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(file)
+            os.close(file)
+            raise UsageError(
+                f"{what} {path}: {holder} is writing it; stop that first, or give another path"
+            ) from error
+        except UsageError:
+            os.close(file)
+            raise
+        except OSError as error:  # such a file system: nothing can be known
+            warn(
+                f"{what} {path}: its file system gives no locks ({error.strerror}): see to it that "
+                "no other coordinator writes it"
+            )
+        if _is_at(file, lock):  # else whoever had it has just removed it
+            _sign(file)
+            return file
+        os.close(file)
+    raise UsageError(f"{what} {path}: others begin and end with it all the time; try again")
+
+
+def _is_at(file: int, lock: Path) -> bool:
+    """Whether the open file is the one that stands there."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), lock.stat())
+    return False
+
+
+def _sign(file: int) -> None:
+    """Says who has the lock; a full disk leaves it unsaid."""
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(_TIME)}
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(record).encode(), 0)
+
+
+def _holder(file: int) -> str:
+    """Who signed the file; others may have written what they like into it."""
+    try:
+        match json.loads(os.pread(file, _HOLDER_BYTES_MAX, 0)):
+            case {"pid": int(pid), "host": str(host), "since": str(since)} if (
+                0 < pid < 2**31 and _HOST.fullmatch(host) and _TIME_FORM.fullmatch(since)
+            ):
+                return f"process {pid} on {host} (since {since} there)"
+    except (OSError, ValueError, RecursionError):
+        pass
+    return "another process"
