@@ -165,6 +165,30 @@ def test_a_contract_of_others_is_told_of_in_few_lines(
     assert "note: qa_gate: undecided, for no clause decides: " in printed.err
 
 
+PUBLISHED = """metadata: {version: 1.0.0, references: [a paper], depends_on: [elsewhere-v1]}
+data_parallel:
+  sharding:
+  - {id: F-DP-002, name: Shards cover all, critical: 'true', postcondition: 'union = samples'}
+falsification_tests:
+- {id: T-1, rule: F-DP-002 (Shards), prediction: no sample twice, if_fails: one is lost}
+steps:
+- {id: STEP-1, name: one machine, status: complete, files: [a.rs]}
+qa_gate: {id: G, name: bar, checks: [shards_cover], pass_criteria: 'Phase 1: F-DP-002..002 pass'}
+"""
+
+
+def test_a_published_contract_passes_its_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clause binds by its id, steps are none, and the gate finds it through its criteria."""
+    path = tmp_path / "published-v1.yaml"
+    path.write_text(PUBLISHED)
+    assert check("--contract", str(path), "--examples", "0", "--strict") == 0
+    printed = capsys.readouterr().out
+    assert "gate G (bar): passed" in printed
+    assert "STEP-1" not in printed
+
+
 def test_names_of_mutants_are_judged_where_they_are_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from entrenar_py.contract import layout, rules
 from entrenar_py.contract.fields import Record
@@ -21,12 +22,14 @@ _IDS = re.compile(
     r"(?<![\w-])([A-Za-z][\w-]*-)(\d{1,6})"
     r"(?:\s*(?:\.{2,3}=?|…|–|—|\bto\b|\bthrough\b)\s*(?:\1)?(\d{1,6}))?(?!\w)"
 )
-_RANGE_MAX = 1000
+_IDS_MAX = 1000  # so many of them are read, ranges counted in full
 _ALL_OF = re.compile(r"\ball\s+(P[0-2])\b", re.IGNORECASE)
 _ALL_TESTS = re.compile(r"\ball\s+(?:\d+\s+)?(?:falsification|FALSIFY)\s+tests\b", re.IGNORECASE)
 _KANI = re.compile(r"\bkani\b", re.IGNORECASE)
 _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
 _WORD = re.compile(r"[^\W_]+")
+# So many names, of so many words, are sought in the clauses' descriptions.
+_TRIES_MAX, _WORDS_MAX = 1000, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,78 +102,106 @@ def demands(contract: Contract) -> Demands:
     gate = contract.gate
     if gate is None:
         return Demands()
-    clauses, tests = contract.invariants, contract.falsification_tests
-    criteria = _criteria(gate.pass_criteria, clauses, tests)
+    names = _Names(contract)
+    criteria = _criteria(gate.pass_criteria, names)
+    described = _Described([names.clauses[one] for one in criteria.clauses])
     found: dict[str, None] = {}
     unresolved = []
     for name in gate.checks:
-        ids = _named(name, clauses, tests) or _described(name, clauses, criteria.clauses)
+        ids = names.resolve(name) or described.resolve(name)
         found.update(dict.fromkeys(ids))
         if not ids:
             unresolved.append(name)
     found.update(dict.fromkeys(criteria.clauses))
     if not gate.checks and not found:
+        clauses = contract.invariants
         found = dict.fromkeys(one.id for one in clauses if one.severity == "P0" or one.critical)
     named = (*unresolved, *criteria.unresolved, *gate.other_demands)
     return Demands(clauses=tuple(found), unresolved=tuple(dict.fromkeys(named)))
 
 
-def _named(
-    name: str, clauses: Iterable[Invariant], tests: Iterable[FalsificationTest]
-) -> list[str]:
-    """The clauses that are called `name`, or that the test called so attacks."""
-    wanted = _words(name)
-    ids = [one.id for one in clauses if name in one.gate_names]
-    ids = ids or [one.id for one in clauses if wanted and _words(one.name) == wanted]
-    if ids:
-        return ids
-    meant = [test for test in tests if name == test.id or _words(test.rule) == wanted]
-    return _attacked(meant, clauses)
+class _Names:
+    """Everything by which a gate may call a clause: id, name, group, or a test that attacks it.
+
+    Names match as they are written or, clauses' and rules', word by word (`weight_consistency`).
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self.clauses = {clause.id: clause for clause in contract.invariants}
+        self.tests = {test.id: self._attacked(test) for test in contract.falsification_tests}
+        self._written: dict[str, dict[str, None]] = {}
+        self._worded: dict[tuple[str, ...], dict[str, None]] = {}
+        self._ruled: dict[tuple[str, ...], dict[str, None]] = {}
+        for clause in contract.invariants:
+            for name in clause.gate_names:
+                self._written.setdefault(name, {})[clause.id] = None
+            self._worded.setdefault(_words(clause.name), {})[clause.id] = None
+        for test in contract.falsification_tests:
+            attacked = dict.fromkeys(self.tests[test.id])
+            self._ruled.setdefault(_words(test.rule), {}).update(attacked)
+
+    def _attacked(self, test: FalsificationTest) -> list[str]:
+        """The clause that `test` attacks; or is, where it is bound as one of its own."""
+        return [one for one in (test.id, test.target) if one in self.clauses]
+
+    def resolve(self, name: str) -> list[str]:
+        """The ids of the clauses that `name` means; none if it means none."""
+        words = _words(name)
+        ids = self._written.get(name) or (self._worded.get(words) if words else None)
+        ids = ids or dict.fromkeys(self.tests.get(name, ()))
+        return list(ids or (self._ruled.get(words, {}) if words else {}))
 
 
-def _attacked(tests: Iterable[FalsificationTest], clauses: Iterable[Invariant]) -> list[str]:
-    """The clauses that `tests` attack; a test that is bound as a clause of its own is that."""
-    known = {one.id for one in clauses}
-    ids = (one for test in tests for one in (test.id, test.target) if one in known)
-    return list(dict.fromkeys(ids))
+class _Described:
+    """Clauses by the words of their names, groups and descriptions."""
 
+    def __init__(self, clauses: Iterable[Invariant]) -> None:
+        self._titles: dict[str, set[str]] = {}
+        self._texts: dict[str, set[str]] = {}
+        self._tries_left = _TRIES_MAX
+        for clause in clauses:
+            title = _words(f"{clause.name} {clause.group}")
+            for word in title:
+                self._titles.setdefault(word, set()).add(clause.id)
+            for word in (*title, *_words(clause.description)):
+                self._texts.setdefault(word, set()).add(clause.id)
 
-def _described(name: str, clauses: Iterable[Invariant], among: Iterable[str]) -> list[str]:
-    """The one clause `among` those that the criteria name whose own words hold all of `name`'s."""
-    wanted, allowed = set(_words(name)), set(among)
-    candidates = [one for one in clauses if one.id in allowed]
-    titles = {one.id: f"{one.name} {one.group}" for one in candidates}
-    texts = {one.id: f"{titles[one.id]} {one.description}" for one in candidates}
-    for said in (titles, texts):
-        ids = [clause for clause, text in said.items() if wanted and wanted <= set(_words(text))]
-        if ids:
-            return ids if len(ids) == 1 else []
-    return []
+    def resolve(self, name: str) -> list[str]:
+        """The one clause whose title, or else whose whole text, has all words of `name`."""
+        words = _words(name)
+        if not words or len(words) > _WORDS_MAX or not self._tries_left:
+            return []
+        self._tries_left -= 1
+        for said in (self._titles, self._texts):
+            ids = set.intersection(*(said.get(word, set()) for word in words))
+            if ids:
+                return list(ids) if len(ids) == 1 else []
+        return []
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.casefold()))
 
 
-def _criteria(
-    text: str, clauses: tuple[Invariant, ...], tests: tuple[FalsificationTest, ...]
-) -> Demands:
+def _criteria(text: str, names: _Names) -> Demands:
     """What the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
-    known = {one.id for one in clauses}
-    by_test = {test.id: _attacked((test,), clauses) for test in tests}
-    prefixes = {_prefix(one) for one in (*known, *by_test)} - {""}
+    prefixes = {_prefix(one) for one in (*names.clauses, *names.tests)} - {""}
     found: dict[str, None] = {}
     unresolved = []
-    for given in _ids(text, prefixes):
-        ids = [given] if given in known else by_test.get(given, [])
+    given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
+    if len(given_ids) > _IDS_MAX:
+        unresolved.append(f"more than {_IDS_MAX} ids")
+    for given in given_ids[:_IDS_MAX]:
+        ids = [given] if given in names.clauses else names.tests.get(given, [])
         found.update(dict.fromkeys(ids))
         if not ids:
             unresolved.append(given)
     severities = {one.upper() for one in _ALL_OF.findall(text)}
+    clauses = names.clauses.values()
     found.update(dict.fromkeys(one.id for one in clauses if one.severity in severities))
     if _ALL_TESTS.search(text):
-        found.update(dict.fromkeys(one for ids in by_test.values() for one in ids))
-        unresolved += [test for test, ids in by_test.items() if not ids]
+        found.update(dict.fromkeys(one for ids in names.tests.values() for one in ids))
+        unresolved += [test for test, ids in names.tests.items() if not ids]
     if _KANI.search(text):
         unresolved.append("Kani harnesses (pass_criteria)")
     return Demands(clauses=tuple(found), unresolved=tuple(unresolved))
@@ -186,6 +217,5 @@ def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
     for prefix, first, last in _IDS.findall(text):
         if prefix not in prefixes:
             continue  # of an issue, a standard, ...
-        end = min(int(last or first), int(first) + _RANGE_MAX)
-        for number in range(int(first), end + 1):
+        for number in range(int(first), max(int(first), int(last or first)) + 1):
             yield f"{prefix}{number:0{len(first)}d}"

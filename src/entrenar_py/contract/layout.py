@@ -35,7 +35,9 @@ EQUATION_KEYS = (
     *("id", "name", "formula", "formal", "domain", "codomain"),
     *("invariants", "preconditions", "postconditions", "reference"),
 )
-OBLIGATION_KEYS = (*("id", "type", "property", "formal", "tolerance", "applies_to", "equation"),)
+OBLIGATION_KEYS = (
+    *("id", "type", "property", "formal", "tolerance", "applies_to", "equation", "lean"),
+)
 TEST_KEYS = ("id", "rule", "obligation", "prediction", "test", "if_fails")
 HARNESS_KEYS = ("id", "obligation", "property", "bound", "strategy", "solver", "harness")
 GATE_KEYS = ("id", "name", "description", "checks", "pass_criteria", "falsification")

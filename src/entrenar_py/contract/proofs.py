@@ -70,11 +70,11 @@ def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
     records = [
         Record(node, what="proof obligation", known=known, problems=problems) for node in nodes
     ]
-    taken = {record.text("id") for record in records}
+    taken = dict.fromkeys((record.text("id") for record in records), 1)
     return tuple(_obligation(record, taken) for record in records)
 
 
-def _obligation(record: Record, taken: set[str]) -> Obligation:
+def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
     given, stated = record.text("id"), record.filled("property")
     return Obligation(
         id=given or _id_from(stated, taken),
@@ -91,8 +91,11 @@ def _obligation(record: Record, taken: set[str]) -> Obligation:
     )
 
 
-def _id_from(stated: str, taken: set[str]) -> str:
-    """The first words of a property as an id that is not `taken` yet, and is from then on."""
+def _id_from(stated: str, taken: dict[str, int]) -> str:
+    """The first words of a property as an id that is not `taken` yet, and is from then on.
+
+    A property of the same first words gets a number, the second -2.
+    """
     spaced = "".join(char if char.isalnum() else " " for char in stated.lower())
     first, *words = spaced.split() or ["obligation"]
     stem = first[:ID_CHARS_MAX]
@@ -100,11 +103,12 @@ def _id_from(stated: str, taken: set[str]) -> str:
         if len(stem) + len(word) >= ID_CHARS_MAX:
             break
         stem += f"-{word}"
-    made, number = stem, 1
+    made, number = stem, taken.get(stem, 0)
     while made in taken:
         number += 1
-        made = f"{stem[: ID_CHARS_MAX - 4]}-{number}"
-    taken.add(made)
+        made = f"{stem}-{number}"
+    taken[stem] = number or 1
+    taken[made] = 1
     return made
 
 

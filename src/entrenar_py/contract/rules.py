@@ -79,7 +79,8 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
     """A note on the blocks in which nothing is looked at: they are kept as data."""
     with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
     with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
-    known = {*layout.RESERVED, *layout.TOP_KEYS, *with_clauses}
+    told = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
+    known = {*layout.RESERVED, *layout.TOP_KEYS, *with_clauses, *told}
     others = [key for key in root.fields if key not in known]
     if others:
         at = root.keys.get(others[0], root.at)

@@ -9,6 +9,7 @@ import datetime
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from entrenar_py.contract import SEVERITIES, Contract, Invariant, gates
@@ -165,15 +166,19 @@ class Report:
         """The entries, worst verdict first, then by severity, then as in the contract."""
         return tuple(sorted(self.entries, key=_rank))
 
+    @cached_property
+    def _asked(self) -> gates.Demands:
+        return gates.demands(self.contract)
+
     @property
     def gate_unresolved(self) -> tuple[str, ...]:
         """What the contract's gate asks for that no clause of the contract says."""
-        return gates.demands(self.contract).unresolved
+        return self._asked.unresolved
 
     @property
     def gate_broken(self) -> tuple[Entry, ...]:
         """The entries the contract's gate demands and that did not hold, worst first."""
-        demanded = gates.demands(self.contract).clauses
+        demanded = self._asked.clauses
         return tuple(
             entry
             for entry in self.ranked
@@ -183,7 +188,7 @@ class Report:
     @property
     def gate_not_run(self) -> tuple[str, ...]:
         """Ids of the clauses that the gate demands and this run left out."""
-        demanded = gates.demands(self.contract).clauses
+        demanded = self._asked.clauses
         ran = {entry.invariant.id for entry in self.entries}
         return tuple(clause for clause in demanded if clause not in ran)
 
@@ -199,7 +204,7 @@ class Report:
             return None
         if self.gate_broken:
             return False
-        asked = gates.demands(self.contract)
+        asked = self._asked
         if self.interrupted or self.gate_not_run or asked.unresolved or not asked.clauses:
             return None
         return True

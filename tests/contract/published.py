@@ -1,0 +1,38 @@
+"""Load every contract in some folders, and say which can't be: python -m tests.contract.published.
+
+Give it checkouts of repositories that publish contracts: each `*.yaml` below a folder named
+`contracts` (or below the folder given) is loaded as `--validate` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from entrenar_py import contract
+from entrenar_py.errors import ContractError
+from tests.contract import known
+
+
+def main(folders: Sequence[str]) -> int:
+    """Print the errors of each contract that does not load, then how many do; 1 if some do not."""
+    paths = sorted({path for folder in folders for path in _contracts(Path(folder))})
+    refused = 0
+    for path in paths:
+        try:
+            contract.load(path, vocabulary=known.OURS)
+        except ContractError as error:
+            refused += 1
+            print(error)
+    print(f"{len(paths) - refused} of {len(paths)} load")
+    return int(refused > 0)
+
+
+def _contracts(folder: Path) -> Iterator[Path]:
+    below = [path for path in folder.rglob("*.yaml") if "contracts" in path.parts[:-1]]
+    yield from below or folder.rglob("*.yaml")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
