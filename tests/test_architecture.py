@@ -14,6 +14,9 @@ LINES_MAX = 400
 # The room a module belongs to (the longest matching name) and its floor.
 FLOORS = {
     "errors": 0,
+    "given_files": 0,
+    "printing": 0,
+    "visible": 0,
     "": 4,  # entrenar_py itself: the version, and what a training script calls
     "backends": 1,
     "canonical": 1,

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from entrenar_py import interrupts, options
+from entrenar_py import interrupts, options, printing
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.project import merging
 
@@ -27,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with interrupts.deferred(numbers=ENDED_BY):
-            return _run(arguments)
+            code = _run(arguments)
+        return EXIT_HARNESS if printing.lost() and code == 0 else code
+    except SystemExit as left:  # --help, --version
+        if printing.lost():
+            raise SystemExit(EXIT_HARNESS) from left
+        raise
     except KeyboardInterrupt:
         _say("interrupted before anything was known")
         return EXIT_INTERRUPTED
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(error)
         return EXIT_HARNESS
     except Exception:  # noqa: BLE001  (Python's own exit code would be 1: "falsified")
-        traceback.print_exc()
+        printing.warn_lines(traceback.format_exc().rstrip())
         _say("the harness itself failed; this is a bug in it")
         return EXIT_HARNESS
 
@@ -50,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
         except UsageError as error:
             raise merging.located(error, given) from error
     except ContractError as error:  # its lines start with file:line:column
-        print(error, file=sys.stderr)
+        printing.warn_lines(str(error))
         return EXIT_INVALID
     except UsageError as error:
         _say(error)
@@ -59,7 +64,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _say(message: object) -> None:
-    print(f"{options.PROG}: {message}", file=sys.stderr)
+    printing.warn(f"{options.PROG}: {message}")
 
 
 if __name__ == "__main__":

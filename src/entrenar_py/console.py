@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
+from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from entrenar_py import printing, visible
 
 
 class PatientConsole(Console):
-    """Goes on in silence when the reader (`head`, `less`) has gone.
+    """Goes on in silence when the reader (`head`, `less`) has gone, or the disk is full.
 
     The exit code then still tells the verdict, and files that were asked for are still written.
+    What is printed is visible, wherever it comes from: escapes are this console's own.
     """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints; `printing.lost` tells afterwards of what could not be written."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            self.quiet = True
+            printing.give_up(error)
 
     def on_broken_pipe(self) -> None:
         """Turns standard output into a sink, also for what the interpreter flushes at its end."""
         self.quiet = True
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, sys.stdout.fileno())
-        os.close(sink)
+        printing.give_up(BrokenPipeError())
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The pieces of `renderable`, their texts visible."""
+        for piece in super().render(renderable, options):
+            if piece.control or piece.text == (shown := visible.text(piece.text)):
+                yield piece
+            else:
+                yield Segment(shown, piece.style)
 
 
 def standard_output(*, color: bool) -> Console:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from entrenar_py import contract, falsify, interrupts, plan, session, shipped
+from entrenar_py import contract, falsify, interrupts, plan, session, shipped, visible
 from entrenar_py.contract import Contract
 from entrenar_py.errors import EntrenarError
 from entrenar_py.reports import evidence
@@ -77,7 +77,11 @@ class Judged:
         details = evidence.detail_lines(self.report, self.entry)
         details += evidence.note_lines(self.entry)
         return "\n".join(
-            [evidence.one_line(heading), *details, f"repeat with: {self.report.command}"]
+            [
+                evidence.one_line(heading),
+                *details,
+                f"repeat with: {visible.exact(self.report.command)}",
+            ]
         )
 
 
@@ -106,7 +110,8 @@ def judge(wish: Wish) -> Judged:
         loaded = load(wish.contract)
         tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
         for one in not_applying:
-            pytest.skip(f"{wish.clause} does not apply to {wish.system}: {one.reason}")
+            why = f"{wish.clause} does not apply to {wish.system}: {one.reason}"
+            pytest.skip(evidence.one_line(why))
         with interrupts.deferred():
             (entry,) = falsify.falsify(tasks, wish.plan())
     except EntrenarError as error:
@@ -136,4 +141,4 @@ def load(given: str) -> Contract:
 
 
 def _refuse(message: str) -> NoReturn:
-    pytest.fail(message, pytrace=False)
+    pytest.fail(visible.text(message), pytrace=False)

@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(
     if config.getoption("--contract") is None:
         return
     from entrenar_py import pytest_judging as judging
+    from entrenar_py import visible
     from entrenar_py.errors import EntrenarError
 
     examples = config.getoption("--contract-examples")
@@ -75,11 +76,11 @@ def pytest_collection_modifyitems(
         loaded = judging.load(wish.contract)
         judging.require_possible(wish)
     except EntrenarError as error:
-        raise pytest.UsageError(str(error)) from error
+        raise pytest.UsageError(visible.line(error)) from error
     file = ContractFile.from_parent(session, path=loaded.path.resolve())
     added: list[pytest.Item] = []
     for clause in loaded.invariants:
-        item = ContractItem.from_parent(file, name=clause.id)
+        item = ContractItem.from_parent(file, name=visible.line(clause.id))
         item.wish, item.line = wish.of(clause.id), clause.position.line
         item.add_marker(pytest.mark.contract(clause.id, contract=wish.contract))
         added.append(item)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from entrenar_py import (
     falsify,
     kill_matrix,
     plan,
+    printing,
     reporting,
     shipped,
     stored,
@@ -147,7 +147,7 @@ def _load(options: argparse.Namespace) -> Contract:
     path = shipped.contract_path(options.contract)
     loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict)
     for line in _told(loaded, everything=options.mode == "validate"):
-        print(line, file=sys.stderr)
+        printing.warn(line)
     return loaded
 
 

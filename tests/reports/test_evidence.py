@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Report
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Counterexample
-
-
-@given(st.lists(st.integers(0, 0x10FFFF).map(chr)))
-def test_printable_text_is_utf8_and_steers_no_terminal(characters: list[str]) -> None:
-    """Nothing that XML or a terminal chokes on is left, and fit text is left alone."""
-    printed = evidence.printable("".join(characters))
-    printed.encode("utf-8")
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", printed)
-    assert evidence.printable(printed) == printed
-
-
-def test_unprintable_characters_are_spelled_out() -> None:
-    """A reader still sees what was there."""
-    assert evidence.printable("a\x1b[31m\udc80\0é") == r"a\x1b[31m\udc80\x00é"
 
 
 def test_long_text_is_cut_with_a_count() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from entrenar_py import printing
 from entrenar_py.reports.report import Entry
 from entrenar_py.verdict import Verdict
 
@@ -42,9 +42,8 @@ def folder(given: Path | None) -> Iterator[Kept]:
         yield kept
     finally:
         if kept.is_needed:
-            print(
-                f"the runs are kept in {kept.path} (--trace-dir says where; --judge judges again)",
-                file=sys.stderr,
+            printing.warn(
+                f"the runs are kept in {kept.path} (--trace-dir says where; --judge judges again)"
             )
         else:
             shutil.rmtree(kept.path, ignore_errors=True)

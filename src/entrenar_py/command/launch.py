@@ -150,7 +150,7 @@ class _Run:
 
     def processes(self) -> Iterator[int]:
         """Those that are left, the command itself among them."""
-        mark = f"{FOLDER}={self.folder}".encode()
+        mark = os.fsencode(f"{FOLDER}={self.folder}")
         for entry in Path("/proc").glob("[0-9]*"):
             if int(entry.name) == os.getpid():
                 continue  # it may be a command of a run itself

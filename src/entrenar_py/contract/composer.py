@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from entrenar_py.contract.problems import Position, Problems
+from entrenar_py import given_files
+from entrenar_py.contract.problems import Position, Problem, Problems
 from entrenar_py.contract.scalars import TAG, resolve, tag_message
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.errors import ContractError
@@ -27,24 +28,14 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def read(path: Path) -> bytes:
     """The file's bytes, at most BYTES_MAX.
 
-    Raises ContractError if it is larger (before reading it) or can't be read.
+    Raises ContractError if it is larger (before reading it), no file, or can't be read.
     """
     start = Position(str(path), 1, 1)
     try:
-        size = path.stat().st_size
-        if size <= BYTES_MAX:
-            with path.open("rb") as file:
-                data = file.read(BYTES_MAX + 1)  # a pipe or a device states no size
-            size = max(size, len(data))
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ContractError(
-            [f"{start}: error: can't be read: {reason}; give a YAML file"]
-        ) from error
-    if size > BYTES_MAX:
-        message = f"the file has {size} bytes or more; at most {BYTES_MAX} are read"
-        raise ContractError([f"{start}: error: {message}"])
-    return data
+        return given_files.read(path, bytes_max=BYTES_MAX)
+    except OSError as error:
+        message = f"can't be read: {error.strerror}; give a YAML file"
+        raise ContractError([Problem(start, "error", message).line]) from error
 
 
 CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"

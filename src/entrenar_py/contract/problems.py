@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from entrenar_py import visible
 from entrenar_py.errors import ContractError, did_you_mean
 
 MESSAGE_CHARS_MAX = 500
@@ -52,7 +53,7 @@ class Problem:
     @property
     def line(self) -> str:
         """`file:line:column: level: message`, as compilers have it; one printable line."""
-        return f"{self.at}: {self.level}: {_one_line(self.message)}"
+        return f"{visible.line(self.at)}: {self.level}: {_one_line(self.message)}"
 
 
 class Problems:
@@ -135,5 +136,4 @@ class Problems:
 
 def _one_line(message: str) -> str:
     """A message quotes the file: no line break, terminal escape or page of text may come out."""
-    printable = "".join(char if char.isprintable() else " " for char in message)
-    return textwrap.shorten(printable, MESSAGE_CHARS_MAX)
+    return textwrap.shorten(visible.line(message), MESSAGE_CHARS_MAX)

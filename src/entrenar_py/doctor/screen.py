@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from entrenar_py import visible
 from entrenar_py.doctor import Examination, Found
 from entrenar_py.reports import terminal
 
@@ -33,10 +34,15 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str) -> None:
+    """Adds a row; devices and drivers name themselves."""
+    table.add_row(*map(visible.line, cells))
+
+
 def _versions(examined: Examination) -> Table:
     table = _table("versions", "part", "version")
     for name, version in examined.versions.items():
-        table.add_row(name, version)
+        _add(table, name, version)
     return table
 
 
@@ -44,7 +50,7 @@ def _backends(examined: Examination) -> Table:
     table = _table("backends", "--backend", "serves", "device", "of it")
     for one in examined.backends:
         device = f"{one.device}{', software' if one.software else ''}"
-        table.add_row(one.name, "yes" if one.serves else "no", device, "; ".join(_facts(one)))
+        _add(table, one.name, "yes" if one.serves else "no", device, "; ".join(_facts(one)))
     return table
 
 
@@ -79,14 +85,15 @@ def _bytes(number: int) -> str:
 def _trainers(examined: Examination) -> Table:
     table = _table("trainers", "--system", "computes here on", "limits")
     for one in examined.trainers:
-        table.add_row(one.system, ", ".join(one.backends) or "nothing", "; ".join(one.limits))
+        _add(table, one.system, ", ".join(one.backends) or "nothing", "; ".join(one.limits))
     return table
 
 
 def _clauses(examined: Examination) -> Table:
     table = _table("clauses", "contract", "clause", "exercised", "runs", "lacking")
     for one in examined.clauses:
-        table.add_row(
+        _add(
+            table,
             one.contract.removesuffix(".yaml"),
             f"{one.id} {one.name}",
             one.state,

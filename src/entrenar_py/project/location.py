@@ -6,10 +6,10 @@ Imports nothing heavy: a command line without a configuration pays for a few cal
 from __future__ import annotations
 
 import os
-import stat
 import tomllib
 from pathlib import Path
 
+from entrenar_py import given_files
 from entrenar_py.errors import UsageError
 
 OWN, SHARED = "entrenar-check.toml", "pyproject.toml"
@@ -43,12 +43,8 @@ def find(start: Path) -> Path | None:
 def read(path: Path) -> str:
     """The text of a configuration; UsageError if it is no regular file, too large or no UTF-8."""
     try:
-        told = path.stat()
-        if not stat.S_ISREG(told.st_mode):
-            raise UsageError(f"configuration {path}: is no regular file; give a TOML file")
-        if told.st_size > BYTES_MAX:
-            raise UsageError(f"configuration {path}: {told.st_size:,} bytes; at most {BYTES_MAX:,}")
-        return path.read_bytes().decode("utf-8")
+        with given_files.open_file(path, bytes_max=BYTES_MAX) as file:
+            return file.read(BYTES_MAX).decode("utf-8")
     except OSError as error:
         raise UsageError(f"configuration {path}: can't be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

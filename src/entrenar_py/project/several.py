@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
+from entrenar_py import printing
 from entrenar_py.reports.report import (
     EXIT_FALSIFIED,
     EXIT_HELD,
@@ -35,6 +35,6 @@ def run(jobs: Sequence[Job]) -> int:
             if number < len(jobs):
                 left = len(jobs) - number
                 told = "1 other contract was" if left == 1 else f"{left} other contracts were"
-                print(f"entrenar-check: interrupted: {told} not begun", file=sys.stderr)
+                printing.warn(f"entrenar-check: interrupted: {told} not begun")
             break
     return min(codes, key=_WORST_FIRST.index)

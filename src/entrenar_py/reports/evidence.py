@@ -1,15 +1,12 @@
-"""What stands behind an entry, as labelled text: the terminal and JUnit XML print the same.
-
-Also makes any text fit to print: contracts, paths and devices bring what they like.
-"""
+"""What stands behind an entry, as labelled text: the terminal and JUnit XML print the same."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from entrenar_py import visible
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Verdict
@@ -17,18 +14,10 @@ from entrenar_py.verdict import Verdict
 # Longest text printed for one label; the JSON report always has all of it.
 TEXT_CHARS_MAX = 400
 
-# Everything that XML 1.0 forbids, and the control characters that steer a terminal.
-_UNPRINTABLE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def printable(text: str) -> str:
-    r"""`text` with control characters and lone surrogates spelled out (`\x1b`, `\udc80`)."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
 
 def one_line(text: str) -> str:
-    """`text`, printable, on one line, and cut where it gets longer than a reader wants."""
-    line = " ".join(printable(text).split())
+    """`text`, visible, on one line, and cut where it gets longer than a reader wants."""
+    line = visible.line(text)
     if len(line) <= TEXT_CHARS_MAX:
         return line
     return f"{line[:TEXT_CHARS_MAX]}... ({len(line) - TEXT_CHARS_MAX} more, see the JSON report)"
@@ -59,7 +48,7 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
     rows.append(("statement", one_line(entry.invariant.statement)))
     command = report.replay_command(entry)
     if command is not None:
-        rows.append(("replay", printable(command)))
+        rows.append(("replay", visible.exact(command)))
     return [f"{label}: {text}" for label, text in rows]
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from entrenar_py import visible
 from entrenar_py.errors import UsageError
 from entrenar_py.reports import evidence, output_file, places
 from entrenar_py.reports.report import Entry, Report
@@ -84,7 +85,7 @@ def summary(report: Report) -> str:
         lines += ["", _text(line)]
     if report.configuration is not None:
         lines += ["", _text(f"Configured: {report.configuration.told}")]
-    lines += ["", "Repeat with", "", _fenced([evidence.printable(report.command)])]
+    lines += ["", "Repeat with", "", _fenced([visible.exact(report.command)])]
     return "\n".join(lines) + "\n"
 
 
@@ -116,7 +117,8 @@ def _fenced(lines: list[str]) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    """`text` as a runner takes it, whatever is in it; its lines stay lines."""
+    return visible.text(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

@@ -6,11 +6,10 @@ Whatever a contract says is text; the page forbids itself scripts and requests b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 
 import entrenar_py
-from entrenar_py import mutants
+from entrenar_py import mutants, visible
 from entrenar_py.errors import UsageError
 from entrenar_py.reports import drawn_runs, evidence, output_file
 from entrenar_py.reports.report import Entry, Report
@@ -169,9 +168,9 @@ def _badge(verdict: Verdict) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(evidence.one_line(text))
+    return visible.html(evidence.one_line(text))
 
 
 def _long(text: str) -> str:
     """A command: all of it."""
-    return escape(evidence.printable(text))
+    return visible.html(text)

@@ -5,13 +5,13 @@ A change that could break a reader gets a new number and a new schema file.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import entrenar_py
+from entrenar_py import visible
 from entrenar_py.contract import Contract
 from entrenar_py.reports import output_file
 from entrenar_py.reports.report import Configuration, Entry, Excluded, Report
@@ -52,8 +52,7 @@ def dump(report: Report) -> dict[str, Any]:
 
 def write(report: Report, path: Path) -> None:
     """Writes the report to `path`; UsageError if that can't be done."""
-    text = json.dumps(dump(report), indent=2, ensure_ascii=False, allow_nan=False)
-    output_file.write(text + "\n", path)
+    output_file.write(visible.dump_json(dump(report), indent=2) + "\n", path)
 
 
 def _contract(contract: Contract) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import entrenar_py
+from entrenar_py import visible
 from entrenar_py.contract import Invariant
 from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import Entry, Excluded, Report
@@ -26,7 +27,7 @@ from entrenar_py.verdict import Verdict
 
 def render(report: Report, *, allow_inconclusive: bool) -> str:
     """The XML document, with its declaration and a line end; any text is made fit for XML 1.0."""
-    suite = Element("testsuite", name=evidence.printable(report.contract.name))
+    suite = Element("testsuite", name=visible.exact(report.contract.name))
     _add_properties(suite, report)
     inconclusive = "skipped" if allow_inconclusive else "error"
     for entry in report.entries:
@@ -67,7 +68,7 @@ def _add_properties(suite: Element, report: Report) -> None:
     ]
     properties = SubElement(suite, "properties")
     for name, value in dict(facts).items():
-        SubElement(properties, "property", name=name, value=evidence.printable(value))
+        SubElement(properties, "property", name=name, value=visible.exact(value))
 
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
@@ -85,10 +86,10 @@ def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -
     return SubElement(
         suite,
         "testcase",
-        classname=evidence.printable(report.contract.name),
+        classname=visible.exact(report.contract.name),
         name=evidence.one_line(f"{clause.id} {clause.name}"),
         time=f"{elapsed_s:.3f}",
-        file=evidence.printable(clause.position.file),
+        file=visible.exact(clause.position.file),
         line=str(clause.position.line),
     )
 
@@ -121,9 +122,9 @@ def _add_alarm(suite: Element, report: Report, name: str, message: str, tag: str
 
     The `tag` is `error`, or `skipped` where the person running it said that it is good enough.
     """
-    classname = evidence.printable(report.contract.name)
+    classname = visible.exact(report.contract.name)
     case = SubElement(suite, "testcase", classname=classname, name=name, time="0.000")
-    SubElement(case, tag, type=name, message=message)
+    SubElement(case, tag, type=name, message=evidence.one_line(message))
 
 
 def _count(element: Element, suite: Element, elapsed_s: float) -> None:

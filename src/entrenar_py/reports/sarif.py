@@ -9,7 +9,6 @@ warnings, of a successful run, is that of exit code 0.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from urllib.parse import quote
 from blake3 import blake3
 
 import entrenar_py
+from entrenar_py import visible
 from entrenar_py.contract import Invariant
 from entrenar_py.reports import evidence, json_format, output_file, places
 from entrenar_py.reports.report import Entry, Report
@@ -61,8 +61,7 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
 def write(report: Report, path: Path, *, root: Path, allow_inconclusive: bool) -> None:
     """Writes the log to `path`; UsageError if that can't be done."""
     log = dump(report, root=root, allow_inconclusive=allow_inconclusive)
-    text = json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False)
-    output_file.write(text + "\n", path)
+    output_file.write(visible.dump_json(log, indent=2) + "\n", path)
 
 
 def _driver(report: Report) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def _clauses(report: Report) -> list[Invariant]:
 
 def _rule(clause: Invariant) -> dict[str, Any]:
     rule = {
-        "id": evidence.printable(clause.id),
+        "id": visible.exact(clause.id),
         "name": evidence.one_line(clause.name),
         "shortDescription": {"text": evidence.one_line(clause.name)},
         "fullDescription": {"text": evidence.one_line(clause.statement)},
@@ -99,11 +98,12 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "executionSuccessful": bool(report.entries) and not report.interrupted,
         "exitCode": code,
-        "commandLine": evidence.printable(report.command),
+        "commandLine": visible.exact(report.command),
     }
     told = [*_notes(report)]
     if report.incomplete:
-        told.insert(0, {"level": "error", "message": {"text": report.incomplete}})
+        why = evidence.one_line(report.incomplete)
+        told.insert(0, {"level": "error", "message": {"text": why}})
     if report.gate_open:
         level = "note" if allow_inconclusive else "warning"
         told.insert(0, {"level": level, "message": {"text": evidence.one_line(report.gate_open)}})
@@ -121,7 +121,7 @@ def _notes(report: Report) -> Iterator[dict[str, Any]]:
         line = f"{one.invariant.id} ({one.invariant.name}) was not applied: {one.reason}"
         notes.append([evidence.one_line(line)])
     for number, (clause, lines) in enumerate(zip(_clauses(report), notes, strict=True)):
-        rule = {"id": evidence.printable(clause.id), "index": number}
+        rule = {"id": visible.exact(clause.id), "index": number}
         for line in lines:
             yield {"level": "note", "message": {"text": line}, "associatedRule": rule}
 
@@ -133,7 +133,7 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
     marks = (report.contract.name, clause.id, str(entry.verdict))
     fingerprint = blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16)
     return {
-        "ruleId": evidence.printable(clause.id),
+        "ruleId": visible.exact(clause.id),
         "ruleIndex": number,
         "level": level,
         "message": {"text": "\n".join([evidence.one_line(heading), *details])},

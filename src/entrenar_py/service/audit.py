@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py import trace
+from entrenar_py import printing, trace
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest, exits, extent
@@ -68,16 +68,16 @@ def verify(path: Path, *, replay: bool) -> int:
     except ForeignTrace:
         raise
     except TraceError as error:
-        print(f"broken: {error}")
+        printing.say(f"broken: {error}")
         return exits.WRONG
     for sentence in account.extent.sentences():
-        print(f"{path}: {sentence}")
-    print(f"{path}: {_stands(account)}")
+        printing.say(f"{path}: {sentence}")
+    printing.say(f"{path}: {_stands(account)}")
     for missing in account.extent.missing():
-        print(f"incomplete: {extent.steps(*missing)} not in it, and nothing says why")
+        printing.say(f"incomplete: {extent.steps(*missing)} not in it, and nothing says why")
         return exits.WRONG
     if account.quarrel is not None:
-        print(f"different: {account.quarrel}")
+        printing.say(f"different: {account.quarrel}")
         return exits.WRONG
     if not replay:
         return exits.DONE

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from entrenar_py import printing
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
 from entrenar_py.service import exits, options
 
@@ -14,12 +15,17 @@ from entrenar_py.service import exits, options
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
     try:
-        return _run(options.parse(sys.argv[1:] if argv is None else argv))
+        code = _run(options.parse(sys.argv[1:] if argv is None else argv))
+        return exits.FAILED if printing.lost() and code == exits.DONE else code
+    except SystemExit as left:  # --help, --version
+        if printing.lost():
+            raise SystemExit(exits.FAILED) from left
+        raise
     except KeyboardInterrupt:
         _say("interrupted before anything had begun")
         return exits.STOPPED
     except ContractError as error:  # its lines start with file:line:column
-        print(error, file=sys.stderr)
+        printing.warn_lines(str(error))
         return exits.INVALID
     except (UsageError, CheckpointError) as error:
         _say(error)
@@ -28,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(error)
         return exits.FAILED
     except Exception:  # noqa: BLE001  (Python's own exit code would be 1: a run that was given up)
-        traceback.print_exc()
+        printing.warn_lines(traceback.format_exc().rstrip())
         _say("this is a bug in it")
         return exits.FAILED
 
@@ -54,7 +60,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _say(message: object) -> None:
-    print(f"{options.PROG}: {message}", file=sys.stderr)
+    printing.warn(f"{options.PROG}: {message}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from entrenar_py import console, systems, trace
+from entrenar_py import console, printing, systems, trace
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
@@ -66,7 +65,7 @@ def _claim(given: Config, stack: ExitStack) -> None:
 
 
 def _warn(text: str) -> None:
-    print(f"{options.PROG}: {text}", file=sys.stderr)
+    printing.warn(f"{options.PROG}: {text}")
 
 
 def _require_intended(given: Config, *, resume: bool) -> None:

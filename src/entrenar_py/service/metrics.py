@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 
+from entrenar_py import printing, visible
 from entrenar_py.errors import UsageError
 from entrenar_py.service.happenings import Happening, StepMade
 
@@ -36,7 +35,7 @@ class Metrics:
         """Writes one line."""
         what = {"what": "step"} if isinstance(happening, StepMade) else {}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
-        self._write(json.dumps(record, allow_nan=False) + "\n")
+        self._write(visible.dump_json(record) + "\n")
 
     def _write(self, text: str) -> None:
         if self._file is None:
@@ -47,7 +46,7 @@ class Metrics:
                 left = left[self._file.write(left) :]
         except OSError as error:
             problem = f"can't be written any more ({error.strerror})"
-            print(f"entrenar: metrics {self._path}: {problem}; the run goes on", file=sys.stderr)
+            printing.warn(f"entrenar: metrics {self._path}: {problem}; the run goes on")
             self.close()
 
     def close(self) -> None:

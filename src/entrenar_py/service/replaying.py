@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from entrenar_py import backends, trace
+from entrenar_py import backends, printing, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest, exits
@@ -50,11 +50,13 @@ def replay(account: Account, path: Path) -> int:
     difference = _difference(account, path, name)
     if difference is None:
         num_steps = len(account.weights)
-        print(f"verified: trained again on {name} ({device}), {num_steps} steps, the same bits")
+        printing.say(
+            f"verified: trained again on {name} ({device}), {num_steps} steps, the same bits"
+        )
         return exits.DONE
     if (explained := _explanation(account, name, device)) is not None:
         return _inconclusive(f"{difference}; but {explained}, which may round differently")
-    print(f"different: {difference}")
+    printing.say(f"different: {difference}")
     return exits.WRONG
 
 
@@ -119,5 +121,5 @@ def _explanation(account: Account, backend: str, device: str) -> str | None:
 
 
 def _inconclusive(reason: str) -> int:
-    print(f"inconclusive: {reason}")
+    printing.say(f"inconclusive: {reason}")
     return exits.INCONCLUSIVE

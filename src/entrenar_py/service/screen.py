@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from entrenar_py import visible
 from entrenar_py.service.happenings import Happening, Listener, Noted, StepMade
 
 LINE_EVERY_S = 5.0
@@ -57,13 +58,12 @@ class Lines:
         """Prints it, or not."""
         if isinstance(happening, Noted):
             if self._pace.allows(happening):
-                self._print(happening.text)
+                self._print(visible.line(happening.text))
         elif self._pace.allows(happening) or happening.step == happening.num_steps - 1:
             self._print(f"step {happening.step + 1}/{happening.num_steps}  {summary(happening)}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-        self._console.file.flush()  # whoever follows a log sees it now
+        self._console.print(text, soft_wrap=True)  # and flushes: whoever follows a log sees it
 
 
 class Live:
@@ -79,7 +79,8 @@ class Live:
         """Shows it."""
         if isinstance(happening, Noted):
             if self._pace.allows(happening):
-                self._progress.console.print(happening.text, markup=False, highlight=False)
+                told = visible.line(happening.text)
+                self._progress.console.print(told, markup=False, highlight=False)
             return
         self._progress.update(
             self._task, completed=happening.step + 1, description=summary(happening)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from entrenar_py import backends, trace
+from entrenar_py import backends, printing, trace
 from entrenar_py.backends import Backend, chain
 from entrenar_py.drivers import asking, tls
 from entrenar_py.drivers.asking import Told
@@ -210,4 +210,4 @@ class Stay:
 
 
 def _say(text: str) -> None:
-    print(f"worker: {text}", flush=True)
+    printing.say(f"worker: {text}")

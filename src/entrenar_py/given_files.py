@@ -1,0 +1,120 @@
+"""Opens the files that others give: nothing else than a file is read, and no more than is allowed.
+
+A folder, a device, a socket and a pipe without end cost what a wrong name costs: an OSError whose
+`strerror` says what the path is and what to give instead. Callers say which file it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PIPE_S = 10.0  # from opening a pipe to its end
+# Of a file of JSON lines: a line with the values of all tensors of a model is the longest there is.
+LINE_BYTES_MAX = 2**28
+PIECE_BYTES = 2**16
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
+    """The regular file at `path`, opened to be read; OSError for anything else, without waiting.
+
+    A file larger than `bytes_max` is an OSError, too; None where its lines are read one by one.
+    """
+    handle = _opened(path)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, f"it is {kind(found.st_mode)}; give a file")
+        if bytes_max is not None and found.st_size > bytes_max:
+            raise too_large(found.st_size, bytes_max)
+    except OSError:
+        os.close(handle)
+        raise
+    return os.fdopen(handle, "rb")
+
+
+def read(path: Path, *, bytes_max: int) -> bytes:
+    """All that is in the file at `path`; OSError if it is none, or larger than `bytes_max`.
+
+    A pipe (`<(command)` in a shell) is read to its end, within PIPE_S.
+    """
+    handle = _opened(path)
+    try:
+        found = os.fstat(handle)
+        if stat.S_ISFIFO(found.st_mode):
+            return _piped(handle, bytes_max)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, f"it is {kind(found.st_mode)}; give a file")
+        if found.st_size > bytes_max:
+            raise too_large(found.st_size, bytes_max)
+        with os.fdopen(os.dup(handle), "rb") as file:
+            data = file.read(bytes_max + 1)  # it may have grown; some files state no size
+    finally:
+        os.close(handle)
+    if len(data) > bytes_max:
+        raise too_large(len(data), bytes_max)
+    return data
+
+
+def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]:
+    """The lines of `file`, each with its end, one in memory at a time.
+
+    OSError for a line longer than `bytes_max`.
+    """
+    number = 0
+    while line := file.readline(bytes_max + 1):
+        number += 1
+        if len(line) > bytes_max:
+            problem = f"line {number} is longer than {bytes_max} bytes, the most that are read"
+            raise OSError(errno.EFBIG, problem)
+        yield line
+
+
+def too_large(num_bytes: int, bytes_max: int) -> OSError:
+    """What is raised of a file of `num_bytes` or more."""
+    return OSError(errno.EFBIG, f"it has {num_bytes} bytes or more; at most {bytes_max} are read")
+
+
+def kind(mode: int) -> str:
+    """What a path with this `st_mode` is, in words."""
+    return next((name for is_one, name in _KINDS if is_one(mode)), "no file")
+
+
+def _opened(path: Path) -> int:
+    try:
+        # A pipe without a writer would be waited for; of files this changes nothing.
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except ValueError as error:  # a NUL, or a character that no path can have
+        raise OSError(errno.EINVAL, f"no path is called so ({error})") from error
+
+
+def _piped(handle: int, bytes_max: int) -> bytes:
+    """What comes through a pipe until its writers have closed it."""
+    pieces: list[bytes] = []
+    deadline, size = time.monotonic() + PIPE_S, 0
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    while size <= bytes_max:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poll.poll(1000 * left_s):
+            raise OSError(errno.ETIMEDOUT, f"it is a pipe that did not end within {PIPE_S:g} s")
+        piece = os.read(handle, PIECE_BYTES)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+        size += len(piece)
+    raise too_large(size, bytes_max)

@@ -1,0 +1,84 @@
+r"""Makes what others wrote fit to be shown: every character of it is seen, and none does anything.
+
+Contracts, ledgers, paths, devices and peers bring texts of their own. What steers a terminal, hides
+or turns text around, breaks a line, or is no character at all is spelled out (`\x1b`, `\u202e`).
+Whatever prints or writes such a text passes it through here; nothing else knows which characters
+are meant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from typing import Any
+
+# Everything that a reader does not see, or that is not only shown:
+#   control characters (C0 but for tab and line feed, DEL, C1), soft hyphens and other characters of
+#   no width (joiners, fillers, the byte order mark), those that turn the direction of writing
+#   around, line and paragraph separators, surrogates without their other half, tags and the
+#   variation selectors that no emoji needs, and what Unicode calls no character.
+# XML 1.0 forbids some of these and no others.
+_HIDDEN = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufdd0-\ufdef\ufeff\uffa0"
+    "\ufff0-\ufffb\ufffe\uffff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_NO_CHARACTERS = "".join(
+    chr(plane << 16 | end) for plane in range(1, 17) for end in (0xFFFE, 0xFFFF)
+)
+_UNSEEN = re.compile(f"[{_HIDDEN}{_NO_CHARACTERS}]")
+# GitHub's runners take a line that begins so for a command, and the older form anywhere in it.
+_COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)")
+
+
+def text(given: object) -> str:
+    r"""`given` as text in which everything is seen; its tabs and line ends stay."""
+    return _UNSEEN.sub(_spelled, str(given))
+
+
+def line(given: object) -> str:
+    """`given` on one line: white space is one space, and no runner takes it for a command."""
+    return _COMMAND.sub(_disarmed, _joined(given))
+
+
+def exact(given: object) -> str:
+    """`given` on one line with all its spaces, its tabs and line ends spelled out: a command."""
+    shown = text(given).replace("\t", r"\t").replace("\n", r"\n")
+    return _COMMAND.sub(_disarmed, shown)
+
+
+def html(given: object) -> str:
+    """`given` on one line, all its spaces there and none of it markup."""
+    return escape(exact(given))
+
+
+def dump_json(record: Any, *, indent: int | None = None) -> str:
+    """`record` as strict JSON whose texts are what they were: hidden characters stand in it as
+    JSON's own escapes, and a lone surrogate, which many readers refuse, spelled out as in `text`.
+
+    ValueError for numbers that are not finite.
+    """
+    dumped = json.dumps(record, indent=indent, ensure_ascii=False, allow_nan=False)
+    return _UNSEEN.sub(_escaped, dumped)
+
+
+def _joined(given: object) -> str:
+    return " ".join(text(given).split())
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def _disarmed(found: re.Match[str]) -> str:
+    return rf"{found[1] or ''}\x{ord(found[0][-1]):02x}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """As JSON has it; `json.dumps` has left nothing of these but in texts."""
+    code = ord(found[0])
+    if 0xD800 <= code <= 0xDFFF:
+        return rf"\\u{code:04x}"
+    units = found[0].encode("utf-16-be")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
