@@ -15,6 +15,7 @@ from entrenar_py import interrupts, options, printing
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.project import merging
 
+INIT = "init"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
+        if arguments[:1] == [INIT]:
+            from entrenar_py.project import init
+
+            return init.run(arguments[1:])
         given = merging.configured(options.read(arguments))
         from entrenar_py import session  # brings everything heavy; `--help` has left by now
 

@@ -32,6 +32,7 @@ examples:
   entrenar-check --contract my-contract.yaml --validate --strict
   entrenar-check --contract distributed-training-v1.yaml -- \\
       torchrun --nproc_per_node={world_size} my_train.py
+  entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check
 """
 
@@ -59,7 +60,7 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing the usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
@@ -68,11 +69,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line, every option of it."""
-    cli = _Parser(
+    cli = Parser(
         prog=PROG,
-        usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]",
+        usage="%(prog)s [--contract FILE] [options] [-- COMMAND ...]\n"
+        "       %(prog)s init [-- COMMAND ...]",
         description="Tries to falsify a distributed trainer against a written contract. What the "
-        "command line leaves out is read from the project's configuration.",
+        "command line leaves out is read from the project's configuration, which `init` writes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -105,7 +107,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     `mode` is a name in MODES, or None; `typed` are the names of those that were typed.
     """
     cli = parser()
-    own, command = _split(arguments)
+    own, command = split(arguments)
     defaults = {action.dest: action.default for action in cli._actions}
     options = cli.parse_args(own, argparse.Namespace(**dict.fromkeys(defaults)))
     options.typed = frozenset(name for name, value in vars(options).items() if value is not None)
@@ -186,8 +188,8 @@ def _require_distinct(files: Mapping[str, Path]) -> None:
         by_path[path] = name
 
 
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """What is this command's own, and the command behind `--`; UsageError if there is none."""
+def split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """What is this command's own, and the command behind `--`; UsageError if none is there."""
     if "--" not in arguments:
         return arguments, ()
     place = list(arguments).index("--")

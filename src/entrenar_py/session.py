@@ -104,7 +104,8 @@ def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contr
     if not options.contract:
         names = ", ".join(path.name for path in shipped.shipped_contracts())
         raise UsageError(
-            f"--contract FILE is missing; shipped are {names}. No configuration was found either"
+            f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
+            f"{PROG} init writes one"
         )
     found, problems = [], []
     for own in of_each(options):

@@ -1,0 +1,160 @@
+"""`entrenar-check init`: writes a configuration, and says what was guessed and what to look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from entrenar_py import options, shipped
+from entrenar_py.errors import UsageError
+from entrenar_py.project import guessing, location
+from entrenar_py.project.guessing import Guess
+
+NAME = "init"
+CONTRACT = "distributed-training-v1.yaml"
+REFERENCE = (CONTRACT, "training-integrity-v1.yaml")
+STEPS = 8
+DEADLINE_S = 300
+KILLED = "F-DP-006"  # of CONTRACT: takes a launcher that starts ranks again
+_LINE_CHARS_MAX = 100
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Writes the configuration of the current folder; 0. Raises UsageError where it can't."""
+    own, command = options.split(arguments)
+    given = _parser().parse_args(own)
+    folder = Path.cwd()
+    path, before = _file(folder)
+    found = guessing.guess(command, folder) if command else None
+    chosen = tuple(given.contract or ((CONTRACT,) if found else REFERENCE))
+    for contract in chosen:
+        shipped.contract_path(contract)
+    if found and not found.restarts and CONTRACT in chosen:
+        found.taken.append(
+            f"{KILLED} (recovery of a killed worker) does not apply, since the launcher starts no "
+            "worker again; if it does, take the exclusion out"
+        )
+    lines = _lines(found, chosen)
+    header = [f"[tool.{location.TABLE}]"] if path.name == location.SHARED else []
+    _append(path, before, [*header, *lines])
+    _tell(path, found)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    cli = options.Parser(
+        prog=f"{options.PROG} {NAME}",
+        usage="%(prog)s [--contract FILE] [-- COMMAND ...]",
+        description="Writes the configuration of this folder: into pyproject.toml, if there is "
+        f"one, else {location.OWN}. COMMAND is what trains, as it is run today; without it the "
+        "reference trainers are configured.",
+        allow_abbrev=False,
+    )
+    cli.add_argument(
+        "--contract",
+        metavar="FILE",
+        action="append",
+        help=f"a contract to check, instead of {CONTRACT}; may be given several times",
+    )
+    return cli
+
+
+def _file(folder: Path) -> tuple[Path, str | None]:
+    """Where to write, and what is there already; UsageError where that is a configuration."""
+    for name in (location.OWN, location.SHARED):
+        path = folder / name
+        if not path.exists():
+            continue
+        text = location.read(path)
+        try:
+            tools = tomllib.loads(text).get("tool", {})
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{name} is no TOML ({error}); mend it first") from error
+        if name == location.OWN or (isinstance(tools, dict) and location.TABLE in tools):
+            raise UsageError(
+                f"{name} configures entrenar-check already; edit it, or remove what is there first "
+                "(nothing was written)"
+            )
+        return path, text
+    return folder / location.OWN, None
+
+
+def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
+    """The keys, each with what a reader has to know of it."""
+    lines = [
+        f"# Written by `{options.PROG} {NAME}`; all keys: docs/configuration.md of entrenar-py.",
+        f"contract = {_toml(list(chosen) if len(chosen) > 1 else chosen[0])}",
+    ]
+    if found is None:
+        return lines
+    lines.append(f"command = {_command(found.command)}")
+    if any("{steps}" in word for word in found.command):
+        lines.append(f"steps = {STEPS}")
+    if found.world_size is not None:
+        lines.append(f"world-size = {found.world_size}")
+    lines.append(f"deadline = {DEADLINE_S}  # seconds; a run that takes longer is ended")
+    if not found.restarts and CONTRACT in chosen:
+        lines += [
+            "exclude = [",
+            f'  {{clause = "{KILLED}", kind = "not-applicable", reason = "the launcher starts no '
+            'worker again (no --max-restarts)"},',
+            "]",
+        ]
+    return lines
+
+
+def _command(words: Sequence[str]) -> str:
+    """A text where that reads well and means the same, else a list of words."""
+    text = " ".join(words)
+    if shlex.split(text) == list(words) and len(text) <= _LINE_CHARS_MAX:
+        return _toml(text)
+    return f"[\n{''.join(f'  {_toml(word)},{chr(10)}' for word in words)}]"
+
+
+def _toml(value: str | list[str]) -> str:
+    """A string, or a list of such, whose escapes are those of JSON but for one character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
+    """Adds `lines` at the end of the file, with its line ends; what is there stays as it is."""
+    end = "\r\n" if before and "\r\n" in before else "\n"
+    text = end.join("\n".join(lines).split("\n")) + end
+    if before:
+        text = ("" if before.endswith("\n") else end) + end + text
+    try:
+        encoded = text.encode()
+        tomllib.loads((before or "") + text)
+    except UnicodeEncodeError as error:
+        raise UsageError("the command holds bytes that are no UTF-8; put it in a script") from error
+    except tomllib.TOMLDecodeError as error:  # `tool` is an inline table, say
+        raise UsageError(
+            f"{path.name}: a table can't be added at its end ({error}); write one into "
+            f"{location.OWN} by hand (nothing was written)"
+        ) from error
+    try:
+        with path.open("ab") as file:
+            file.write(encoded)
+    except OSError as error:
+        raise UsageError(f"{path.name} can't be written ({error.strerror})") from error
+
+
+def _tell(path: Path, found: Guess | None) -> None:
+    """Says what was written, what was guessed, and what its author has to look at."""
+    shared = path.name == location.SHARED
+    print(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
+    if found is None:
+        print(
+            f"no command was given: it checks the reference trainers ({options.PROG} {NAME} -- ...)"
+        )
+    else:
+        print(f"  command: {' '.join(found.command)}")
+        for line in found.taken:
+            print(f"  guessed: {line}")
+        for line in found.look:
+            print(f"  look at: {line}")
+    print(f"now run: {options.PROG}")

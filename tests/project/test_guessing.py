@@ -1,0 +1,146 @@
+"""What a command is made into: placeholders where names leave no doubt; the rest is pointed out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.project import guessing, script
+
+EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
+SCRIPT = """
+import argparse, entrenar_py
+cli = argparse.ArgumentParser()
+cli.add_argument("--max-steps", type=int)
+cli.add_argument("-o", "--output-dir")
+cli.add_argument("--seed", type=int)
+cli.add_argument("--epochs", type=int)
+cli.add_argument("--max-grad-norm", type=float)
+entrenar_py.observe(1, 2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+
+
+def guess(line: str) -> guessing.Guess:
+    return guessing.guess(line.split(), Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("line", "made", "world_size"),
+    [
+        (
+            "torchrun --nproc_per_node=2 train.py",
+            "torchrun --nproc_per_node={world_size} train.py",
+            None,
+        ),
+        (
+            "torchrun --nproc-per-node 4 train.py",
+            "torchrun --nproc-per-node {world_size} train.py",
+            4,
+        ),
+        (
+            "torchrun --nproc-per-node=gpu train.py",
+            "torchrun --nproc-per-node={world_size} train.py",
+            None,
+        ),
+        (
+            "torchrun --standalone train.py",
+            "torchrun --nproc_per_node={world_size} --standalone train.py",
+            None,
+        ),
+        (
+            "accelerate launch train.py",
+            "accelerate launch --num_processes={world_size} train.py",
+            None,
+        ),
+        (
+            "python -m torch.distributed.run --nproc_per_node=8 train.py",
+            "python -m torch.distributed.run --nproc_per_node={world_size} train.py",
+            8,
+        ),
+        ("mpirun -np 2 python train.py", "mpirun -np {world_size} python train.py", None),
+        ("mpiexec python train.py", "mpiexec -n {world_size} python train.py", None),
+        ("my launch {world_size} train.py", "my launch {world_size} train.py", None),
+        ("python train.py --nproc_per_node=2", "python train.py --nproc_per_node=2", None),
+    ],
+)
+def test_workers(line: str, made: str, world_size: int | None) -> None:
+    """Where launchers are told how many to start; what follows the script is the script's own."""
+    found = guess(line)
+    assert " ".join(found.command).startswith(made)
+    assert found.world_size == world_size
+    told = any("no launcher was recognised" in one for one in found.look)
+    assert told == ("{world_size}" not in made)
+
+
+def test_options_of_the_script() -> None:
+    """What is there is replaced, what is not is added; both are told. Knobs are pointed out."""
+    found = guess("torchrun --nproc_per_node=2 train.py --output-dir=out --lr 1")
+    assert " ".join(found.command[2:]) == (
+        "train.py --output-dir={workdir} --lr 1 --max-steps {steps} --seed {seed}"
+    )
+    told = "\n".join(found.taken)
+    assert "{workdir} is what train.py is told instead of out" in told
+    assert "--max-steps {steps} was added: train.py has such an option" in told
+    (look,) = [one for one in found.look if "train.py" not in one and "program" not in one]
+    assert look.startswith("--max-grad-norm {clip} could be tried")
+
+
+def test_what_is_in_doubt_is_left_alone() -> None:
+    """Two options that could be it, and a folder that may be where the data lies."""
+    text = SCRIPT.replace('"-o", "--output-dir"', '"--dir"').replace('"--seed"', '"--num_steps"')
+    Path("train.py").write_text(text.replace("entrenar_py.observe", "print"))
+    found = guess("torchrun train.py --dir data")
+    assert found.command[-3:] == ["train.py", "--dir", "data"]
+    told = "\n".join(found.look)
+    assert "{steps} could be any of --max-steps, --num_steps of train.py" in told
+    assert "is --dir where checkpoints go? then let it be {workdir}" in told
+    assert "--epochs counts epochs: make these few" in told
+    assert "train.py does not call entrenar_py.observe(model, optimizer" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "restarts"),
+    [
+        ("", False),
+        ("--max-restarts=3 ", True),
+        ("--max_restarts 2 ", True),
+        ("--max-restarts=0 ", False),
+    ],
+)
+def test_restarts(options: str, restarts: bool) -> None:
+    """Whether a worker that was killed comes back is up to the launcher."""
+    assert guess(f"torchrun {options}--nproc_per_node=2 train.py").restarts == restarts
+
+
+def test_no_script() -> None:
+    """A module, a shell script, something that is no Python: nothing is made up."""
+    Path("broken.py").write_text("print 1")
+    for line, told in (("torchrun -m train", "no script (*.py)"), ("torchrun broken.py", "broken")):
+        assert any(one.startswith(told) for one in guess(line).look)
+    found = guess("no-such-program train.py")
+    assert found.look[0] == "there is no program 'no-such-program' here: nothing can be run yet"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_the_examples_are_observed(path: Path) -> None:
+    """By the line, or by a callback."""
+    found = script.read(path)
+    assert found is not None
+    assert found.is_observed
+
+
+def test_a_script_that_only_looks_like_it() -> None:
+    """Somebody else's `observe`, and a comment."""
+    Path("other.py").write_text("import rx\n# entrenar_py.observe(model)\nrx.observe(1)\n")
+    found = script.read(Path("other.py"))
+    assert found is not None
+    assert not found.is_observed
+    assert script.read(Path(sys.executable)) is None

@@ -1,0 +1,117 @@
+"""`entrenar-check init`: what it writes, where, and that this then works."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.project import reading
+from tests.command_line import check, contract_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
+COMMAND = ("torchrun", "--nproc_per_node=2", "train.py")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the examples, and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES / "resume.py", "train.py")
+
+
+def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """What was guessed of the example is written, and said."""
+    assert check("init", "--", *COMMAND) == 0
+    project = reading.load(Path("entrenar-check.toml"))
+    assert " ".join(project.command) == (
+        "torchrun --nproc_per_node={world_size} train.py --steps {steps} --dir {workdir}"
+    )
+    assert project.values["contract"] == ("distributed-training-v1.yaml",)
+    assert project.values["steps"] == 8
+    assert [(one.clause, one.until) for one in project.exclusions] == [("F-DP-006", None)]
+    printed = capsys.readouterr().out
+    assert printed.startswith("wrote entrenar-check.toml\n  command: torchrun --nproc_per_node={")
+    assert "guessed: --dir {workdir} was added: train.py has such an option" in printed
+    assert "guessed: F-DP-006 (recovery of a killed worker) does not apply" in printed
+    assert printed.endswith("now run: entrenar-check\n")
+
+
+def test_without_a_command() -> None:
+    """The reference trainers."""
+    assert check("init") == 0
+    project = reading.load(Path("entrenar-check.toml"))
+    assert (project.command, project.exclusions) == ((), ())
+    assert len(project.values["contract"]) == 2
+    assert check("--list") == 0
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "END"])
+def test_pyproject(end: str, last: str) -> None:
+    """Not a byte of what is there is changed, comments and line ends included."""
+    before = f'# mine{end}[project]{end}name = "x"  # é{last.replace("END", end)}'.encode()
+    Path("pyproject.toml").write_bytes(before)
+    assert check("init", "--contract", "reduction-v1", "--", *COMMAND, "--name", 'a "b" é') == 0
+    after = Path("pyproject.toml").read_bytes()
+    assert after.startswith(before)
+    added = after.removeprefix(before)
+    assert added.count(b"\n") == added.count(end.encode())
+    table = tomllib.loads(after.decode())["tool"]["entrenar-check"]
+    assert table["contract"] == "reduction-v1"
+    assert reading.load(Path("pyproject.toml")).command[3:5] == ("--name", 'a "b" é')
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("entrenar-check.toml", "", "entrenar-check.toml configures entrenar-check already"),
+        ("pyproject.toml", "[tool.entrenar-check]", "pyproject.toml configures entrenar-check alr"),
+        ("pyproject.toml", "[tool.entrenar-check.x]", "pyproject.toml configures entrenar-check"),
+        ("pyproject.toml", "tool = {}", "pyproject.toml: a table can't be added at its end"),
+        ("pyproject.toml", "[", "pyproject.toml is no TOML"),
+    ],
+)
+def test_nothing_is_overwritten(
+    name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there stays, and the message says why."""
+    Path(name).write_text(text)
+    assert check("init", "--", *COMMAND) == 2
+    assert message in capsys.readouterr().err
+    assert Path(name).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--contract", "no-such"), "contract='no-such': no such file, and no shipped contract"),
+        (("--",), "after -- comes the command that trains"),
+        (("--force",), "unrecognized arguments: --force; see entrenar-check"),
+        (("--", "train\udcff"), "the command holds bytes that are no UTF-8"),
+    ],
+)
+def test_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written."""
+    assert check("init", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("entrenar-check.toml").exists()
+
+
+@pytest.mark.slow
+def test_init_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two commands and nothing else, with torchrun's real processes: a right script exits 0."""
+    shutil.copy(EXAMPLES / "ddp.py", "train.py")
+    own = Path(contract_file(tmp_path)).read_text()
+    alone = own.replace("  - {id: F-DP-002", "  # {id: F-DP-002")
+    Path("small-v1.yaml").write_text(alone.replace("F-DP-001, F-DP-002", "F-DP-001"))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    told = ("--contract", "small-v1.yaml", "--", *launcher, "--nproc_per_node=2", "train.py")
+    assert check("init", *told) == 0
+    assert check() == 0, capsys.readouterr()
+    assert "held     F-DP-001" in capsys.readouterr().out
