@@ -72,7 +72,7 @@ def test_the_main_report_has_every_clause(capsys: pytest.CaptureFixture[str]) ->
     assert rows == [["held", *clause] for clause in sorted(clauses, key=lambda words: words[2])]
     assert RUN[2].split() == BUG[3].split()
     assert RUN[-2].startswith(f"{len(rows)} held: ")
-    assert RUN[-1] == BUG[-1].replace("NOT PASSED: F-DP-001 falsified", "passed")
+    assert RUN[-1] == BUG[-1].partition("NOT PASSED: F-DP-001 falsified")[0] + "passed"
 
 
 def test_links_lead_somewhere() -> None:
