@@ -233,7 +233,10 @@ def test_uncovered() -> None:
     """A clause without a check has nothing planned, and says why nothing was compared."""
     ((task,), _) = plan.divide([clause({}, id="F-NEW")], Plan())
     assert (task.check, task.scenarios) == (None, [])
-    assert task.untried().reason == "c.yaml:3:5: no check covers it: nothing was compared"
+    assert task.untried().reason == (
+        "c.yaml:3:5: no check covers it: nothing was compared; "
+        "--suggest drafts a binding for it (docs/bindings.md)"
+    )
     assert task.untried().verdict is Verdict.INCONCLUSIVE
 
 

@@ -36,6 +36,7 @@ examples:
   entrenar-check
 """
 
+_CONTRACT = ("contract", "bind", "strict", "no_color")
 _SELECTION = ("only", "exclude", "severity")
 FILES = ("json", "junit", "sarif", "html")  # a report may be written as
 _REPORT = (*FILES, "github", "allow_inconclusive", "quiet")
@@ -48,13 +49,14 @@ _OUTPUTS = (*FILES, "trace_dir")
 # What runs instead of the search -> the options that mean something then; all others are refused,
 # because an option that is accepted and ignored lies. Without a mode every option counts.
 MODES: dict[str, tuple[str, ...]] = {
-    "list": ("contract", "strict", "no_color", *_CONFIGURED, *_SELECTION),
-    "validate": ("contract", "strict", "no_color", *_CONFIGURED),
-    "judge": ("contract", "strict", "no_color", *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
-    "replay": ("contract", "strict", "no_color", "trace_dir", *_CONFIGURED, *_REPORT),
+    "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
+    "validate": (*_CONTRACT, *_CONFIGURED),
+    "suggest": (*_CONTRACT, *_CONFIGURED),
+    "judge": (*_CONTRACT, *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
+    "replay": (*_CONTRACT, "trace_dir", *_CONFIGURED, *_REPORT),
     "mutants": ("no_color",),
     "command": (
-        *("contract", "strict", "no_color", "world_size", "seed", "steps", "deadline", "trace_dir"),
+        *(*_CONTRACT, "world_size", "seed", "steps", "deadline", "trace_dir"),
         *(*_CONFIGURED, *_SELECTION, *_REPORT),
     ),
 }
@@ -85,6 +87,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         action="append",
         help="a YAML contract: a path, or the name of a shipped one; of several each has a report",
+    )
+    cli.add_argument(
+        "--bind",
+        metavar="FILE",
+        action="append",
+        default=(),
+        type=Path,
+        help="bindings of the contract's statements to checks, besides those in "
+        "NAME.bindings.yaml next to it; may be given again",
     )
     _add_configuration(cli.add_mutually_exclusive_group())
     _add_selection(cli.add_argument_group("which invariants"))
@@ -291,6 +302,9 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     modes = group.add_mutually_exclusive_group()
     modes.add_argument("--list", action="store_true", help="list the contract's invariants")
     modes.add_argument("--validate", action="store_true", help="only validate the contract")
+    modes.add_argument(
+        "--suggest", action="store_true", help="draft bindings for what has no check, as guesses"
+    )
     modes.add_argument(
         "--judge",
         metavar="TRACE",

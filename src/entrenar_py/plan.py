@@ -15,6 +15,7 @@ from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, inconclusive
 
+_HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
 # Systems that train; the others probe one thing, whatever trainer is asked for.
 TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 
@@ -73,8 +74,12 @@ class Task:
     def untried(self) -> Finding:
         """The finding when nothing was compared: INCONCLUSIVE, with the reason."""
         clause = self.invariant
-        why = "no check covers it" if self.check is None else "no run of it was seen"
-        return inconclusive(clause.id, f"{clause.position}: {why}: nothing was compared")
+        if clause.binding is not None and clause.binding.untried:
+            return inconclusive(clause.id, f"nothing was compared: {clause.binding.untried}")
+        why = "no run of it was seen: nothing was compared"
+        if self.check is None:
+            why = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
+        return inconclusive(clause.id, f"{clause.position}: {why}")
 
 
 def select(
@@ -85,15 +90,19 @@ def select(
     severities: Collection[str] = (),
 ) -> list[Invariant]:
     """The clauses that `only`, `exclude` and `severities` leave; UsageError for an unknown id."""
-    ids = [invariant.id for invariant in contract.invariants]
-    require_ids((*only, *exclude), ids, contract.name)
+    require_ids((*only, *exclude), ids_of(contract), contract.name)
     return [
         invariant
         for invariant in contract.invariants
-        if (not only or invariant.id in only)
-        and invariant.id not in exclude
+        if (not only or invariant.id in only or invariant.item in only)
+        and not {invariant.id, invariant.item} & set(exclude)
         and (not severities or invariant.severity in severities)
     ]
+
+
+def ids_of(contract: Contract) -> dict[str, None]:
+    """The ids that clauses are selected by; that of a statement bound in parts means all parts."""
+    return {name: None for one in contract.invariants for name in (one.id, one.item)}
 
 
 def require_ids(wanted: Iterable[str], ids: Collection[str], where: str) -> None:
@@ -134,6 +143,14 @@ def _lacking(check: Check, system: str | None) -> str:
     return ""
 
 
+def _elsewhere(invariant: Invariant, system: str | None) -> str:
+    """Why a clause whose binding names its systems says nothing of `system`; empty if it does."""
+    binding = invariant.binding
+    if binding is None or system is None or not binding.systems or system in binding.systems:
+        return ""
+    return f"it is bound as a statement about {', '.join(binding.systems)}"
+
+
 def systems_of(scenarios: Iterable[Scenario]) -> str:
     """The trainers among them, or else the probes: what a report says that it is about."""
     names = list(dict.fromkeys(one.system for one in scenarios))
@@ -171,7 +188,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
     check = checks.bind(invariant)
     if check is None:
         return Task(invariant=invariant, check=None)
-    if why := _lacking(check, plan.system):
+    if why := _lacking(check, plan.system) or _elsewhere(invariant, plan.system):
         return NotApplying(invariant=invariant, reason=why)
     own = _own(invariant, check)
     unfit = [one for one in own if _can_not(one, plan.system)]

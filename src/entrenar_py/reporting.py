@@ -70,6 +70,7 @@ def report(
         not_applying=(*standing.not_applying, *work.not_applying),
         excluded=standing.excluded,
         configuration=_configuration(options),
+        bindings_given=tuple(map(str, options.bind)),
     )
     terminal.render(made, output, quiet=options.quiet)
     _write(made, options, output)

@@ -29,7 +29,7 @@ from entrenar_py import (
     stored,
 )
 from entrenar_py.command import keeping, launch, ranks, runs, watched
-from entrenar_py.contract import Contract, Invariant
+from entrenar_py.contract import Contract, Invariant, binding_file, suggest
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.options import FILES, PROG, of_each
 from entrenar_py.project import exclusions, several
@@ -69,6 +69,8 @@ def _prepared(
     options: argparse.Namespace, called: str, loaded: Contract, output: Console
 ) -> several.Job:
     """What is left to do for one contract."""
+    if options.mode == "suggest":
+        return partial(_suggested, loaded)
     if options.mode == "validate":
         plan.require_runnable(loaded.invariants)
         return partial(_validated, loaded, output)
@@ -109,6 +111,7 @@ def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contr
         )
     found, problems = [], []
     for own in of_each(options):
+        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
         try:
             found.append((own, _load(own)))
         except ContractError as error:
@@ -126,7 +129,7 @@ def _chosen(
     Raises UsageError for an id that none has, and ContractError for one that the configuration of
     these contracts excludes.
     """
-    ids = {clause.id: None for _, one in loaded for clause in one.invariants}
+    ids = {name: None for _, one in loaded for name in plan.ids_of(one)}
     if "contract" in options.used:  # the configuration knows these, and all of them
         exclusions.require_known(options.project.exclusions, ids)
     if options.mode == "replay" and len(loaded) > 1:
@@ -136,7 +139,7 @@ def _chosen(
     for own, one in loaded:
         if len(loaded) > 1:
             plan.require_ids((*options.only, *options.exclude), ids, "the contracts")
-            present = {clause.id for clause in one.invariants}
+            present = plan.ids_of(one)
             own.only = tuple(clause for clause in options.only if clause in present)
             own.exclude = tuple(clause for clause in options.exclude if clause in present)
             if options.only and not own.only:
@@ -146,7 +149,7 @@ def _chosen(
 
 def _load(options: argparse.Namespace) -> Contract:
     path = shipped.contract_path(options.contract)
-    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict)
+    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict, bind=options.bind)
     for line in _told(loaded, everything=options.mode == "validate"):
         printing.warn(line)
     return loaded
@@ -192,6 +195,12 @@ def _validated(loaded: Contract, output: Console) -> int:
     notes = _counted((len(loaded.notes), "note"))
     found += f", {notes}" if notes else ""
     output.print(f"{loaded.name}: valid, {found}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _suggested(loaded: Contract) -> int:
+    """Prints bindings for what no check tries, to be read and corrected by a person."""
+    print(suggest.draft(loaded, checks.terms()), end="")
     return 0
 
 

@@ -56,6 +56,13 @@ def shipped_contracts() -> list[Path]:
     return [] if folder is None else sorted(folder.glob("*.yaml"))
 
 
+def bindings(stem: str) -> Path | None:
+    """The shipped bindings for contracts whose file is called `stem`; None if there are none."""
+    folder = _folder("contracts")
+    found = None if folder is None else folder / "bindings" / f"{stem}.bindings.yaml"
+    return found if found is not None and found.is_file() else None
+
+
 def falsification_folder() -> Path | None:
     """The folder of mutants, benign variants and saved counterexamples; None if not shipped."""
     return _folder("falsification")

@@ -31,6 +31,7 @@ from entrenar_py.checks import (
     step_rule,
     weighting,
     wire,
+    words,
 )
 from entrenar_py.checks.check import Check, alone
 from entrenar_py.contract import CheckTerms, Invariant
@@ -326,7 +327,12 @@ _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}
 
 
 def bind(invariant: Invariant) -> Check | None:
-    """The check that decides `invariant`: the one it names, or the one with its id; or none."""
+    """The check that decides `invariant`: the one it names, or the one with its id; or none.
+
+    None, too, where its binding says why nothing can be compared.
+    """
+    if invariant.binding is not None and invariant.binding.untried:
+        return None
     if invariant.check is not None:
         return CHECKS.get(invariant.check)
     return _BY_ID.get(invariant.id)
@@ -340,6 +346,8 @@ def terms() -> tuple[CheckTerms, ...]:
             id=check.id,
             tolerance_kinds=check.tolerance_kinds,
             takes_tolerance=check.takes_tolerance,
+            decides=check.decides,
+            spoken_of=words.SPOKEN_OF.get(check.name, ""),
         )
         for check in CHECKS.values()
     )

@@ -6,6 +6,7 @@ what is wrong with the file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from blake3 import blake3
 
 from entrenar_py.contract import (
     attacks,
+    binding_file,
+    bindings,
     clauses,
     composer,
     depends,
     gates,
+    items,
     layout,
     proofs,
     rules,
@@ -27,6 +31,7 @@ from entrenar_py.contract.records import (
     EQUALITY_KINDS,
     SEVERITIES,
     TOLERANCE_KINDS,
+    Binding,
     Contract,
     Equation,
     FalsificationTest,
@@ -42,6 +47,7 @@ __all__ = [
     "EQUALITY_KINDS",
     "SEVERITIES",
     "TOLERANCE_KINDS",
+    "Binding",
     "CheckTerms",
     "Contract",
     "Equation",
@@ -57,12 +63,15 @@ __all__ = [
 ]
 
 
-def load(path: Path, *, vocabulary: Vocabulary, strict: bool = False) -> Contract:
+def load(
+    path: Path, *, vocabulary: Vocabulary, strict: bool = False, bind: Sequence[Path] = ()
+) -> Contract:
     """The contract at `path`, valid; nothing in it was executed.
 
-    `vocabulary` holds the names that a clause may use beside those in the file. Raises
-    ContractError with all problems at once, each `file:line:column: error: ...`; under `strict`
-    the warnings are problems too, the notes never.
+    `vocabulary` holds the names that a clause may use beside those in the file; `bind` are files of
+    bindings, beside the one that lies next to it. Raises ContractError with all problems at once,
+    each `file:line:column: error: ...`; under `strict` the warnings are problems too, the notes
+    never.
     """
     problems = Problems()
     data = composer.read(path)
@@ -73,7 +82,11 @@ def load(path: Path, *, vocabulary: Vocabulary, strict: bool = False) -> Contrac
     if layout.is_binding_registry(root):
         problems.error(root.at, _REGISTRY)
         problems.settle(strict=strict)
-    loaded = _read(path, root, blake3(data).hexdigest(16), vocabulary, problems)
+    if binding_file.MARK in root.fields:
+        problems.error(root.at, _BINDINGS)
+        problems.settle(strict=strict)
+    files = bindings.files(path, bind)
+    loaded = _read(path, root, blake3(data).hexdigest(16), vocabulary, files, problems)
     depends.check(path, root, problems)
     return replace(loaded, problems=problems.settle(strict=strict))
 
@@ -82,19 +95,27 @@ _REGISTRY = (
     "this is a registry of bindings (which function implements which equation), and no contract: "
     "give one of the contracts that it names"
 )
+_BINDINGS = "these are bindings, and no contract: give them with --bind, beside their contract"
 
 
 def _read(
-    path: Path, root: MapNode, digest: str, vocabulary: Vocabulary, problems: Problems
+    path: Path,
+    root: MapNode,
+    digest: str,
+    vocabulary: Vocabulary,
+    files: bindings.Files,
+    problems: Problems,
 ) -> Contract:
     metadata = rules.metadata(root, problems)
     equations, obligations = proofs.equations(root, problems), proofs.obligations(root, problems)
     invariants = clauses.read(root, vocabulary, problems)
     if not invariants:
         invariants = proofs.as_clauses(obligations)
-    vocabularies.tell_unbound(invariants, vocabulary, root.at, problems)
     targets = attacks.Targets(invariants, equations, obligations)
     tests = attacks.read(root, targets, problems)
+    stated = items.items(invariants, tests, obligations, equations)
+    invariants = bindings.bind(stated, files, vocabulary, problems)
+    vocabularies.tell_unbound(invariants, vocabulary, root.at, problems)
     loaded = Contract(
         path=path,
         digest=digest,

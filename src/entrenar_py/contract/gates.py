@@ -128,6 +128,10 @@ class _Names:
 
     def __init__(self, contract: Contract) -> None:
         self.clauses = {clause.id: clause for clause in contract.invariants}
+        self._parts: dict[str, dict[str, None]] = {}
+        for clause in contract.invariants:
+            for name in (clause.id, clause.item):
+                self._parts.setdefault(name, {})[clause.id] = None
         self.tests = {test.id: self._attacked(test) for test in contract.falsification_tests}
         self._written: dict[str, dict[str, None]] = {}
         self._worded: dict[tuple[str, ...], dict[str, None]] = {}
@@ -141,8 +145,8 @@ class _Names:
             self._ruled.setdefault(_words(test.rule), {}).update(attacked)
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
-        """The clause that `test` attacks; or is, where it is bound as one of its own."""
-        return [one for one in (test.id, test.target) if one in self.clauses]
+        """The clauses that `test` attacks; or is, where it is bound as one of its own, or more."""
+        return [one for name in (test.id, test.target) for one in self._parts.get(name, ())]
 
     def resolve(self, name: str) -> list[str]:
         """The ids of the clauses that `name` means; none if it means none."""

@@ -20,6 +20,23 @@ EQUALITY_KINDS = ("bitwise", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Binding:
+    """What a file of bindings says of a statement: which check tries it and why, or why none does.
+
+    `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is where the
+    binding stands. `untried` is the reason why nothing is compared; empty where a check is bound.
+    `systems` are those that the statement is about; empty means all.
+    """
+
+    kind: str
+    item: str
+    position: Position
+    reason: str = ""
+    untried: str = ""
+    systems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Invariant:
     """One clause of a contract.
 
@@ -28,7 +45,8 @@ class Invariant:
     `check` names the check that decides it; None binds by id. `scenarios` are the raw mappings of
     the clause, still to be expanded (`scenario.expand`); empty means the check's own. A proof
     obligation that counts as a clause has the group `proof_obligations` and its property as the
-    name; its id is made of the property where it has none (`Obligation.id`).
+    name; its id is made of the property where it has none (`Obligation.id`). `binding` is None
+    where no file of bindings says anything of it. `aliases` are other names that a gate has for it.
     """
 
     id: str
@@ -48,6 +66,13 @@ class Invariant:
     scenarios: tuple[Mapping[str, Any], ...] = ()
     mutants: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    binding: Binding | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def item(self) -> str:
+        """The id of the statement that the clause is, or is a part of."""
+        return self.id if self.binding is None else self.binding.item
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -55,7 +80,8 @@ class Invariant:
         beginnings of the dotted path, and its last part.
         """
         *above, last = self.group.split(".")
-        return self.id, self.name, last, *accumulate([*above, last], "{}.{}".format)
+        groups = (last, *accumulate([*above, last], "{}.{}".format))
+        return self.id, self.name, self.item, *self.aliases, *groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +181,10 @@ class Contract:
     """A loaded contract.
 
     `invariants` are its clauses: the mappings with an id and a statement, or, where it has none,
-    its proof obligations. `blocks` keeps every other part as plain data (equations, obligations
-    and harnesses too, as they are written). `problems` are what there is to say about the file,
-    none of it an error. `digest` is BLAKE3 of the file's bytes, 32 hex digits.
+    its proof obligations; and whatever files of bindings make clauses of. `blocks` keeps every
+    other part as plain data (equations, obligations and harnesses too, as they are written).
+    `problems` are what there is to say about the file, none of it an error. `digest` is BLAKE3 of
+    the file's bytes, 32 hex digits.
     """
 
     path: Path

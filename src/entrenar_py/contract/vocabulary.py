@@ -20,14 +20,17 @@ _NAMES_MAX = 5  # so many clauses are named in one line
 class CheckTerms:
     """A check as clauses see it.
 
-    `id` is that of the clause it decides without being named. `tolerance_kinds` are what it can
-    judge by; `takes_tolerance` says whether it allows the difference that a clause states, or none.
+    `id` is that of the clause it decides without being named; `decides` says what, in a line,
+    `spoken_of` are words that others have for it. `tolerance_kinds` are what it can judge by;
+    `takes_tolerance` says whether it allows the difference that a clause states, or none.
     """
 
     name: str
     id: str
     tolerance_kinds: tuple[str, ...]
     takes_tolerance: bool
+    decides: str = ""
+    spoken_of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,11 @@ def tell_unbound(
     """
     if not clauses:
         problems.note(start, f"no clause and no proof obligation: nothing is checked ({_PAGE})")
-    unbound = [one for one in clauses if one.check is None and vocabulary.check_of(one) is None]
+    unbound = [
+        one
+        for one in clauses
+        if one.check is None and one.binding is None and vocabulary.check_of(one) is None
+    ]
     if not unbound:
         return
     ids = ", ".join(one.id for one in unbound[:_NAMES_MAX])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entrenar_py import visible
+from entrenar_py.contract import Invariant
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Verdict
@@ -27,8 +28,8 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     """(label, text) pairs that say where an entry broke, what that could mean, and where to look.
 
     Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `could mean`
-    (a guess, one for each falsification test), `contract`, `scenario`; those that do not apply are
-    left out.
+    (a guess, one for each falsification test), `contract`, `bound` (by which binding, and why),
+    `scenario`; those that do not apply are left out.
     """
     position = entry.invariant.position
     found = entry.finding.counterexample
@@ -37,6 +38,7 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
         rows += [("expected", found.expected or ""), ("got", found.got or "")]
     rows += [("could mean", meaning) for meaning in report.meanings(entry)]
     rows.append(("contract", f"{position.file}:{position.line}"))
+    rows.append(("bound", bound(entry.invariant)))
     if found is not None and found.scenario is not None:
         rows.append(("scenario", describe_scenario(found.scenario)))
     return [(label, one_line(text)) for label, text in rows if text]
@@ -52,10 +54,26 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
     return [f"{label}: {text}" for label, text in rows]
 
 
+def bound(clause: Invariant) -> str:
+    """To which check a file of bindings ties a clause, where and why; empty if none does."""
+    binding = clause.binding
+    if binding is None or binding.position is None:
+        return ""
+    check = f"to {clause.check} " if clause.check and not binding.untried else ""
+    at = f"{binding.position.file}:{binding.position.line}"
+    why = f": {binding.reason}" if binding.reason else ""
+    return f"the {binding.kind} is bound {check}by {at}{why}"
+
+
 def note_lines(entry: Entry) -> list[str]:
-    """`note ID: text` for each fact worth printing beside the verdict, whatever that is."""
-    told = (f"note {entry.invariant.id}: {note}" for note in entry.finding.notes)
-    return [one_line(line) for line in told]
+    """`note ID: text` for each fact worth printing beside the verdict, whatever that is.
+
+    Of what held also the binding: what did not is described at length.
+    """
+    notes = [*entry.finding.notes]
+    if entry.verdict is Verdict.HELD and (told := bound(entry.invariant)):
+        notes.insert(0, told)
+    return [one_line(f"note {entry.invariant.id}: {note}") for note in notes]
 
 
 def untried(entries: Sequence[Entry]) -> dict[str, list[Entry]]:

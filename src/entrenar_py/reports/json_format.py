@@ -12,7 +12,7 @@ from typing import Any
 
 import entrenar_py
 from entrenar_py import visible
-from entrenar_py.contract import Contract
+from entrenar_py.contract import Contract, Invariant
 from entrenar_py.reports import output_file
 from entrenar_py.reports.report import Configuration, Entry, Excluded, Report
 
@@ -118,6 +118,8 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         "file": clause.position.file,
         "line": clause.position.line,
         "column": clause.position.column,
+        "check": clause.check,
+        "binding": _binding(clause),
         **{name: value for name, value in finding.items() if name not in _UNSHOWN},
         "means": report.meanings(entry),
         "num_scenarios": entry.num_scenarios,
@@ -125,6 +127,23 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         "elapsed_s": entry.elapsed_s,
         "replay": entry.replay,
         "replay_command": report.replay_command(entry),
+    }
+
+
+def _binding(clause: Invariant) -> dict[str, Any] | None:
+    """Which statement the clause was made of, and by which file; None if it is no one's binding."""
+    binding = clause.binding
+    if binding is None:
+        return None
+    at = binding.position
+    return {
+        "kind": binding.kind,
+        "item": binding.item,
+        "file": None if at is None else at.file,
+        "line": None if at is None else at.line,
+        "reason": binding.reason,
+        "not_tried": binding.untried,
+        "systems": binding.systems,
     }
 
 

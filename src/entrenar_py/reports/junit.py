@@ -113,6 +113,7 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
             f"{finding.compared} comparisons in {entry.num_scenarios} scenarios of the contract "
             f"and {entry.num_explored} explored",
             *(f"note: {evidence.one_line(note)}" for note in finding.notes),
+            *filter(None, [evidence.one_line(evidence.bound(entry.invariant))]),
         ]
     )
 

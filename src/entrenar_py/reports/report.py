@@ -104,13 +104,13 @@ class Report:
     """What a run found about a contract.
 
     `entries` stand in the contract's order, one per invariant that was selected. `contract_given`
-    is what finds the contract again (`--contract`), `command` what repeats the whole run; both as
-    typed in a shell. `environment` holds versions and devices. `num_traces` is how many stored
-    traces were judged, None if scenarios were run. `curves` are the runs that were judged, where a
-    report was asked for that draws them. `not_applying` are the clauses that were selected and say
-    nothing of `system`: they have no entry. Nor have those that the `configuration` leaves out,
-    `excluded`. `interrupted` means that a person stopped the run, so that `entries` are only what
-    is known so far.
+    and `bindings_given` are what finds the contract again (`--contract`, `--bind`), `command` what
+    repeats the whole run; all as typed in a shell. `environment` holds versions and devices.
+    `num_traces` is how many stored traces were judged, None if scenarios were run. `curves` are the
+    runs that were judged, where a report was asked for that draws them. `not_applying` are the
+    clauses that were selected and say nothing of `system`: they have no entry. Nor have those that
+    the `configuration` leaves out, `excluded`. `interrupted` means that a person stopped the run,
+    so that `entries` are only what is known so far.
     """
 
     contract: Contract
@@ -127,6 +127,7 @@ class Report:
     not_applying: tuple[NotApplying, ...] = ()
     excluded: tuple[Excluded, ...] = ()
     configuration: Configuration | None = None
+    bindings_given: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -268,8 +269,9 @@ class Report:
         """The shell command that replays the counterexample of `entry`; None if none was saved."""
         if entry.replay is None:
             return None
-        words = ("entrenar-check", "--contract", self.contract_given, "--replay", entry.replay)
-        return shlex.join(words)
+        bound = [word for file in self.bindings_given for word in ("--bind", file)]
+        words = ("entrenar-check", "--contract", self.contract_given, *bound)
+        return shlex.join((*words, "--replay", entry.replay))
 
     def meanings(self, entry: Entry) -> tuple[str, ...]:
         """What the contract says that it means if `entry` was falsified; none if it was not.
@@ -280,11 +282,8 @@ class Report:
             return ()
         tests = self.contract.falsification_tests
         clause = entry.invariant
-        return tuple(
-            test.if_fails
-            for test in tests
-            if test.if_fails and (test.target in (clause.id, clause.name) or test.id == clause.id)
-        )
+        names = {clause.id, clause.name, clause.item}
+        return tuple(t.if_fails for t in tests if t.if_fails and names & {t.target, t.id})
 
 
 _WORST_FIRST = (Verdict.FALSIFIED, Verdict.INCONCLUSIVE, Verdict.HELD)

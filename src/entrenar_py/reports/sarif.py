@@ -87,7 +87,11 @@ def _rule(clause: Invariant) -> dict[str, Any]:
         "fullDescription": {"text": evidence.one_line(clause.statement)},
         "help": {"text": evidence.one_line(clause.description or clause.statement)},
         "defaultConfiguration": {"level": _LEVELS[clause.severity]},
-        "properties": {"severity": clause.severity, "group": clause.group},
+        "properties": {
+            "severity": clause.severity,
+            "group": clause.group,
+            **({"bound": evidence.one_line(told)} if (told := evidence.bound(clause)) else {}),
+        },
     }
     # An empty text is no description: SARIF wants none then.
     return {name: part for name, part in rule.items() if part not in ("", {"text": ""})}

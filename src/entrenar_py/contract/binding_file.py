@@ -1,0 +1,215 @@
+"""A file of bindings: which check tries which statement of a contract, as its author has it.
+
+Read like a contract: with the place of everything, all problems at once, nothing executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.contract import composer
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.items import DIGEST_CHARS, KINDS
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.records import SEVERITIES, TOLERANCE_KINDS
+from entrenar_py.contract.tree import MapNode, ScalarNode, plain
+from entrenar_py.errors import ContractError
+
+SUFFIX = ".bindings.yaml"
+VERSION = "1"
+MARK = "entrenar_bindings"
+_PAGE = "docs/bindings.md"
+_FORM = f"a file of bindings is a mapping ({MARK}, contract, bindings); see {_PAGE}"
+_FILE_KEYS = (MARK, "contract", "bindings")
+_TRIED = (
+    *("check", "tolerance", "tolerance_kind", "scenarios", "options", "systems"),
+    *("severity", "critical", "mutants", "reason"),
+)
+ENTRY_KEYS = (*KINDS, "part", "statement", "gate_names", "not_tried", "guess", *_TRIED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One binding: `kind` and `name` say of what, `check` or `not_tried` says what becomes of it.
+
+    `options` are added to those of every scenario. `record` is the mapping as it stands, to say
+    where something in it is wrong. Without a `severity` or `tolerance` the statement's own counts.
+    """
+
+    kind: str
+    name: str
+    record: Record
+    position: Position
+    part: str
+    statement: str
+    gate_names: tuple[str, ...]
+    check: str
+    not_tried: str
+    reason: str
+    tolerance: float | None
+    tolerance_kind: str | None
+    scenarios: tuple[Mapping[str, Any], ...]
+    systems: tuple[str, ...]
+    severity: str | None
+    critical: bool
+    mutants: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BindingFile:
+    """The bindings of one file, and the stem of the contract that they are for."""
+
+    path: Path
+    contract: str
+    contract_at: Position
+    entries: tuple[Entry, ...]
+
+
+def read(path: Path, problems: Problems) -> BindingFile | None:
+    """The file at `path`; None if it has no bindings, the reason in `problems`.
+
+    Raises ContractError if it can't be read at all.
+    """
+    root = composer.compose(composer.read(path), str(path), problems, form=_FORM)
+    if root is None:
+        return None
+    if MARK not in root.fields:
+        message = f"no {MARK}: {VERSION}, so that this is no file of bindings of ours; see {_PAGE}"
+        problems.error(root.at, message)
+        return None
+    file = Record(root, what="bindings", known=_FILE_KEYS, problems=problems)
+    _refuse_unknown(file, _FILE_KEYS, problems)
+    version = file.text(MARK)
+    if version != VERSION:
+        at = file.place(MARK)
+        problems.error(at, f"bindings: {MARK} is {VERSION} in this release; given is {version!r}")
+    name = file.filled("contract")
+    entries = tuple(_entries(file, problems))
+    if not file.maps("bindings"):
+        problems.error(file.place("bindings"), "bindings: there are none; write one down")
+    return BindingFile(
+        path=path, contract=stem(name), contract_at=file.place("contract"), entries=entries
+    )
+
+
+def stem(name: str) -> str:
+    """A contract's file name without `.yaml` or `.yml`."""
+    return name.removesuffix(".yaml").removesuffix(".yml")
+
+
+def for_contract(
+    given: Sequence[Path], contract: str, contracts: Collection[str]
+) -> tuple[Path, ...]:
+    """Those of the files `given` that are not for another one of `contracts`, by its name."""
+    others = {stem(Path(one).name) for one in contracts} - {stem(Path(contract).name)}
+    return tuple(path for path in given if not others or _contract_of(path) not in others)
+
+
+def _contract_of(path: Path) -> str:
+    quiet = Problems()  # what is wrong with the file is said when it is read
+    try:
+        file = read(path, quiet)
+    except ContractError:
+        return ""
+    return "" if file is None else file.contract
+
+
+def _refuse_unknown(record: Record, known: tuple[str, ...], problems: Problems) -> None:
+    for key, at in record.node.keys.items():
+        if key not in known:
+            problems.error(at, f"{record.what}: key {key!r} is unknown{problems.hint(key, known)}")
+
+
+def _entries(file: Record, problems: Problems) -> Iterator[Entry]:
+    for node in file.maps("bindings"):
+        found = _named(node)
+        if len(found) != 1:
+            given = " and ".join(found) or "none"
+            allowed = ", ".join(KINDS)
+            message = f"a binding names one of {allowed}; given is {given}"
+            problems.error(node.at, message)
+            _refuse_unknown(_record(node, "binding", problems), ENTRY_KEYS, problems)
+            continue
+        kind = found[0]
+        value = node.fields[kind]
+        name = " ".join(value.text.split()) if isinstance(value, ScalarNode) else ""
+        if not name:
+            problems.error(value.at, f"binding: {kind} is one text: its id or name")
+            continue
+        yield _entry(kind, name, _record(node, f"binding of {name}", problems), problems)
+
+
+def _named(node: MapNode) -> list[str]:
+    return [kind for kind in KINDS if kind in node.fields]
+
+
+def _record(node: MapNode, what: str, problems: Problems) -> Record:
+    return Record(node, what=what, known=ENTRY_KEYS, problems=problems)
+
+
+def _entry(kind: str, name: str, record: Record, problems: Problems) -> Entry:
+    _refuse_unknown(record, ENTRY_KEYS, problems)
+    if record.present("guess") is not None:
+        message = "is still a guess: read the statement and the check, then remove this line"
+        problems.error(record.node.keys["guess"], f"{record.what}: {message}")
+    check, not_tried = record.text("check"), record.text("not_tried")
+    if bool(check) == bool(not_tried):
+        both = "both are" if check else "neither is"
+        what = "a binding has a check, or says in not_tried why nothing can be compared"
+        problems.error(record.node.at, f"{record.what}: {what}; {both} given")
+    elif check:
+        record.filled("reason")
+    for key in _TRIED if not_tried and not check else ():
+        if key in record.node.fields:
+            message = f"{key} means nothing beside not_tried; remove it"
+            problems.error(record.node.keys[key], f"{record.what}: {message}")
+    statement = record.text("statement")
+    if statement and not _is_digest(statement):
+        message = f"statement is {DIGEST_CHARS} hex digits, as --suggest writes them"
+        at = record.place("statement")
+        problems.error(at, f"{record.what}: {message}; given is {statement[:40]!r}")
+    return Entry(
+        kind=kind,
+        name=name,
+        record=record,
+        position=record.node.at,
+        part=record.text("part"),
+        statement=statement,
+        gate_names=record.texts("gate_names"),
+        check=check,
+        not_tried=not_tried,
+        reason=record.text("reason"),
+        tolerance=record.number("tolerance"),
+        tolerance_kind=record.choice("tolerance_kind", TOLERANCE_KINDS),
+        scenarios=_scenarios(record, problems),
+        systems=record.texts("systems"),
+        severity=record.choice("severity", SEVERITIES),
+        critical=record.flag("critical"),
+        mutants=record.texts("mutants"),
+    )
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == DIGEST_CHARS and set(text) <= set("0123456789abcdef")
+
+
+def _scenarios(record: Record, problems: Problems) -> tuple[Mapping[str, Any], ...]:
+    """The scenarios as plain data, the binding's own `options` in each of them."""
+    scenarios = [plain(node) for node in record.maps("scenarios")]
+    options = record.present("options")
+    if options is None:
+        return tuple(scenarios)
+    if not isinstance(options, MapNode):
+        problems.error(options.at, f"{record.what}: options is a mapping")
+    elif not scenarios:
+        message = "options are those of its scenarios, and it has none; write scenarios"
+        problems.error(options.at, f"{record.what}: {message}")
+    else:
+        for one in scenarios:
+            own = one.get("options", {})
+            if isinstance(own, dict):  # else the scenario itself says what is wrong
+                one["options"] = {**plain(options), **own}
+    return tuple(scenarios)

@@ -1,0 +1,238 @@
+"""What files of bindings make of a contract's statements: clauses that a check tries, or none.
+
+Three places are looked at, the later wins: what is shipped for a contract of that name, the file
+beside the contract, the files that were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entrenar_py import shipped
+from entrenar_py.contract import binding_file, scenario_counts, vocabulary
+from entrenar_py.contract.binding_file import SUFFIX, BindingFile, Entry
+from entrenar_py.contract.items import Item
+from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.records import EQUALITY_KINDS, Binding, Invariant
+from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
+from entrenar_py.errors import ContractError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of bindings for a contract whose file is called `stem`; None where there is none.
+
+    `shipped` comes with the project, `beside` lies next to the contract, `given` was named.
+    """
+
+    stem: str
+    shipped: Path | None
+    beside: Path | None
+    given: tuple[Path, ...]
+
+
+def files(contract: Path, given: Sequence[Path]) -> Files:
+    """Where the bindings of `contract` are to be read."""
+    stem = binding_file.stem(contract.name)
+    beside = contract.with_name(f"{stem}{SUFFIX}")
+    return Files(
+        stem=stem,
+        shipped=shipped.bindings(stem),
+        beside=beside if beside.is_file() else None,
+        given=tuple(dict.fromkeys(given)),
+    )
+
+
+def bind(
+    known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
+) -> tuple[Invariant, ...]:
+    """The clauses of a contract whose statements are `known`: those that count, and those bound.
+
+    What is wrong with a file of bindings is added to the problems of the contract.
+    """
+    chosen = _choose(known, files, problems)
+    made: list[Invariant] = []
+    for item in known:
+        bound = chosen.get((item.kind, item.id), ())
+        if not bound and item.counts:
+            made.append(item.clause)
+        made += [_clause(item, one, terms, problems) for one in bound]
+    return tuple(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bound:
+    """A binding that applies; `stale` says what has changed since it was written."""
+
+    entry: Entry
+    stale: str
+
+
+def _choose(
+    known: Sequence[Item], files: Files, problems: Problems
+) -> dict[tuple[str, str], list[_Bound]]:
+    """(kind, id) of an item -> the bindings of it that count."""
+    chosen = _shipped(known, files, problems)
+    for level in ((files.beside,), files.given):
+        found: dict[tuple[str, str], list[_Bound]] = {}
+        for path in level:
+            loaded = None if path is None else _read(path, problems)
+            if loaded is not None and _is_for(loaded, files.stem, problems):
+                _collect(loaded, known, found, problems)
+        for bound in found.values():
+            _require_parts(bound, problems)
+        chosen.update(found)
+    return chosen
+
+
+def _read(file: Path, problems: Problems) -> BindingFile | None:
+    """The file; None if it is none, the reason among the problems of the contract."""
+    try:
+        return binding_file.read(file, problems)
+    except ContractError as error:
+        at = Position(str(file), 1, 1)
+        for line in error.problems:
+            problems.error(at, line.removeprefix(f"{at}: error: "))
+        return None
+
+
+def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
+    if file.contract in ("", wanted):
+        return True
+    message = f"bindings: contract is {wanted!r} here; given is {file.contract[:60]!r}"
+    problems.error(file.contract_at, message)
+    return False
+
+
+def _shipped(
+    known: Sequence[Item], files: Files, problems: Problems
+) -> dict[tuple[str, str], list[_Bound]]:
+    """The shipped bindings, if the contract is the one that they were written for.
+
+    A name alone says little: one of its statements has to be the same to the letter.
+    """
+    if files.shipped is None:
+        return {}
+    quiet = Problems()
+    loaded = _read(files.shipped, quiet)
+    found: dict[tuple[str, str], list[_Bound]] = {}
+    if loaded is not None:
+        _collect(loaded, known, found, quiet)
+    if all(one.stale for bound in found.values() for one in bound):
+        return {}
+    for bound in found.values():
+        for one in bound:
+            if one.stale:
+                problems.warn(one.entry.position, f"{one.entry.record.what}: {one.stale}")
+    return found
+
+
+def _collect(
+    file: BindingFile,
+    known: Sequence[Item],
+    found: dict[tuple[str, str], list[_Bound]],
+    problems: Problems,
+) -> None:
+    """Adds the bindings of `file` to those found, each under the item that it names."""
+    for entry in file.entries:
+        named = [one for one in known if one.kind == entry.kind and _has(one, entry.name)]
+        if len(named) != 1:
+            _refuse(entry, named, known, problems)
+            continue
+        item, stale = named[0], ""
+        if entry.statement and entry.statement != item.digest:
+            stale = (
+                f"its binding was made for another wording ({entry.statement}, now {item.digest}): "
+                "read the statement again, then write the new digest"
+            )
+            problems.warn(entry.record.place("statement"), f"{entry.record.what}: {stale}")
+        found.setdefault((item.kind, item.id), []).append(_Bound(entry=entry, stale=stale))
+
+
+def _has(item: Item, name: str) -> bool:
+    return any(" ".join(one.split()) == name for one in item.names)
+
+
+def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item], problems: Problems) -> None:
+    at = entry.record.place(entry.kind)
+    if named:
+        ids = ", ".join(item.id for item in named)
+        problems.error(at, f"{entry.record.what}: so are called {ids}; use one of these")
+        return
+    names = [name for item in known if item.kind == entry.kind for name in item.names]
+    none = f"the contract has no {entry.kind}"
+    hint = problems.hint(entry.name, names, otherwise=None if names else none)
+    problems.error(at, f"{entry.record.what}: the contract has no such {entry.kind}{hint}")
+
+
+def _require_parts(bound: Sequence[_Bound], problems: Problems) -> None:
+    """Several bindings of one statement are parts of it, each with a name of its own."""
+    parts: dict[str, Position] = {}
+    for one in bound:
+        part, what = one.entry.part, one.entry.record.what
+        if len(bound) > 1 and not part:
+            message = "is bound more than once: give each binding a part, or remove one"
+            problems.error(one.entry.position, f"{what}: {message}")
+        elif part in parts:
+            message = f"part {part!r} stands at {parts[part]} too; rename one"
+            problems.error(one.entry.record.place("part"), f"{what}: {message}")
+        parts.setdefault(part, one.entry.position)
+
+
+def _clause(item: Item, bound: _Bound, terms: Vocabulary, problems: Problems) -> Invariant:
+    """The clause that `bound` makes of `item`, or of a part of it."""
+    entry = bound.entry
+    binding = Binding(
+        kind=item.kind,
+        item=item.id,
+        position=entry.position,
+        reason=entry.reason,
+        untried=entry.not_tried or bound.stale,
+        systems=entry.systems,
+    )
+    clause = _bare(item, binding, part=entry.part)
+    clause = replace(clause, aliases=(*clause.aliases, *entry.gate_names))
+    if entry.not_tried or not entry.check:
+        return clause
+    check = next((one for one in terms.checks if one.name == entry.check), None)
+    clause = replace(
+        clause,
+        check=entry.check,
+        severity=entry.severity or clause.severity,
+        critical=entry.critical or clause.critical,
+        tolerance=clause.tolerance if entry.tolerance is None else entry.tolerance,
+        tolerance_kind=entry.tolerance_kind or clause.tolerance_kind,
+        scenarios=entry.scenarios or clause.scenarios,
+        mutants=entry.mutants or clause.mutants,
+    )
+    vocabulary.check_names(entry.record, clause, terms, problems)
+    scenario_counts.check(entry, problems)
+    if check is not None:
+        _check_tolerance(item, clause, check, entry, problems)
+    return clause
+
+
+def _bare(item: Item, binding: Binding, *, part: str = "") -> Invariant:
+    """The clause of `item` before anything is said of how it is tried."""
+    clause = item.clause
+    aliases = tuple(name for name in item.names if name not in (clause.id, clause.name))
+    if part:
+        clause = replace(clause, id=f"{clause.id}:{part}", name=f"{clause.name} ({part})")
+    return replace(clause, binding=binding, aliases=aliases)
+
+
+def _check_tolerance(
+    item: Item, clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
+) -> None:
+    """A tolerance says of which kind it is where its check knows several, and is no wider one."""
+    kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
+    if clause.tolerance is not None and clause.tolerance_kind is None and len(kinds) > 1:
+        message = f"tolerance {clause.tolerance:g} is of which kind? add tolerance_kind: "
+        at = entry.record.place("tolerance")
+        problems.error(at, f"{entry.record.what}: {message}{' or '.join(kinds)}")
+    stated = item.clause.tolerance
+    if stated is not None and entry.tolerance is not None and entry.tolerance > stated:
+        message = f"tolerance {entry.tolerance:g} is wider than the {stated:g} of the {item.kind}"
+        problems.warn(entry.record.place("tolerance"), f"{entry.record.what}: {message}")

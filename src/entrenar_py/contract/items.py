@@ -1,0 +1,129 @@
+"""What a binding may name in a contract: clauses, falsification tests, obligations, equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from entrenar_py.contract.proofs import OBLIGATIONS, as_clauses
+from entrenar_py.contract.records import (
+    Contract,
+    Equation,
+    FalsificationTest,
+    Invariant,
+    Obligation,
+)
+
+KINDS = ("clause", "test", "obligation", "equation")
+DIGEST_CHARS = 8
+TESTS, EQUATIONS = "falsification_tests", "equations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A statement of a contract, as a binding sees it.
+
+    `names` are what a binding and a gate may call it, `texts` is all that it says. `clause` is what
+    it is in a run; `counts` tells whether it is one without a binding, too.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    texts: tuple[str, ...]
+    clause: Invariant
+    counts: bool
+
+    @property
+    def id(self) -> str:
+        """What it is called in a run: its own id, that of its property, or `equation:name`."""
+        return self.clause.id
+
+    @property
+    def digest(self) -> str:
+        """DIGEST_CHARS hex digits of BLAKE3 of what it says, however its lines are broken."""
+        said = "\0".join(map(_on_one_line, self.texts))
+        return str(blake3(said.encode("utf-8", "backslashreplace")).hexdigest()[:DIGEST_CHARS])
+
+
+def items(
+    clauses: Iterable[Invariant],
+    tests: Iterable[FalsificationTest],
+    obligations: Iterable[Obligation],
+    equations: Iterable[Equation],
+) -> tuple[Item, ...]:
+    """Every item, the clauses first. `clauses` are the obligations where a contract has no others;
+    where it has not these either, its tests count.
+    """
+    own = tuple(clauses)
+    counting = {one.id: one for one in own if one.group == OBLIGATIONS}
+    return (
+        *(_clause(one) for one in own if one.group != OBLIGATIONS),
+        *(_obligation(one, counts=one.id in counting) for one in obligations),
+        *(_test(one, counts=not own) for one in tests),
+        *map(_equation, equations),
+    )
+
+
+def of(contract: Contract) -> tuple[Item, ...]:
+    """Every item of a contract that has been loaded, but for the clauses that are bound."""
+    clauses = [
+        one
+        for one in contract.invariants
+        if one.binding is None and one.group not in (TESTS, EQUATIONS)
+    ]
+    tests, obligations = contract.falsification_tests, contract.obligations
+    return items(clauses, tests, obligations, contract.equations)
+
+
+def _clause(clause: Invariant) -> Item:
+    texts = (clause.statement, clause.precondition, clause.postcondition, clause.description)
+    return Item(
+        kind="clause",
+        names=(clause.id, clause.name),
+        texts=(*texts, _text(clause.tolerance), clause.tolerance_kind or ""),
+        clause=clause,
+        counts=True,
+    )
+
+
+def _obligation(obligation: Obligation, *, counts: bool) -> Item:
+    texts = (obligation.property, obligation.formal, _text(obligation.tolerance))
+    (clause,) = as_clauses((obligation,))
+    names = (obligation.id, obligation.property)
+    return Item(kind="obligation", names=names, texts=texts, clause=clause, counts=counts)
+
+
+def _test(test: FalsificationTest, *, counts: bool) -> Item:
+    said = "; ".join(filter(None, (_on_one_line(test.rule), _on_one_line(test.prediction))))
+    clause = Invariant(
+        id=test.id,
+        name=_on_one_line(test.rule) or test.id,
+        statement=said,
+        position=test.position,
+        group=TESTS,
+    )
+    texts = (test.rule, test.prediction, test.test)
+    return Item(kind="test", names=(test.id,), texts=texts, clause=clause, counts=counts)
+
+
+def _equation(equation: Equation) -> Item:
+    clause = Invariant(
+        id=f"equation:{equation.name}",
+        name=equation.name,
+        statement=_on_one_line(equation.formula),
+        position=equation.position,
+        group=EQUATIONS,
+    )
+    names = (equation.name, clause.id)
+    texts = (equation.formula,)
+    return Item(kind="equation", names=names, texts=texts, clause=clause, counts=False)
+
+
+def _text(number: float | None) -> str:
+    return "" if number is None else repr(number)
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,137 @@
+"""A draft of bindings for a contract: for each statement that nothing tries, the likeliest check.
+
+A guess by ids, or by the words that a statement shares with what a check decides. Each is marked,
+and a file with such a mark is refused: a person has to read both sentences first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from entrenar_py.contract import items
+from entrenar_py.contract.binding_file import MARK, VERSION, stem
+from entrenar_py.contract.items import Item
+from entrenar_py.contract.proofs import OBLIGATIONS
+from entrenar_py.contract.records import Contract
+from entrenar_py.contract.vocabulary import CheckTerms
+
+SHARED_MIN = 3  # words that a statement and a check have in common, where none is a hint
+STEM_CHARS_MIN = 4
+_ENDINGS = (
+    *("inesses", "iness", "nesses", "ness", "istic", "ism", "ations", "ation", "ings", "ing"),
+    *("ers", "er", "ies", "ed", "es", "s", "e", "y"),
+)
+_HEAD = """\
+# Drafted by entrenar-check --suggest: each line `guess:` says what the binding rests on. Read the
+# statement and what the check decides, correct the binding, then remove the line. The keys are in
+# docs/bindings.md.
+"""
+# Words of every contract, which tell nothing apart.
+_COMMON = {
+    *("after", "again", "all", "and", "any", "are", "before", "bound", "each", "every", "first"),
+    *("for", "from", "have", "into", "its", "more", "must", "never", "none", "not", "one", "only"),
+    *("other", "same", "some", "such", "test", "than", "that", "the", "their", "them", "then"),
+    *("they", "this", "those", "when", "where", "which", "with", "without", "you", "zero"),
+}
+
+
+def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
+    """A file of bindings, as text with a line end, for what no check and no binding tries yet."""
+    bound = {
+        (one.binding.kind, one.binding.item)
+        for one in contract.invariants
+        if one.binding is not None
+    }
+    lines = []
+    for item in items.of(contract):
+        if (item.kind, item.id) not in bound and not _is_decided(item, contract, checks):
+            lines += ["", *_entry(item, checks)]
+    head = f"{_HEAD}{MARK}: {VERSION}\ncontract: {json.dumps(stem(contract.name))}\n"
+    if not lines:
+        return f"{head}# Every statement is bound or has a check: there is nothing to add.\n"
+    return "\n".join([f"{head}bindings:", *lines[1:]]) + "\n"
+
+
+def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) -> bool:
+    """Whether a check decides a clause by name or id; or a test attacks one, and is its own."""
+    if item.kind == "clause":
+        return item.clause.check is not None or item.id in {check.id for check in checks}
+    targets = {test.id: test.target for test in contract.falsification_tests}
+    stated = (OBLIGATIONS, items.TESTS, items.EQUATIONS)
+    own = {one.item for one in contract.invariants if one.group not in stated}
+    return item.kind == "test" and targets.get(item.id) in own
+
+
+def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
+    named = item.names[-1] if item.kind == "obligation" else item.names[0]
+    yield f"  - {item.kind}: {_quoted(named)}"
+    yield f"    statement: {_quoted(item.digest)}"
+    check, why = guess(item, checks)
+    if check is None:
+        yield f"    guess: {_quoted(why)}"
+        yield f"    not_tried: {_quoted('no check decides this')}"
+        return
+    yield f"    guess: {_quoted(why)}"
+    yield f"    check: {check.name}"
+    if item.clause.tolerance is not None and check.takes_tolerance:
+        yield f"    tolerance_kind: {check.tolerance_kinds[-1]}"
+    yield f"    reason: {_quoted(f'the check decides: {check.decides}')}"
+
+
+def _quoted(text: str) -> str:
+    """As a double-quoted YAML scalar, which JSON's texts are."""
+    return json.dumps(" ".join(text.split()), ensure_ascii=True)
+
+
+def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, str]:
+    """The check that `item` may be for, or none; and what that rests on.
+
+    A word that others use for what a check looks at counts twice, and one of them is enough.
+    """
+    for check in checks:
+        if check.id.lower() in item.id.lower() or _number_of(check.id) == _number_of(item.id):
+            return check, f"its id is that of {check.id}"
+    said = words(f"{item.clause.name} {item.clause.statement}")
+    weights = _weights(checks)
+    best, most, shared_by_best = None, 0.0, list[str]()
+    for check in checks:
+        hints = words(check.spoken_of)
+        shared = sorted(said & _words_of(check), key=lambda word: (-weights[word], word))
+        score = sum(weights[word] * (1 + (word in hints)) for word in shared)
+        if (hints & said or len(shared) >= SHARED_MIN) and score > most:
+            best, most, shared_by_best = check, score, shared
+    if best is None:
+        return None, "no check speaks of what it says"
+    return best, f"both speak of: {', '.join(shared_by_best)}"
+
+
+def _number_of(name: str) -> str:
+    """`DP-001` of `FALSIFY-DP-001` and of `F-DP-001`."""
+    return "-".join(name.upper().split("-")[1:])
+
+
+def words(text: str) -> set[str]:
+    """The words of `text` that tell something, in one form each."""
+    found = re.findall(r"[a-z]{3,}", text.lower().replace("-", ""))
+    return {_stemmed(word) for word in found if word not in _COMMON}
+
+
+def _stemmed(word: str) -> str:
+    for ending in _ENDINGS:
+        if word.endswith(ending) and len(word) - len(ending) >= STEM_CHARS_MIN:
+            return word.removesuffix(ending)
+    return word
+
+
+def _words_of(check: CheckTerms) -> set[str]:
+    return words(f"{check.name.replace('_', ' ')} {check.decides} {check.spoken_of}")
+
+
+def _weights(checks: Sequence[CheckTerms]) -> Mapping[str, float]:
+    """Word -> how much it tells: the fewer checks use it, the more."""
+    used = Counter(word for check in checks for word in _words_of(check))
+    return {word: math.log2(1 + len(checks) / count) for word, count in used.items()}
