@@ -224,3 +224,54 @@ def test_a_run_that_never_began_is_not_called_stuck() -> None:
     end = End(status="failed", reason="workers did not come")
     bare = replace(bare, events=(*bare.events[:-1], end))
     assert traces.judge("reduction_ends", [bare]).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds", "breaks"),
+    [("absolute", 2e-6, 1e-6), ("relative", 16 * 2.0**-24, 14 * 2.0**-24), ("ulp", 15.0, 14.0)],
+)
+def test_a_clause_may_say_how_far_an_average_may_be_off(
+    kind: str, holds: float, breaks: float
+) -> None:
+    """By its own tolerance, of the kind that it names, in place of what rounding explains."""
+    run = traces.family("reduction_mean", RIGHT)[0]
+    off = [
+        replace(event, roundings=15.0, error=1.5e-6) if isinstance(event, Reduced) else event
+        for event in run.events
+    ]
+    clause = replace(traces.clause("reduction_mean"), tolerance_kind=kind)
+    for tolerance, verdict in ((holds, Verdict.HELD), (breaks, Verdict.FALSIFIED)):
+        allowing = replace(clause, tolerance=tolerance)
+        finding = reductions.judge_mean(allowing, [replace(run, events=tuple(off))])
+        assert finding.verdict is verdict, finding
+    unmeasured = [replace(e, error=None) if isinstance(e, Reduced) else e for e in run.events]
+    finding = reductions.judge_mean(
+        replace(clause, tolerance=1.0), [replace(run, events=tuple(unmeasured))]
+    )
+    assert (finding.verdict is Verdict.INCONCLUSIVE) == (kind == "absolute")
+
+
+@pytest.mark.parametrize("system", [*SIMULATED, RING_SIMULATED])
+def test_vectors_that_a_clause_states_are_averaged(system: str) -> None:
+    """Three workers, seven elements, a block that no number of workers divides."""
+    terms = [[1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1], [0, 0, 0, 0, 0, 0, 0]]
+    subject = Scenario(
+        system=system,
+        workload="vectors",
+        world_size=3,
+        seed=0,
+        num_shards=3,
+        num_samples=3,
+        batch_size=3,
+        num_steps=1,
+        width=7,
+        detail="values",
+        options={"terms": terms, "block_bytes": 12},
+    )
+    for check in CHECKED:
+        finding = traces.judge(check, traces.family(check, subject))
+        assert finding.verdict is Verdict.HELD, finding
+    update = traces.family("reduction_mean", subject)[0].of(Update)[0]
+    values = update.gradient["vector"].values()
+    assert values is not None
+    assert [f"{value:.6f}" for value in values] == ["2.666667"] * 7

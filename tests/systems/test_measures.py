@@ -30,7 +30,7 @@ def model() -> GivenVectors:
 @pytest.fixture(scope="module")
 def terms(model: GivenVectors) -> Array:
     """Those of IDS, in float64 [3, LENGTH]."""
-    drawn = [model.stream(one).standard_normal(LENGTH, dtype=np.float32) for one in IDS]
+    drawn = [model.pieces(one)(LENGTH) for one in IDS]
     return np.stack(drawn).astype(np.float64)
 
 
@@ -45,6 +45,7 @@ def test_the_element_that_is_off_is_found(model: GivenVectors, terms: Array, ele
     wrong = measures.reduced(0, 1, mean, model, IDS)
     assert wrong.element == element
     assert wrong.roundings == pytest.approx(1_000, rel=0.01)
+    assert wrong.error == pytest.approx(1_000 * size * 2.0**-24, rel=0.01)
     assert (wrong.step, wrong.rank, wrong.num_elements) == (0, 1, LENGTH)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
+from entrenar_py.errors import UsageError
 from entrenar_py.training import dropout
 from entrenar_py.training.tensors import Array
 from entrenar_py.training.vectors import WEIGHTS, GivenVectors
@@ -19,8 +23,8 @@ def built(length: int = LENGTH, seed: int = 1) -> GivenVectors:
 
 def drawn(model: GivenVectors, sample: int, *pieces: int) -> Array:
     """v_`sample`, a piece at a time."""
-    stream = model.stream(sample)
-    return np.concatenate([stream.standard_normal(size, dtype=np.float32) for size in pieces])
+    take = model.pieces(sample)
+    return np.concatenate([take(size) for size in pieces])
 
 
 def gradient(model: GivenVectors, ids: list[int], at: float, scale: float = 1.0) -> Array:
@@ -57,3 +61,31 @@ def test_another_length_or_seed_is_another_data_set() -> None:
     """Workers with other vectors are not let in."""
     digests = {built().data_digest, built(LENGTH + 1).data_digest, built(seed=2).data_digest}
     assert len(digests) == 3
+
+
+def test_terms_are_given_to_the_samples_in_turn_and_weigh_alike() -> None:
+    """So that a test which states its vectors is tried with these; others are another data set."""
+    model = given([[1, 2, 3], [4.5, 0, -1]])
+    assert [model.weight([sample]) for sample in range(3)] == [1, 1, 1]
+    assert drawn(model, 2, 1, 2).tolist() == [1, 2, 3]
+    assert drawn(model, 3, 3).tolist() == [4.5, 0, -1]
+    _, (found,) = model.gradients({"vector": torch.zeros(3)}, [0, 1, 2], drop=dropout.none, scale=1)
+    assert found.tolist() == [6.5, 4, 5]
+    digests = {given(terms).data_digest for terms in (None, "drawn", [[1, 2, 3]], [[1, 2, 4]])}
+    assert len(digests) == 4
+    assert drawn(model, 0, 3).tolist() == [1, 2, 3], "what was added up is a copy"
+    assert np.array_equal(drawn(given("drawn"), 1, 3), drawn(given(None), 1, 3))
+
+
+@pytest.mark.parametrize(
+    "terms", ["drown", [], [[1, 2]], [[1, 2, "3"]], [[1, 2, float("nan")]], [[1, 2, 1e39]], 7, {}]
+)
+def test_terms_that_are_none_are_refused(terms: Any) -> None:
+    """Before anything runs."""
+    with pytest.raises(UsageError, match="options terms"):
+        given(terms)
+
+
+def given(terms: Any) -> GivenVectors:
+    """Four samples of three elements."""
+    return GivenVectors(4, length=3, data=np.random.default_rng(1), terms=terms)

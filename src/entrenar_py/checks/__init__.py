@@ -250,7 +250,8 @@ _TABLE = (
         judge=reductions.judge_mean,
         plan=reductions.plan,
         explores=False,
-        tolerance_kinds=("ulp",),
+        tolerance_kinds=("ulp", "relative", "absolute"),
+        takes_tolerance=True,
     ),
     Check(
         name="reduction_bits",

@@ -7,6 +7,7 @@ the error is derived in docs/numerics.md. What a rank has to send is counted in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from entrenar_py.checks import evidence, missing, traffic
 from entrenar_py.contract import Invariant
@@ -81,19 +82,28 @@ def family(scenario: Scenario) -> list[Scenario]:
 def _twin(scenario: Scenario) -> Scenario:
     """The same reduction by the tree in one process; of a ring, in another simulated network."""
     if scenario.system in (RING, RING_SIMULATED):
-        options = {name: v for name, v in scenario.options.items() if name == "block_bytes"}
+        options = _kept(scenario, "block_bytes", "terms")
         options["network_seed"] = scenario.options.get("network_seed", 0) + 1
         # Another right ring has bits of its own.
         changes = {"system": RING_SIMULATED, "options": options, "mutant": scenario.mutant}
         return evidence.plain(scenario, **changes)
-    return evidence.plain(scenario, system="reference", world_size=1, options={})
+    options = _kept(scenario, "terms")
+    return evidence.plain(scenario, system="reference", world_size=1, options=options)
+
+
+def _kept(scenario: Scenario, *names: str) -> dict[str, Any]:
+    return {name: v for name, v in scenario.options.items() if name in names}
 
 
 def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
-    """Every rank holds the weighted mean, as far off as float32 rounding explains."""
+    """Every rank holds the weighted mean, as far off as float32 rounding explains.
+
+    Or as far as the clause allows: absolutely, relative to the mean of the terms' absolute values
+    (which is the mean itself where they have one sign), or in units of 2^-24 of that.
+    """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
-        allowed = roundings_max(trace.scenario)
+        allowed = _roundings_allowed(invariant, trace.scenario)
         _is_whole(tally, trace)
         seen = {(one.step, one.rank): one for one in trace.of(Reduced)}
         for step, by_rank in evidence.ranks_by_step(trace):
@@ -101,10 +111,13 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
                 why = f"{missing.named(lacking)} measured nothing in step {step}"
                 missing.ask(tally, why, "a Reduced for every rank and step")
         for one in seen.values():
+            if allowed is None:
+                _judge_error(tally, invariant, trace, one)
+                continue
             tally.check(
                 one.roundings <= allowed,
                 f"the average of {one.num_elements} elements is off by {one.roundings:.3g} "
-                f"roundings, its order of additions explains {allowed:.3g}",
+                f"roundings, {_explained(invariant)} {allowed:.3g}",
                 step=one.step,
                 rank=one.rank,
                 tensor="vector",
@@ -114,6 +127,38 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
                 scenario=trace.scenario,
             )
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
+
+
+def _roundings_allowed(invariant: Invariant, scenario: Scenario) -> float | None:
+    """Units of 2^-24 of the terms' mean size; None where the clause allows an absolute error."""
+    stated, kind = invariant.tolerance, invariant.tolerance_kind
+    if stated is None or kind not in ("absolute", "relative", "ulp"):
+        return roundings_max(scenario)
+    if kind == "absolute":
+        return None
+    return stated / UNIT_ROUNDOFF if kind == "relative" else stated
+
+
+def _explained(invariant: Invariant) -> str:
+    if invariant.tolerance is None or invariant.tolerance_kind not in ("relative", "ulp"):
+        return "its order of additions explains"
+    return f"the {invariant.tolerance_kind} tolerance allows"
+
+
+def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, one: Reduced) -> None:
+    if one.error is None:
+        missing.ask(tally, "how far the average is off was not measured", "Reduced.error")
+        return
+    tally.check(
+        one.error <= (invariant.tolerance or 0.0),
+        f"the average of {one.num_elements} elements is off by {one.error:.3g}",
+        step=one.step,
+        rank=one.rank,
+        tensor="vector",
+        expected=f"<= {invariant.tolerance:g}",
+        got=f"{one.error:.3g}",
+        scenario=trace.scenario,
+    )
 
 
 def roundings_max(scenario: Scenario) -> float:

@@ -228,6 +228,10 @@ def _check_tolerance(
 ) -> None:
     """A tolerance says of which kind it is where its check knows several, and is no wider one."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
+    if entry.tolerance_kind not in (None, *check.tolerance_kinds):
+        honoured = " or ".join(check.tolerance_kinds)
+        message = f"check {check.name} judges by {honoured}, not by {entry.tolerance_kind}"
+        problems.error(entry.record.place("tolerance_kind"), f"{entry.record.what}: {message}")
     if clause.tolerance is not None and clause.tolerance_kind is None and len(kinds) > 1:
         message = f"tolerance {clause.tolerance:g} is of which kind? add tolerance_kind: "
         at = entry.record.place("tolerance")

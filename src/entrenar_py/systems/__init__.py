@@ -61,7 +61,11 @@ class System:
             backends.kind_of(name)
 
 
-_REAL_OPTIONS = ("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes")
+_TERMS = "terms"  # of the workload vectors
+_REAL_OPTIONS = (
+    *("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes"),
+    _TERMS,
+)
 _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
@@ -74,6 +78,7 @@ SYSTEMS: dict[str, System] = {
         what="the deterministic data-parallel trainer, all workers in this process",
         trains=True,
         faults=_TRAINING_FAULTS,
+        options=(_TERMS,),
     ),
     "textbook": System(
         what="a plain torch data-parallel loop, independent of the reference",
@@ -91,7 +96,7 @@ SYSTEMS: dict[str, System] = {
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
-        options=("block_bytes", "network_seed", "audit_share", "updates"),
+        options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
     ),
     "mesh": System(
         what="workers that exchange blocks with each other over TCP, each a process of its own",
@@ -103,7 +108,7 @@ SYSTEMS: dict[str, System] = {
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
         faults=_FAULTS_AND_RESTART,
-        options=("block_bytes", "network_seed"),
+        options=("block_bytes", "network_seed", _TERMS),
     ),
     "ring": System(
         what="workers that send blocks around a ring over TCP, each a process of its own",
@@ -117,7 +122,7 @@ SYSTEMS: dict[str, System] = {
         trains=True,
         faults=_FAULTS_AND_RESTART,
         places=RING_PLACES,
-        options=("block_bytes", "network_seed"),
+        options=("block_bytes", "network_seed", _TERMS),
     ),
     "ddp": System(
         what="torch's DistributedDataParallel, each rank a process of its own",

@@ -24,25 +24,33 @@ def reduced(
     """How far `mean`, which `rank` holds, is from the mean of `ids` in float64.
 
     `roundings` belongs to `element`, the one that is off by most of its size: of the sum of the
-    terms' absolute values, divided by the weight, in units of 2^-24. See docs/numerics.md.
+    terms' absolute values, divided by the weight, in units of 2^-24. See docs/numerics.md. `error`
+    is the largest difference of any element.
     """
-    streams = [model.stream(sample) for sample in ids]
+    vectors = [model.pieces(sample) for sample in ids]
     weight = float(model.weight(ids))
-    worst, place = -1.0, 0
+    worst, place, error = -1.0, 0, 0.0
     for start in range(0, mean.size, PIECE):
         part = mean[start : start + PIECE].astype(np.float64)
         exact, size = np.zeros(part.size), np.zeros(part.size)  # float64
-        for stream in streams:
-            term = stream.standard_normal(part.size, dtype=np.float32)
+        for vector in vectors:
+            term = vector(part.size)
             exact += term
             size += np.abs(term)
-        with np.errstate(invalid="ignore"):
-            off = np.abs(part * weight - exact) / (size * UNIT_ROUNDOFF)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gap = np.abs(part * weight - exact)
+            off = np.where(gap == 0, 0.0, gap / (size * UNIT_ROUNDOFF))
         off[np.isnan(off)] = np.inf  # of a mean that is NaN
+        error = max(error, float(np.nan_to_num(gap, nan=np.inf).max()) / weight)
         if off.max() > worst:
             worst, place = float(off.max()), start + int(off.argmax())
     return trace.Reduced(
-        step=step, rank=rank, num_elements=mean.size, roundings=worst, element=place
+        step=step,
+        rank=rank,
+        num_elements=mean.size,
+        roundings=worst,
+        element=place,
+        error=error,
     )
 
 

@@ -17,6 +17,7 @@ def model_of(scenario: Scenario) -> workload.Workload:
         num_samples=scenario.num_samples,
         width=scenario.width,
         data=scenario.rng("data"),
+        terms=scenario.options.get("terms"),
     )
 
 

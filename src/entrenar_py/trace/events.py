@@ -343,7 +343,8 @@ class Reduced(Event):
     """The average that worker `rank` holds in step `step`, beside that of the known terms.
 
     `roundings` is how far it is off from the mean in float64 at `element`, where that is most: in
-    units of 2^-24 of the mean of the terms' absolute values; inf where it is not finite.
+    units of 2^-24 of the mean of the terms' absolute values; inf where it is not finite. `error` is
+    the largest difference in any element, as it is; None where that was not recorded.
     """
 
     kind: ClassVar[str] = "reduced"
@@ -352,6 +353,7 @@ class Reduced(Event):
     num_elements: int
     roundings: float
     element: int
+    error: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

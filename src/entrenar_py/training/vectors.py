@@ -6,11 +6,14 @@ has learned: this is how a reduction is judged by itself, at any length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor, from_numpy
 
+from entrenar_py.errors import UsageError
 from entrenar_py.training import datasets
 from entrenar_py.training.tensors import (
     Array,
@@ -21,34 +24,48 @@ from entrenar_py.training.tensors import (
 )
 
 WEIGHTS = 3  # samples weigh 1, 2 or 3 in turn
+DRAWN = "drawn"  # terms that are drawn, and all weigh 1
+TERMS_MAX = 1024
 
 
 class GivenVectors:
     """The loss of sample i is the inner product of `vector` and its own v_i, normally distributed.
 
     No v_i is kept: each is drawn again from its own seed wherever it is needed, as a whole or piece
-    by piece from the start.
+    by piece from the start. With `terms` every sample weighs 1, and if these are vectors, they are
+    those of the samples in turn.
     """
 
     name = "vectors"
     weight_max = WEIGHTS
 
-    def __init__(self, num_samples: int, *, length: int, data: np.random.Generator) -> None:
+    def __init__(
+        self, num_samples: int, *, length: int, data: np.random.Generator, terms: Any = None
+    ) -> None:
+        """Raises UsageError if `terms` are neither None, nor DRAWN, nor vectors of that length."""
         self.num_samples = num_samples
+        self._equal = terms is not None
+        self._given = None if terms in (None, DRAWN) else _vectors(terms, length)
         self.specs = (TensorSpec("vector", (length,), "trainable", decayed=True),)
         self._length = length
         self._seeds = data.integers(2**63, size=num_samples)
-        self.data_digest = datasets.digest(self._seeds, np.array([length]))
+        arrays = [self._seeds, np.array([length])]
+        if terms is not None:
+            arrays.append(np.array([1.0]) if self._given is None else self._given)
+        self.data_digest = datasets.digest(*arrays)
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
 
     def weight(self, ids: Sequence[int]) -> int:
-        return sum(1 + sample % WEIGHTS for sample in ids)
+        return len(ids) if self._equal else sum(1 + sample % WEIGHTS for sample in ids)
 
-    def stream(self, sample: int) -> np.random.Generator:
-        """Draws the elements of v_`sample`, one after the other, as float32 standard normals."""
-        return np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
+    def pieces(self, sample: int) -> Callable[[int], Array]:
+        """Gives so many elements of v_`sample` as it is asked for, one after the other, float32."""
+        if self._given is not None:
+            return _Pieces(self._given[sample % len(self._given)])
+        stream = np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
+        return lambda count: stream.standard_normal(count, dtype=np.float32)
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor]:
         """The sum of the v_i, added in their order, float32 [length]."""
@@ -83,8 +100,44 @@ class GivenVectors:
 
     def _total(self, ids: Sequence[int]) -> Array:
         """The sum of the v_i, added in their order."""
-        drawn = (self.stream(i).standard_normal(self._length, dtype=np.float32) for i in ids)
+        drawn = (self.pieces(i)(self._length) for i in ids)
         total = next(drawn)
         for vector in drawn:
             total += vector
         return total
+
+
+class _Pieces:
+    """A vector piece by piece."""
+
+    def __init__(self, vector: Array) -> None:
+        self._vector = vector
+        self._place = 0
+
+    def __call__(self, count: int) -> Array:
+        start, self._place = self._place, self._place + count
+        return self._vector[start : self._place].copy()
+
+
+def _vectors(terms: Any, length: int) -> Array:
+    """`terms` as float32 [count, length]; UsageError if they are not that."""
+    rows = terms if isinstance(terms, list) else []
+    if not 0 < len(rows) <= TERMS_MAX or not all(_is_vector(row, length) for row in rows):
+        shown = repr(terms)
+        raise UsageError(
+            f"options terms={shown[:80]}: use {DRAWN}, or a list of 1 to {TERMS_MAX} lists of "
+            f"width={length} finite numbers each"
+        )
+    with np.errstate(over="ignore"):
+        vectors = np.array(rows, dtype=np.float32)
+    if not np.isfinite(vectors).all():
+        raise UsageError("options terms: a number is too large for float32; use smaller ones")
+    return vectors
+
+
+def _is_vector(row: Any, length: int) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == length
+        and all(type(x) in (int, float) and math.isfinite(x) for x in row)
+    )

@@ -7,7 +7,7 @@ Same arguments, same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -91,13 +91,18 @@ class Workload(Protocol):
         ...
 
 
-def build(name: str, *, num_samples: int, width: int, data: np.random.Generator) -> Workload:
+def build(
+    name: str, *, num_samples: int, width: int, data: np.random.Generator, terms: Any = None
+) -> Workload:
     """The workload `name` with `num_samples` samples.
 
     `width` is the hidden width of `mlp`, the length of `vectors`; `data` draws the samples of
-    `linear` and `vectors`.
-    Raises UsageError when the name is unknown or the data set has fewer samples.
+    `linear` and `vectors`; `terms` are those of `vectors` (`GivenVectors`).
+    Raises UsageError when the name is unknown, the data set has fewer samples, or `terms` are given
+    to a workload that has none.
     """
+    if terms is not None and name != "vectors":
+        raise UsageError(f"options terms with workload={name!r}: only vectors has terms")
     if name == "linear":
         return LinearRegression(num_samples, data=data)
     if name == "mlp":
@@ -105,7 +110,7 @@ def build(name: str, *, num_samples: int, width: int, data: np.random.Generator)
     if name in ("decoder", "decoder_full"):
         return decoder.ByteDecoder(num_samples, full=name == "decoder_full")
     if name == "vectors":
-        return vectors.GivenVectors(num_samples, length=width, data=data)
+        return vectors.GivenVectors(num_samples, length=width, data=data, terms=terms)
     raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, decoder_full, vectors")
 
 
