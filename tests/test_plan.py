@@ -171,7 +171,7 @@ def test_fixed() -> None:
         ({"backends": ["cpu", "tpu"]}, "backend='tpu' on system reference: allowed are cuda, wgpu"),
         ({"system": "matmul", "backends": ["auto"]}, "backend='auto' on system matmul: allowed"),
         ({"mutant": "no-such-bug"}, "mutant='no-such-bug': allowed are "),
-        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are none"),
+        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are terms"),
         ({"system": "memory", "options": {"m": 1}}, "option='m' on system memory: allowed are bud"),
         ({"workload": "own"}, "workload='own': allowed are linear, mlp, decoder"),
         ({"workload": "mlp", "num_samples": 9999}, "num_samples=9999 with workload=mlp"),

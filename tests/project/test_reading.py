@@ -33,6 +33,7 @@ severity = ["P0", "P1"]
 allow-inconclusive = true
 strict = false
 json = "out/{contract}.json"
+bind = "mine.yaml"
 trace-dir = "traces/{contract}"
 github = true
 quiet = true
@@ -81,10 +82,11 @@ def test_all_keys(tmp_path: Path) -> None:
         assert project.values[name] == getattr(typed, name)
     assert project.values["contract"] == ("distributed-training-v1.yaml", "contracts/own.yaml")
     assert project.values["json"] == Path("out/{contract}.json")
+    assert project.values["bind"] == [Path("mine.yaml")]
     assert [project.values[name] for name in ("github", "quiet", "strict")] == [True, True, False]
     first, second, third = project.exclusions
     assert (first.clause, first.reason) == ("F-DP-003", "it skips NaNs")
-    assert (first.until, str(first.place)) == (datetime.date(2027, 1, 31), "pyproject.toml:20:3")
+    assert (first.until, str(first.place)) == (datetime.date(2027, 1, 31), "pyproject.toml:21:3")
     assert (second.clause, third.clause, second.until) == ("F-DP-006", "F-TI-003", None)
 
 

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Form = Literal[
-    "text", "texts", "count", "counts", "seconds", "flag", "path", "command", "exclusions", "date"
+    "text",
+    "texts",
+    "count",
+    "counts",
+    "seconds",
+    "flag",
+    "path",
+    "paths",
+    "command",
+    "exclusions",
+    "date",
 ]
 HOLDS: Mapping[Form, str] = {
     "text": "text",
@@ -21,6 +31,7 @@ HOLDS: Mapping[Form, str] = {
     "seconds": "number of seconds",
     "flag": "`true` or `false`",
     "path": "path",
+    "paths": "path, or list of paths",
     "command": "text, or list of words",
     "exclusions": "list of tables, see below",
     "date": "date, without quotes",
@@ -42,6 +53,12 @@ KEYS: Mapping[str, Key] = {
         "texts",
         "required",
         "YAML contracts, by path or by the name of a shipped one; each has a report",
+    ),
+    "bind": Key(
+        "paths",
+        "none",
+        "files of [bindings](bindings.md), besides those that lie next to a contract; each is for "
+        "the contract that it names",
     ),
     "command": Key(
         "command",

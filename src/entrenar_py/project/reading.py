@@ -180,6 +180,8 @@ class _Reader:
             return given
         if form == "path":
             return _seen(folder, words[0])
+        if form == "paths":
+            return [_seen(folder, word) for word in words]
         if name == "contract":
             return tuple(_contract(folder, word) for word in words)
         option = self._options[name.replace("-", "_")]
@@ -243,7 +245,7 @@ def _words(given: Any, form: Form) -> list[str] | None:
     """`given` as the words that the option of this form takes; None where it is of another type."""
     if form == "flag":
         return [] if isinstance(given, bool) else None
-    many = form in ("texts", "counts")
+    many = form in ("texts", "counts", "paths")
     members = given if many and isinstance(given, list) else [given]
     allowed: tuple[type, ...] = (str,)
     if form in ("count", "counts", "seconds"):
