@@ -54,17 +54,17 @@ KEYS: Mapping[str, Key] = {
         "required",
         "YAML contracts, by path or by the name of a shipped one; each has a report",
     ),
-    "bind": Key(
-        "paths",
-        "none",
-        "files of [bindings](bindings.md), besides those that lie next to a contract; each is for "
-        "the contract that it names",
-    ),
     "command": Key(
         "command",
         "none",
         "the command that trains, with its [placeholders](your-trainer.md#what-is-run); it runs in "
         "the file's folder",
+    ),
+    "bind": Key(
+        "paths",
+        "none",
+        "files of [bindings](bindings.md), besides those that lie next to a contract; each is for "
+        "the contract that it names",
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
     "deadline": Key("seconds", "`300`", "each run of the command is ended after so long"),
