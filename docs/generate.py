@@ -13,7 +13,7 @@ from typing import Any
 from entrenar_py import kill_matrix, mutants, options_page, scenario
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.contract import Invariant
-from entrenar_py.drivers import tcp
+from entrenar_py.drivers import door
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
@@ -376,7 +376,7 @@ def bounds() -> str:
         ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
         ("payload of a message", "what its receiver allows: the manifest says how much is right"),
         ("from a connection to its hello", f"{timing.hello_s:g} s"),
-        ("connections on their way in or out", f"{tcp.STRANGERS_MAX}"),
+        ("connections on their way in or out", f"{door.STRANGERS_MAX}"),
         ("between heartbeats", f"{timing.heartbeat_s:g} s"),
         ("silence that is death", f"{timing.dead_after_s:g} s"),
         (

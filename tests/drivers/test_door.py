@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from entrenar_py.drivers import door, sockets, tls
-from entrenar_py.drivers.door import Door
+from entrenar_py.drivers.door import Door, Visit
 from tests.drivers.certificates import Authority
 from tests.drivers.fakes import LOOPBACK, go, until
 
 
-async def open_door(opened: Callable[[socket.socket], None], **changes: Any) -> tuple[Door, Any]:
-    """A door at which there is always room, unless told otherwise; and where it is."""
-    usual: dict[str, Any] = {"has_room": lambda _: True, "context": None, "patience_s": 5.0}
+async def open_door(
+    opened: Callable[[socket.socket], Any], **changes: Any
+) -> tuple[Door, tuple[str, int]]:
+    """A door that nobody is sent away from, unless told otherwise; and where it is."""
+    usual: dict[str, Any] = {"context": None, "patience_s": 5.0}
     listeners = sockets.listen(await sockets.resolve(LOOPBACK, 0))
-    return Door(listeners, opened, **{**usual, **changes}), listeners[0].getsockname()
+    made = Door(listeners, lambda sock, _: opened(sock), **{**usual, **changes})
+    return made, listeners[0].getsockname()
 
 
 def _is_closed(sock: socket.socket) -> bool:
@@ -68,21 +73,47 @@ def test_a_burst_is_taken_up_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     go(story())
 
 
-def test_who_is_too_many_is_turned_away() -> None:
-    """At once, and the next one is taken up when there is room again."""
+def test_who_is_too_many_waits() -> None:
+    """Until whoever is there has had its chance, and goes; who proves itself makes room at once."""
+
+    async def story() -> None:
+        visits: list[tuple[socket.socket, Visit]] = []
+
+        def opened(sock: socket.socket, visit: Visit) -> None:
+            visits.append((sock, visit))
+            visit.end = lambda reason: sock.close()
+
+        listeners = sockets.listen(await sockets.resolve(LOOPBACK, 0))
+        place, patience_s = listeners[0].getsockname(), 1.0
+        made = Door(listeners, opened, context=None, patience_s=patience_s, strangers_max=1)
+        began = time.monotonic()
+        first, second, third = (socket.create_connection(place) for _ in range(3))
+        await until(lambda: len(visits) == 2)
+        assert time.monotonic() - began >= patience_s / door.GRACES
+        assert _is_closed(first)
+        assert not _is_closed(second)
+        made.proved(visits[1][1])
+        await until(lambda: len(visits) == 3)
+        assert not _is_closed(second)
+        for sock in (first, second, third, *(sock for sock, _ in visits)):
+            sock.close()
+        made.close()
+
+    go(story())
+
+
+def test_who_waits_at_a_door_that_closes() -> None:
+    """Is sent away: nothing is left of a run that is over."""
 
     async def story() -> None:
         taken: list[socket.socket] = []
-        opened, place = await open_door(taken.append, has_room=lambda _: not taken)
-        first, second = (socket.create_connection(place) for _ in range(2))
-        await until(lambda: _is_closed(second))
-        assert not _is_closed(first)
-        taken.pop().close()
-        third = socket.create_connection(place)
-        await until(lambda: bool(taken))
-        for sock in (first, second, third, *taken):
-            sock.close()
+        opened, place = await open_door(taken.append, strangers_max=1)
+        there, waiting = (socket.create_connection(place) for _ in range(2))
+        await until(lambda: bool(opened._held))
         opened.close()
+        await until(lambda: _is_closed(waiting))
+        for sock in (there, waiting, *taken):
+            sock.close()
 
     go(story())
 
@@ -91,25 +122,97 @@ def test_a_door_that_closes_in_the_middle_of_a_handshake(authority: Authority) -
     """Who is in it is counted, and dropped: nothing is left of a run that is over."""
 
     async def story() -> None:
-        counts: list[int] = []
-
-        def has_room(securing: int) -> bool:
-            counts.append(securing)
-            return True
-
         own = authority.signed("coordinator")
         opened, place = await open_door(
             lambda _: pytest.fail("nobody is ready"),
-            has_room=has_room,
             context=tls.server_context(cert=own.cert, key=own.key),
         )
         waiting = [socket.create_connection(place) for _ in range(2)]
         waiting[0].send(bytes.fromhex("1603010200"))
-        await until(lambda: counts == [0, 1])
+        await until(lambda: len(opened._places) == 2)
         opened.close()
         await until(lambda: all(map(_is_closed, waiting)))
+        await until(lambda: not opened._places)
         for sock in waiting:
             sock.close()
+
+    go(story())
+
+
+class Faulty(socket.socket):
+    """A listener whose kernel says first that something else went wrong."""
+
+    problems: list[int]
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.problems:
+            raise OSError(self.problems.pop(), "went wrong")
+        return super().accept()
+
+
+def _faulty(*problems: int) -> Faulty:
+    listener = Faulty()
+    listener.setblocking(False)
+    listener.bind((LOOPBACK, 0))
+    listener.listen()
+    listener.problems = list(problems)
+    return listener
+
+
+def test_connections_that_are_gone_before_they_are_taken_up() -> None:
+    """Whatever a kernel says of them, those behind them are taken up."""
+
+    async def story() -> None:
+        taken: list[socket.socket] = []
+        listener = _faulty(*door._OF_ONE)
+        place = listener.getsockname()
+        made = Door([listener], lambda sock, _: taken.append(sock), context=None, patience_s=5.0)
+        with socket.create_connection(place):
+            await until(lambda: bool(taken))
+        assert made.num_ended == len(door._OF_ONE)
+        taken[0].close()
+        made.close()
+
+    go(story())
+
+
+def test_a_listener_that_is_broken_is_told() -> None:
+    """What no stranger can cause is not passed over."""
+
+    async def story() -> None:
+        told: list[BaseException] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+        listener = _faulty(errno.EBADF)
+        with socket.create_connection(listener.getsockname()):
+            made = Door([listener], lambda *_: None, context=None, patience_s=5.0)
+            await until(lambda: bool(told))
+        assert [getattr(one, "errno", None) for one in told][:1] == [errno.EBADF]
+        made.close()
+
+    go(story())
+
+
+def test_a_door_that_the_kernel_does_not_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries again, as when it can open nothing more."""
+    monkeypatch.setattr(door, "REST_S", 0.01)
+
+    async def story() -> None:
+        taken: list[socket.socket] = []
+        loop = asyncio.get_running_loop()
+        watch, problems = loop.add_reader, [errno.ENOSPC, errno.ENOMEM]
+
+        def add_reader(*given: Any) -> None:
+            if problems:
+                raise OSError(problems.pop(), "no watch is left")
+            watch(*given)
+
+        monkeypatch.setattr(loop, "add_reader", add_reader)
+        opened, place = await open_door(taken.append)
+        with socket.create_connection(place):
+            await until(lambda: bool(taken))
+        taken[0].close()
+        opened.close()
 
     go(story())
 

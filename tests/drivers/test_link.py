@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -248,5 +249,59 @@ def test_who_is_half_open_hears_nothing() -> None:
         assert not heard.link.ended.done()
         heard.link.abort()
         await heard.link.ended
+
+    go(story())
+
+
+def test_more_pieces_than_a_kernel_takes_at_once() -> None:
+    """Thousands of small messages that wait together end no connection."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        heard = Heard(theirs, room_bytes=2**12)
+        speaking = link_on(ours)
+        speaking.write([b"ab"] * 5_000)
+        speaking.close()
+        await heard.link.ended
+        assert heard.data == b"ab" * 5_000
+
+    go(story())
+
+
+@pytest.mark.parametrize("refused", ["add_reader", "add_writer"])
+def test_a_connection_that_the_kernel_does_not_watch(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, and says why; whoever made it goes on."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no watch is left")
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        monkeypatch.setattr(asyncio.get_running_loop(), refused, full)
+        heard = Heard(ours)
+        heard.link.write(bytes(MIB) for _ in range(16))  # more than fits: it would wait
+        await heard.link.ended
+        assert heard.reasons == [f"[Errno {errno.ENOSPC}] no watch is left"]
+        theirs.close()
+
+    go(story())
+
+
+def test_what_nobody_hears_is_read_in_turns() -> None:
+    """Of whoever was sent away and goes on talking: a piece a turn, so that others have theirs."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        sent = theirs.send(bytes(MIB))
+        link_on(ours)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        left = len(ours.recv(2 * MIB))
+        assert sent - left in (len(link._WASTE), 2 * len(link._WASTE))
+        theirs.close()
+        ours.close()
 
     go(story())

@@ -7,20 +7,23 @@ import contextlib
 import random
 import resource
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
+from entrenar_py.drivers.door import TAKEN_UP_MAX
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import FIELDS, MAGIC, PREFIX_BYTES
 from entrenar_py.protocol.messages import VERSION
 from entrenar_py.protocol.terms import Timing
-from tests.drivers.certificates import Authority, server_context
+from tests.drivers.certificates import Authority, client_context, server_context
 from tests.drivers.fakes import (
     COMPLETED,
     LOOPBACK,
+    SECRET,
     TIMING,
     FakeMember,
     FakeServer,
@@ -32,6 +35,7 @@ from tests.drivers.fakes import (
     take_part,
     until,
 )
+from tests.drivers.misdeeds import RESETS
 
 ALL = [0, 1, 2]
 IMPATIENT = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=0.2, gather_s=5.0)
@@ -235,6 +239,25 @@ async def _say(writer: asyncio.StreamWriter, says: bytes, pace_s: float | None) 
         await asyncio.sleep(pace_s or 0)  # a pace, and nothing that anybody waits for
 
 
+def test_one_that_is_reset_before_it_is_taken_up() -> None:
+    """As a port scanner does it: the run goes on, and knows why that connection ended."""
+
+    async def story() -> None:
+        server, port = await listening(run_of(awaited={}), FakeServer())
+        running = asyncio.ensure_future(server.finish())
+        sock = socket.create_connection((LOOPBACK, port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
+        sock.close()
+        await until(lambda: bool(server.strangers[0]) or running.done())
+        assert await take_part([client_of(0)], port) == [COMPLETED]
+        assert await running == COMPLETED
+        ((host, reason),) = server.strangers[1]
+        assert host == LOOPBACK
+        assert "reset" in reason.lower() or "pipe" in reason.lower()
+
+    go(story())
+
+
 def test_strangers_disturb_nobody() -> None:
     """200 that say nothing, garbage, HTTP, endless claims, a byte at a time: all are dropped when
     their time is over, and the run that was under way goes on and ends right.
@@ -269,27 +292,31 @@ def test_strangers_disturb_nobody() -> None:
 
 
 def test_a_thousand_that_say_nothing() -> None:
-    """256 of them may stay for their time, the others are turned away at once; a worker that comes
-    meanwhile is let in when theirs is over, and the run ends right.
+    """At most 256 of them are here at a time; a worker that comes after them is let in when their
+    chance is over, long before their time is, and the run ends right.
     """
 
     async def story() -> None:
         hands, members = FakeServer(), [FakeMember(), FakeMember()]
-        timing = replace(IMPATIENT, hello_s=1.0)
+        timing = replace(IMPATIENT, hello_s=10.0, gather_s=20.0)
         server, port = await listening(run_of(awaited={0: [0], 2: [1]}), hands, timing=timing)
         running = asyncio.ensure_future(server.finish())
         first = asyncio.ensure_future(take_part([client_of(0, members[0])], port))
         await until(lambda: server.end.machine.step == 2)
-        staying: list[asyncio.StreamWriter] = []
-        heard = await asyncio.gather(*(_first_words(port, staying) for _ in range(1000)))
-        assert sum(bool(one) for one in heard) == 256
-        second = asyncio.ensure_future(take_part([client_of(1, members[1])], port))
+        with ExitStack() as stack:
+            for _ in range(1000):
+                stack.enter_context(socket.create_connection((LOOPBACK, port)))
+            second = asyncio.ensure_future(take_part([client_of(1, members[1])], port))
+            most = 0
+            while not running.done():
+                most = max(most, len(server.end.machine.peers))
+                await asyncio.sleep(0)
+            # Who was just sent away is gone after the turn in which another one came.
+            assert 256 <= most <= 256 + 2 + 2 * TAKEN_UP_MAX
         assert await running == COMPLETED
         assert [*await first, *await second] == [COMPLETED, COMPLETED]
         assert hands.made == members[0].made == members[1].made == ALL
-        assert hands.told == ["0 joined", "1 joined"]
-        for writer in staying:
-            writer.close()
+        assert server.strangers[0] >= 1000 - 256
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
@@ -300,14 +327,51 @@ def test_a_thousand_that_say_nothing() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def _first_words(port: int, staying: list[asyncio.StreamWriter]) -> bytes:
-    """What someone hears who connects and says nothing: none, if turned away; the others stay."""
-    reader, writer = await asyncio.open_connection(LOOPBACK, port)
-    staying.append(writer)
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_worker_joins_beside_a_flood(authority: Authority, secured: bool) -> None:
+    """From its own address, three times as many as there are places, each in the place of one that
+    was sent away: it waits for its turn, and then has the time for a proof.
+    """
+
+    async def story() -> None:
+        server_side = server_context(authority, mutual=False) if secured else None
+        client_side = client_context(authority, None) if secured else None
+        timing = replace(IMPATIENT, hello_s=2.0, gather_s=20.0)
+        server = CoordinatorServer(run_of(awaited={}), FakeServer(), timing=timing, secret=SECRET)
+        _, port = await server.listen(LOOPBACK, 0, context=server_side, strangers_max=8)
+        running = asyncio.ensure_future(server.finish())
+        flood = asyncio.ensure_future(_refill(port, 24))
+        await until(lambda: server.strangers[0] > 8)
+        finish = await client_of(0).run(LOOPBACK, port, patience_s=20.0, context=client_side)
+        assert [finish, await running] == [COMPLETED, COMPLETED]
+        flood.cancel()
+        await asyncio.wait([flood])
+
+    go(story())
+
+
+async def _refill(port: int, number: int) -> None:
+    """Keeps so many connections that say nothing."""
+    with ExitStack() as stack:
+        there: list[socket.socket] = []
+        while True:
+            while len(there) < number:
+                there.append(stack.enter_context(socket.create_connection((LOOPBACK, port))))
+                there[-1].setblocking(False)
+            await asyncio.sleep(0)
+            there = [one for one in there if not _is_closed(one)]
+
+
+def _is_closed(sock: socket.socket) -> bool:
     try:
-        return await reader.read(2**16)
+        while sock.recv(2**12):
+            pass
+    except BlockingIOError:
+        return False
     except ConnectionResetError:
-        return b""
+        pass
+    sock.close()
+    return True
 
 
 # --- where a coordinator may listen -------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.drivers import tls
+from entrenar_py.drivers.door import Door, Visit
 from entrenar_py.drivers.meddling import Fate, Meddle, Meddling
 from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.errors import UsageError
@@ -228,6 +229,60 @@ def test_a_worker_that_nobody_reaches() -> None:
         assert member.made == ALL
         left = [one for one in hands.told if one.startswith("1 left: ")]
         assert left[0].startswith("1 left: worker 0 can't reach worker 1: ")
+
+    go(story())
+
+
+class Nonsense(MeshClient):
+    """A worker that says that it is at a port that no host has."""
+
+    def prepare(self, sock: socket.socket) -> None:
+        super().prepare(sock)
+        self.end.machine.port = 2**40
+
+
+def test_a_worker_at_a_port_that_there_is_not() -> None:
+    """Nobody reaches it, and nobody but itself is worse off for that."""
+
+    async def story() -> None:
+        hands, member = FakeMeshServer(), FakeMeshMember()
+        server, port = await mesh_listening(run_of(), hands)
+        clients = [mesh_client_of(0, member), Nonsense(mesh_worker_of(1), FakeMeshMember())]
+        finishes = asyncio.ensure_future(take_part(clients, port))
+        assert await server.finish() == COMPLETED
+        assert (await finishes)[0] == COMPLETED
+        assert member.made == ALL
+
+    go(story())
+
+
+def test_a_worker_s_door_at_which_strangers_crowd() -> None:
+    """Who is sent away from it without a word comes again, and complains of nobody."""
+    sent_away = 0
+
+    class Crowded(MeshClient):
+        def _opened(self, sock: socket.socket, visit: Visit) -> None:
+            nonlocal sent_away
+            if sent_away < 3:
+                sent_away += 1
+                self._door_of().left(visit)
+                sock.close()
+            else:
+                super()._opened(sock, visit)
+
+        def _door_of(self) -> Door:
+            assert self._door is not None
+            return self._door
+
+    async def story() -> None:
+        hands, members = FakeMeshServer(), [FakeMeshMember(), FakeMeshMember()]
+        server, port = await mesh_listening(run_of(), hands)
+        clients = [mesh_client_of(0, members[0]), Crowded(mesh_worker_of(1), members[1])]
+        finishes = asyncio.ensure_future(take_part(clients, port))
+        assert await server.finish() == COMPLETED
+        assert await finishes == [COMPLETED, COMPLETED]
+        assert sent_away == 3
+        assert [one.rounds for one in members] == [len(ALL) + 1] * 2, "one round of them all"
 
     go(story())
 

@@ -11,6 +11,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from entrenar_py.drivers import sockets
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.applicant import Applicant
@@ -24,7 +25,6 @@ from entrenar_py.protocol.frames import (
 from entrenar_py.protocol.handshake import NONCE_BYTES
 from entrenar_py.protocol.messages import Message, Offer
 
-BACKOFF_S = (0.05, 2.0)
 ANSWER_S = 10.0  # from connecting to the answer
 SCENARIO_BYTES_MAX = 2**16
 
@@ -53,7 +53,7 @@ async def ask(
     With `context` over TLS. `alone` is told why there is no answer, each time that it tries again.
     """
     since = time.monotonic()
-    wait_s = BACKOFF_S[0]
+    wait_s = sockets.BACKOFF_S[0]
     while True:
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -66,7 +66,7 @@ async def ask(
             return do.Finish("failed", f"no coordinator at {host}:{port}: {problem}")
         alone(problem)
         await asyncio.sleep(wait_s)
-        wait_s = min(2 * wait_s, BACKOFF_S[1])
+        wait_s = min(2 * wait_s, sockets.BACKOFF_S[1])
 
 
 def reason(error: Exception, host: str) -> str:

@@ -112,8 +112,13 @@ class CoordinatorEnd:
         wire: Wire,
         clock: Callable[[], float],
         beside: Beside,
+        *,
+        proved: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
-        """`beside` is where blocks are reduced, copies compared and steps prepared."""
+        """`beside` is where blocks are reduced, copies compared and steps prepared. `proved` is
+        told who has proved to know the secret.
+        """
+        self._proved = proved
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self._beside = beside
         self.finished: do.Finish | None = None
@@ -184,6 +189,7 @@ class CoordinatorEnd:
                 self._wire.write(peer, message, frames)
             case do.Secure(peer, key):
                 self._streams[peer].secure(key)
+                self._proved(peer)
             case do.Close(peer, reason):
                 del self._streams[peer]
                 self._wire.close(peer, reason)

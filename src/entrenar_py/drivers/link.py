@@ -30,6 +30,7 @@ TURN_BYTES = 2**22
 # Small messages that wait together are sent together; a chunk goes as soon as it is asked for, so
 # that it is on its way while the next one's checksum is computed.
 GATHERED_BYTES = 2**16
+PIECES_MAX = 2**9  # a kernel takes 2**10 at once, and says that the message is too long if not
 # From so many on they are moved by a thread: it takes some 0.1 ms to wake it, and to hear of it.
 BULK_BYTES = 2**20
 PATIENCE_MS = 2  # how long a thread waits for the socket before it leaves that to the loop
@@ -57,6 +58,7 @@ class Link:
     ) -> None:
         self._buffer, self._filled, self._lost = buffer, filled, lost
         self._socket: socket.socket | None = sock
+        self._fd = sock.fileno()  # a loop given the socket itself has the kernel describe it
         self._queue: deque[Iterator[Buffer]] = deque()
         self._pieces: deque[memoryview] = deque()  # asked for, and not yet sent
         self._held = b""  # of a message that is to come after the next one
@@ -98,11 +100,11 @@ class Link:
             self._await_reading(not self._mute)
         self._pump()
         if self._socket is not None and self._farewell is None:
-            self._farewell = self._loop.call_later(FAREWELL_S, self.abort)
+            self._farewell = self._loop.call_later(FAREWELL_S, self.abort, "closed")
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "aborted") -> None:
         """Ends the connection at once."""
-        self._end("aborted")
+        self._end(reason)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -125,8 +127,9 @@ class Link:
             if num_bytes == 0:
                 self._end("closed by the other end")
                 return
-            if place is not None:
-                self._filled(self, num_bytes)
+            if place is None:
+                break  # one piece a turn: who says what nobody hears has no claim to more
+            self._filled(self, num_bytes)
             left -= num_bytes
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             # The rest of a record that is already decrypted: the kernel knows nothing of it.
@@ -172,11 +175,14 @@ class Link:
     def _await_reading(self, wanted: bool) -> None:
         if self._socket is None or wanted == self._awaits_reading:
             return
-        if wanted:
-            self._loop.add_reader(self._socket, self._read)
-        else:
-            self._loop.remove_reader(self._socket)
         self._awaits_reading = wanted
+        if not wanted:
+            self._loop.remove_reader(self._fd)
+            return
+        try:
+            self._loop.add_reader(self._fd, self._read)
+        except OSError as error:  # the kernel can't watch one more
+            self._end(str(error))
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -199,9 +205,8 @@ class Link:
                 return
             self._drop(num_bytes)
             left -= num_bytes
-        if self._socket is not None:
-            self._await_writing(not self._paused and bool(self._pieces or self._queue))
-            self._say_farewell(self._socket)
+        self._await_writing(not self._paused and bool(self._pieces or self._queue))
+        self._say_farewell()
 
     def _send_beside(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
         """Sends what is queued in a thread, also what is queued meanwhile."""
@@ -235,7 +240,7 @@ class Link:
     def _gather(self) -> bool:
         """Asks for as many pieces as are sent at once; whether there are any."""
         waiting = sum(piece.nbytes for piece in self._pieces)
-        while self._queue and waiting < GATHERED_BYTES:
+        while self._queue and waiting < GATHERED_BYTES and len(self._pieces) < PIECES_MAX:
             piece = next(self._queue[0], None)
             if piece is None:
                 self._queue.popleft()
@@ -258,24 +263,28 @@ class Link:
             self._pieces[0] = self._pieces[0][num_bytes:]
 
     def _await_writing(self, wanted: bool) -> None:
-        assert self._socket is not None, "only what is open is waited for"
-        if wanted and not self._awaits_writing:
-            self._loop.add_writer(self._socket, self._pump)
-        elif self._awaits_writing and not wanted:
-            self._loop.remove_writer(self._socket)
+        if self._socket is None or wanted == self._awaits_writing:
+            return
         self._awaits_writing = wanted
+        if not wanted:
+            self._loop.remove_writer(self._fd)
+            return
+        try:
+            self._loop.add_writer(self._fd, self._pump)
+        except OSError as error:
+            self._end(str(error))
 
-    def _say_farewell(self, sock: socket.socket) -> None:
+    def _say_farewell(self) -> None:
         """Says that nothing more will come, if the last is sent.
 
         Not closed at once: with bytes unread that would reset the connection, and what was said
         last could be lost. The other end closes when it has read it. TLS has a farewell of its own,
         which needs an answer; the messages before it say all that it could say.
         """
-        if self._closing and not (self._queue or self._pieces):
+        if self._socket is not None and self._closing and not (self._queue or self._pieces):
             self._closing = False
             try:
-                socket.socket.shutdown(sock, socket.SHUT_WR)
+                socket.socket.shutdown(self._socket, socket.SHUT_WR)
             except OSError as error:
                 self._end(str(error))
 
@@ -283,11 +292,11 @@ class Link:
 
     def _end(self, reason: str) -> None:
         """Closes the socket, and tells so soon."""
-        sock, self._socket = self._socket, None
-        if sock is None:
+        if self._socket is None:
             return
-        self._loop.remove_reader(sock)
-        self._loop.remove_writer(sock)
+        self._await_reading(False)
+        self._await_writing(False)
+        sock, self._socket = self._socket, None
         for task in (self._filling, self._sending):
             if task is not None:
                 task.stop()

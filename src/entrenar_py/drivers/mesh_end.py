@@ -61,8 +61,13 @@ class MeshEnd(WorkerEnd):
         dial: Callable[[do.Dial], None],
         beside: Beside,
         speak: Speak = truthfully,
+        *,
+        proved: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
-        """`beside` is where blocks are reduced."""
+        """`beside` is where blocks are reduced. `proved` is told who of those that were accepted,
+        or dialed, has said what only who knows the secret can.
+        """
+        self._proved = proved
         super().__init__(machine, hands, wire, clock, compute, speak)
         self.links_meter = Meter()
         self._dial, self._beside = dial, beside
@@ -118,6 +123,7 @@ class MeshEnd(WorkerEnd):
                 self._send(self._links[peer], peer, message)
             case do.Secure(peer, key) if peer in self._links:
                 self._links[peer].secure(key)
+                self._proved(peer)
             case do.Close(peer, reason) if peer in self._links:
                 del self._links[peer]
                 self._wire.close(peer, reason)

@@ -13,7 +13,12 @@ from typing import Any
 # As much as the kernel takes at once, where nothing else is asked for: with its usual 128 KiB a
 # large tensor costs hundreds of wake-ups. A connection that is silent takes none of it.
 BUFFER_BYTES = 2**22
-BACKLOG = 2**10  # connections not taken up yet: a burst of strangers must not keep a worker out
+# From one try to the next, at first and at most. No longer: where many want to come in (`places`) a
+# worker may be sent away some times before it is its turn.
+BACKOFF_S = (0.05, 0.5)
+# Connections not taken up yet: a burst of strangers must not keep a worker out. A kernel may allow
+# fewer (net.core.somaxconn).
+BACKLOG = 2**12
 
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -49,6 +54,27 @@ async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> 
             failing.pop_all()
             return sock
     raise OSError("; ".join(problems))
+
+
+async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
+    """Returns when the other end has said something, and leaves it unread.
+
+    OSError, and `sock` is closed then: ConnectionResetError if the other end has closed it without
+    a word, TimeoutError if it says nothing for `patience_s`. Over TLS a word is one of TLS.
+    """
+    loop = asyncio.get_running_loop()
+    with ExitStack() as failing:
+        failing.callback(sock.close)
+        ready = asyncio.Event()
+        loop.add_reader(sock, ready.set)
+        try:
+            async with asyncio.timeout(patience_s):
+                await ready.wait()
+        finally:
+            loop.remove_reader(sock)
+        if not socket.socket.recv(sock, 1, socket.MSG_PEEK):
+            raise ConnectionResetError("closed by the other end")
+        failing.pop_all()
 
 
 def listen(

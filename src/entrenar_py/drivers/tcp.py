@@ -19,7 +19,7 @@ from typing import Any
 
 from entrenar_py.drivers import sockets, tls
 from entrenar_py.drivers.beside import Thread
-from entrenar_py.drivers.door import Door
+from entrenar_py.drivers.door import STRANGERS_MAX, Door, Visit
 from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.link import FAREWELL_S, Link
 from entrenar_py.drivers.meddling import Meddle, Speak, truthfully, unmeddled
@@ -33,9 +33,7 @@ from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.protocol.worker import Worker
 
-BACKOFF_S = (0.05, 2.0)
 TICKS_A_HEARTBEAT = 4
-STRANGERS_MAX = 256
 SECRET_BYTES_MIN = 16
 DIED = do.Finish("died")  # what a coordinator says that is gone
 
@@ -55,12 +53,15 @@ class CoordinatorServer:
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
         self._beside = Thread()
-        self.end = CoordinatorEnd(machine, hands, self, time.monotonic, self._beside)
+        self.end = CoordinatorEnd(
+            machine, hands, self, time.monotonic, self._beside, proved=self._proved
+        )
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
         self._numbers = count()
         self._links: dict[Peer, Link] = {}
         self._peers: dict[Link, int] = {}
+        self._visits: dict[Link, Visit] = {}
         self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
         self.over_s = math.inf  # when the run was, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
@@ -79,8 +80,8 @@ class CoordinatorServer:
         """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
 
         With `context` over TLS. At most `strangers_max` connections at a time may be on their way
-        in, or out; more are turned away, and workers among them come again. `buffer_bytes` is what
-        the kernel may hold of a connection.
+        in, or out; for more of them some have to go (`places`), and workers among them come again.
+        `buffer_bytes` is what the kernel may hold of a connection.
 
         Raises UsageError where others could take part: from other machines, with no secret that
         keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
@@ -93,7 +94,7 @@ class CoordinatorServer:
         self._door = Door(
             listeners,
             self._opened,
-            has_room=lambda securing: securing + self._num_strangers() < strangers_max,
+            strangers_max=strangers_max,
             context=context,
             patience_s=self.end.machine.timing.hello_s,
         )
@@ -111,7 +112,8 @@ class CoordinatorServer:
         try:
             finish = await self._finished
             self._door.close()
-            leaving = [link.ended for link in self._peers]
+            # Nobody waits for a stranger, which need not go.
+            leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
             return finish
@@ -147,19 +149,29 @@ class CoordinatorServer:
 
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
-        self._links.pop(peer).close()
+        assert self._door is not None, "it came in there"
+        link = self._links.pop(peer)
+        self._door.sent_away(self._visits[link], reason)
+        link.close()
 
-    def _num_strangers(self) -> int:
-        """How many connections are not those of members: not yet, or not any more."""
-        let_in = sum(one.rank is not None for one in self.end.machine.peers.values())
-        return len(self._peers) - let_in
+    @property
+    def strangers(self) -> tuple[int, list[tuple[str, str]]]:
+        """How many connections ended so far that had proved nothing; from where the last of them
+        came, and why each of these ended.
+        """
+        return (0, []) if self._door is None else (self._door.num_ended, list(self._door.ended))
 
-    def _opened(self, sock: socket.socket) -> None:
+    def _opened(self, sock: socket.socket, visit: Visit) -> None:
         link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
         peer = next(self._numbers)
-        self._links[peer], self._peers[link] = link, peer
-        self.end.connected(peer, secrets.token_hex(NONCE_BYTES), sock.getpeername()[0])
+        self._links[peer], self._peers[link], self._visits[link] = link, peer, visit
+        visit.end = link.abort
+        self.end.connected(peer, secrets.token_hex(NONCE_BYTES), visit.host)
         self._look()
+
+    def _proved(self, peer: Peer) -> None:
+        assert self._door is not None, "it came in there"
+        self._door.proved(self._visits[self._links[peer]])
 
     def _buffer(self, link: Link) -> memoryview | None:
         return self.end.buffer(self._peers[link])
@@ -179,6 +191,8 @@ class CoordinatorServer:
         if not self._dead:
             self.end.lost(peer, reason)
             self._look()
+        assert self._door is not None, "it came in there"
+        self._door.left(self._visits.pop(link))
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
@@ -246,7 +260,7 @@ class WorkerClient:
         With `context` over TLS. Raises what the hands or the machine raise, wherever that was.
         """
         since = time.monotonic()
-        wait_s = BACKOFF_S[0]
+        wait_s = sockets.BACKOFF_S[0]
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
@@ -257,13 +271,13 @@ class WorkerClient:
                 if self._error is not None:
                     raise self._error
                 if problem is None:
-                    since, wait_s = time.monotonic(), BACKOFF_S[0]
+                    since, wait_s = time.monotonic(), sockets.BACKOFF_S[0]
                 elif time.monotonic() - since > patience_s:
                     return do.Finish("failed", f"no coordinator at {host}:{port}: {problem}")
                 if self.end.finished is None:
                     self._alone(problem or self._reason)
                     await asyncio.sleep(wait_s)
-                    wait_s = min(2 * wait_s, BACKOFF_S[1])
+                    wait_s = min(2 * wait_s, sockets.BACKOFF_S[1])
         finally:
             self._ticking.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -274,7 +288,9 @@ class WorkerClient:
         return WorkerEnd(machine, hands, self, time.monotonic, self.compute, speak)
 
     def prepare(self, sock: socket.socket) -> None:
-        """Gets ready for a stay over `sock`, which is connected to the coordinator."""
+        """Gets ready for a stay over `sock`, which is connected to the coordinator. OSError, and
+        `sock` is closed then, if it can't.
+        """
 
     def leave(self, reason: str) -> None:
         """Goes for good, and says why to the coordinator if there is one."""
@@ -297,11 +313,11 @@ class WorkerClient:
         stays = self.end.num_stays
         try:
             sock = await self.connect(host, port, context)
+            self.prepare(sock)
         except TimeoutError:
             return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
-        self.prepare(sock)
         self._link = link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
         self.end.connected(link, secrets.token_hex(NONCE_BYTES))
         try:

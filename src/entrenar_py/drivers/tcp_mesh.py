@@ -7,16 +7,18 @@ server, too, with a certificate that names it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import cast
 
 from entrenar_py.drivers import sockets
 from entrenar_py.drivers.beside import Thread
-from entrenar_py.drivers.door import Door
+from entrenar_py.drivers.door import Door, Visit
 from entrenar_py.drivers.ends import MemberHands
 from entrenar_py.drivers.link import Link
 from entrenar_py.drivers.meddling import Meddle, Speak, truthfully, unmeddled
@@ -31,7 +33,8 @@ from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.worker import Worker
 
-LINKS_MAX = 2**12  # of other workers, and of who says that it is one
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+AGAIN_S = 0.05  # from being sent away to the next try
 
 
 class MeshClient(WorkerClient):
@@ -62,7 +65,7 @@ class MeshClient(WorkerClient):
         self._context: ssl.SSLContext | None = None
         self._door: Door | None = None
         self._host = ""
-        self._links: set[Link] = set()
+        self._links: dict[Link, Visit | None] = {}  # None of those made from here
         self._dialing: set[asyncio.Task[None]] = set()
 
     def new_end(self, machine: Worker, hands: MemberHands, speak: Speak) -> MeshEnd:
@@ -70,7 +73,10 @@ class MeshClient(WorkerClient):
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
         clock, self._beside = time.monotonic, Thread()
-        return MeshEnd(machine, mesh, self, clock, self.compute, self.dial, self._beside, speak)
+        return MeshEnd(
+            *(machine, mesh, self, clock, self.compute, self.dial, self._beside, speak),
+            proved=self._proved,
+        )
 
     async def run(
         self,
@@ -101,25 +107,32 @@ class MeshClient(WorkerClient):
     def prepare(self, sock: socket.socket) -> None:
         """Listens where this host can be reached as the coordinator is.
 
-        Raises UsageError where the port is taken.
+        OSError, and `sock` is closed then, if it can't. UsageError where the port is taken that it
+        was told to have.
         """
-        host, _, *scope = sock.getsockname()
-        if self._door is not None and self._host == host:
-            return
+        with ExitStack() as failing:
+            failing.callback(sock.close)
+            host, _, *scope = sock.getsockname()
+            if self._door is None or self._host != host:
+                self._listen((sock.family, (host, self._listen_port, *scope)))
+            failing.pop_all()
+
+    def _listen(self, here: sockets.Address) -> None:
         if self._door is not None:
             self._door.close()
-        here = (sock.family, (host, self._listen_port, *scope))
+            self._door = None
+        host = here[1][0]
         try:
             listeners = sockets.listen([here], buffer_bytes=self.buffer_bytes)
         except OSError as error:
-            sock.close()
+            if not self._listen_port or error.errno not in _TAKEN:
+                raise
             problem = f"can't listen at {host} ({error.strerror or error})"
             raise UsageError(f"port={self._listen_port}: {problem}; use another one") from error
         self._host = host
         self._door = Door(
             listeners,
             self._opened,
-            has_room=lambda securing: securing + len(self._links) < LINKS_MAX,
             context=self._door_context,
             patience_s=self.end.machine.timing.hello_s,
         )
@@ -135,6 +148,9 @@ class MeshClient(WorkerClient):
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
         if isinstance(peer, Link) and peer in self._links:
+            visit = self._links[peer]
+            if visit is not None and self._door is not None:
+                self._door.sent_away(visit, reason)
             peer.close()
         else:
             super().close(peer, reason)
@@ -153,16 +169,41 @@ class MeshClient(WorkerClient):
     async def _dial(self, dial: do.Dial) -> None:
         host, _, port = dial.address.rpartition(":")
         try:
-            sock = await self.connect(host.strip("[]"), int(port), self._context)
-        except OSError as error:
+            sock = await self._reach(host.strip("[]"), int(port))
+        except (OSError, OverflowError, ValueError) as error:  # the last two: of what is no port
             self.end.undialable(dial, str(error) or "no answer in time")
             return
-        self.end.dialed(self._new_link(sock), dial, secrets.token_hex(NONCE_BYTES))
+        self.end.dialed(self._new_link(sock, None), dial, secrets.token_hex(NONCE_BYTES))
 
-    def _opened(self, sock: socket.socket) -> None:
-        self.end.accepted(self._new_link(sock), secrets.token_hex(NONCE_BYTES))
+    async def _reach(self, host: str, port: int) -> socket.socket:
+        """A connection to another worker, which has begun to speak. OSError if there is none.
 
-    def _new_link(self, sock: socket.socket) -> Link:
+        A door at which strangers crowd may send this worker away without a word, and that is no
+        reason for a complaint: it comes again, for as long as a proof may take.
+        """
+        patience_s = self.end.machine.timing.hello_s
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                sock = await self.connect(host, port, self._context)
+                await sockets.spoken_to(sock, patience_s=patience_s)
+                return sock
+            except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError):
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(AGAIN_S)
+
+    def _opened(self, sock: socket.socket, visit: Visit) -> None:
+        link = self._new_link(sock, visit)
+        visit.end = link.abort
+        self.end.accepted(link, secrets.token_hex(NONCE_BYTES))
+
+    def _proved(self, peer: Peer) -> None:
+        visit = self._links[peer] if isinstance(peer, Link) else None
+        if visit is not None and self._door is not None:
+            self._door.proved(visit)
+
+    def _new_link(self, sock: socket.socket, visit: Visit | None) -> Link:
         end = self.end
         link = Link(
             sock,
@@ -170,9 +211,11 @@ class MeshClient(WorkerClient):
             filled=lambda link, num_bytes: end.filled_from(link, num_bytes),
             lost=self._lost_link,
         )
-        self._links.add(link)
+        self._links[link] = visit
         return link
 
     def _lost_link(self, link: Link, reason: str) -> None:
         self.end.lost_link(link, reason)
-        self._links.discard(link)
+        visit = self._links.pop(link)
+        if visit is not None and self._door is not None:
+            self._door.left(visit)

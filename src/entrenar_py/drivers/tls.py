@@ -69,6 +69,7 @@ async def secured(
     """
     with ExitStack() as failing:
         failing.callback(sock.close)
+        sock.getpeername()  # of one that is reset already, `ssl` would leave the file open
         wrapped = failing.enter_context(
             context.wrap_socket(
                 sock, server_side=server_side, server_hostname=host, do_handshake_on_connect=False
