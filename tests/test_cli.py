@@ -164,6 +164,24 @@ def test_a_reader_that_leaves(contract: str) -> None:
         child.stderr.close()
 
 
+TOLD_TO_END_AT_THE_END = """
+import os, signal, sys
+from entrenar_py import cli
+
+code = cli.main()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(code)
+"""
+
+
+def test_told_to_end_when_all_is_said(contract: str) -> None:
+    """The report is complete: the exit code is its own, not that of a signal."""
+    command = [sys.executable, "-c", TOLD_TO_END_AT_THE_END, "--contract", contract, "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("id ")
+
+
 INTERRUPTED_IN_RUN_10 = """
 import itertools, os, signal, sys
 from entrenar_py import cli, systems

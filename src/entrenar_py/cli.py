@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with interrupts.deferred(numbers=ENDED_BY):
+        with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None):
             code = _run(arguments)
         return EXIT_HARNESS if printing.lost() and code == 0 else code
     except SystemExit as left:  # --help, --version

@@ -16,10 +16,14 @@ _noted = threading.Event()
 
 
 @contextmanager
-def deferred(*, numbers: Sequence[signal.Signals] = (signal.SIGINT,)) -> Iterator[None]:
+def deferred(
+    *, numbers: Sequence[signal.Signals] = (signal.SIGINT,), for_good: bool = False
+) -> Iterator[None]:
     """While inside, the first of these signals waits for `check`; a second interrupts at once.
 
-    Does nothing outside the main thread, and with a signal that is ignored.
+    Afterwards all is as before; `for_good` they are ignored: the process ends next, and its exit
+    code says what was found. Does nothing outside the main thread, and with a signal that is
+    ignored.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers if main}
@@ -32,7 +36,7 @@ def deferred(*, numbers: Sequence[signal.Signals] = (signal.SIGINT,)) -> Iterato
         yield
     finally:
         for number, handler in taken.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if for_good else handler)
         if taken:
             _noted.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import cli, exits
+from entrenar_py.service import cli, exits, signals
 from entrenar_py.training import checkpoint
 from tests.service.cluster import TRAINING, Cluster, cluster, weights
 
@@ -19,11 +20,14 @@ STATE = {"path": "state", "every_steps": 5}
 
 @pytest.fixture
 def star(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder to run in; torch has as many threads afterwards as before."""
+    """A folder to run in; torch's threads and the signals are afterwards as before."""
     before = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in signals.NUMBERS}
     with cluster(tmp_path) as made:
         yield made
     torch.set_num_threads(before)
+    for number, handler in handlers.items():  # a run that is over ignores them for good
+        signal.signal(number, handler)
 
 
 def refusal(star: Cluster, capsys: pytest.CaptureFixture[str], *options: str) -> str:

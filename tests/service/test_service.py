@@ -168,12 +168,19 @@ def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Si
 
 
 def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
-    """Resumed it says so, and computes nothing."""
+    """Also if it is told to end just then: the exit code is that of what it said last. Resumed it
+    says so, and computes nothing.
+    """
     star.configure(checkpoint={"path": "state", "every_steps": 5}, ledger="ledger.jsonl")
-    first = star.coordinator()
-    assert star.worker().code() == first.code() == exits.DONE
+    first, worker = star.coordinator(), star.worker()
+    for process in (first, worker):
+        process.until("completed")
+        process.signal(signal.SIGTERM)
+    assert worker.code() == first.code() == exits.DONE
     before = (star.folder / "ledger.jsonl").read_bytes()
     again = star.coordinator("--resume")
+    again.until("completed")
+    again.signal(signal.SIGINT)
     assert again.code() == exits.DONE
     assert again.lines[-1].endswith(f"complete already): step 12, weights {weights(TRAINING)}")
     assert (star.folder / "ledger.jsonl").read_bytes() == before

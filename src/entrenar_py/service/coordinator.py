@@ -17,7 +17,7 @@ from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
-from entrenar_py.service import claims, config, exits, options, screen
+from entrenar_py.service import claims, config, exits, options, screen, signals
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
 from entrenar_py.service.happenings import Listener
@@ -26,8 +26,6 @@ from entrenar_py.service.mesh_host import MeshHost
 from entrenar_py.service.metrics import Metrics
 from entrenar_py.systems import environment, topology
 from entrenar_py.trace import writer
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(path: Path, *, resume: bool) -> int:
@@ -87,6 +85,7 @@ def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
         first = host.resume() if resume else 0
         if first == given.scenario.num_steps:
             _open_ledger(given, host, resume=resume)
+            signals.ignore()
             finish = Finish("completed", "it was complete already")
         else:
             finish = asyncio.run(_serve(given, host, first, resume=resume))
@@ -118,11 +117,11 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
     host.give_up = lambda reason: _end_soon(loop, server, reason)
-    stopper = _Stopper(server, host)
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stopper.stop, number)
+    signals.deliver(_Stopper(server, host).stop)
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")
-    return await server.finish()
+    finish = await server.finish()
+    signals.ignore()
+    return finish
 
 
 def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:

@@ -27,12 +27,10 @@ from entrenar_py.protocol.messages import Welcome
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import config, exits, keys
+from entrenar_py.service import config, exits, keys, signals
 from entrenar_py.systems import AUTO, topology
 from entrenar_py.systems.member import Member
 from entrenar_py.systems.mesh_member import MeshMember
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -114,10 +112,9 @@ class Stay:
 
     async def take_part(self) -> Finish:
         """How the run ended for this worker; `stopped` if a signal said so."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._leave, number)
+        signals.deliver(self._leave)
         finish = await self._take_part()
+        signals.ignore()
         return finish if self._stopped is None else Finish("stopped", f"by {self._stopped}")
 
     async def _take_part(self) -> Finish:
