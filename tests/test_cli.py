@@ -260,3 +260,23 @@ def test_a_failure_that_is_known_by_name(
     monkeypatch.setattr(runner.Runner, "run", fail)
     assert check("--contract", contract) == 3
     assert capsys.readouterr().err == "entrenar-check: the machine is on fire\n"
+
+
+def test_wrong_command_lines_are_answered_at_once(tmp_path: Path) -> None:
+    """Nothing that takes seconds is loaded to say that a name is unknown."""
+    lines = (
+        ["--only", "F-NOPE-001"],
+        ["--system", "nope"],
+        ["--backend", "nope"],
+        ["--", "no-such-program"],
+        ["--", sys.executable, "{world_siz}"],
+    )
+    script = (
+        "import sys; from entrenar_py import cli\n"
+        "start = ['--contract', 'distributed-training-v1.yaml']\n"
+        f"for line in {lines!r}: print(cli.main([*start, *line]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == "2 False\n" * len(lines), done.stderr

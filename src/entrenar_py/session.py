@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -51,11 +52,31 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
         return partial(kill_matrix.show, output)
+    _look(options)
     called = _called(options, arguments)
     jobs: list[several.Job] = []
     for own, loaded in _chosen(options, _loaded(options)):
         jobs.append(_prepared(own, called, loaded, output))
     return partial(several.run, jobs)
+
+
+def _look(options: argparse.Namespace) -> None:
+    """Raises what can be told of a wrong call at once: the planted bugs take seconds to load, and
+    only the names that contracts have for them need these.
+    """
+    if options.mode in (None, "judge"):
+        _plan(options)
+    elif options.mode == "command":
+        runs.require_program(options.command[0], options.command_folder)
+        runs.require_placeholders(options.command)
+    light = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
+    found = []
+    for own in _each(options):
+        with suppress(ContractError):  # of all its problems at once, later
+            path = shipped.contract_path(own.contract)
+            found.append((own, contract.load(path, vocabulary=light, bind=own.bind)))
+    if len(found) == len(options.contract):
+        list(_chosen(options, found))
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -101,17 +122,24 @@ def _prepared(
     return partial(reporting.report, options, called, loaded, work, standing, output)
 
 
-def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
-    """Each contract, with its own options; the problems of all contracts at once."""
+def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each contract; UsageError if there is none."""
     if not options.contract:
         names = ", ".join(path.name for path in shipped.shipped_contracts())
         raise UsageError(
             f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
             f"{PROG} init writes one"
         )
-    found, problems = [], []
-    for own in of_each(options):
+    found = of_each(options)
+    for own in found:
         own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
+    return found
+
+
+def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
+    """Each contract, with its own options; the problems of all contracts at once."""
+    found, problems = [], []
+    for own in _each(options):
         try:
             found.append((own, _load(own)))
         except ContractError as error:
@@ -132,13 +160,14 @@ def _chosen(
     ids = {name: None for _, one in loaded for name in plan.ids_of(one)}
     if "contract" in options.used:  # the configuration knows these, and all of them
         exclusions.require_known(options.project.exclusions, ids)
+    where = loaded[0][1].name if len(loaded) == 1 else "the contracts"
+    plan.require_ids((*options.only, *options.exclude), ids, where)
     if options.mode == "replay" and len(loaded) > 1:
         broken = counterexamples.load(options.replay).invariant
         loaded = [pair for pair in loaded if broken in [one.id for one in pair[1].invariants]]
         plan.require_ids((broken,), ids, "the contracts")
     for own, one in loaded:
         if len(loaded) > 1:
-            plan.require_ids((*options.only, *options.exclude), ids, "the contracts")
             present = plan.ids_of(one)
             own.only = tuple(clause for clause in options.only if clause in present)
             own.exclude = tuple(clause for clause in options.exclude if clause in present)

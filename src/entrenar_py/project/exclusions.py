@@ -43,10 +43,10 @@ def apply(
     not_applying: list[NotApplying] = []
     notes: dict[str, str] = {}
     for clause in selected:
-        found = by_clause.get(clause.id)
+        found = by_clause.get(clause.id) or by_clause.get(clause.item)
         if found is None:
             left.append(clause)
-        elif clause.id in asked:
+        elif {clause.id, clause.item} & set(asked):
             left.append(clause)
             notes[clause.id] = f"tried as --only asks, though {found.place} excludes it"
         elif found.is_void(day):
