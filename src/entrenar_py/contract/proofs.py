@@ -51,7 +51,7 @@ def _equation(
     record = Record(node, what=what, known=layout.EQUATION_KEYS, problems=problems)
     return Equation(
         name=name,
-        formula=record.text("formal") or record.filled("formula"),
+        formula=_formula(record),
         position=at,
         domain=record.text("domain"),
         codomain=record.text("codomain"),
@@ -61,6 +61,12 @@ def _equation(
         reference=record.text("reference"),
         extra=record.extra("equations"),
     )
+
+
+def _formula(record: Record) -> str:
+    if record.present("formula") is None and record.present("formal") is not None:
+        return record.filled("formal")
+    return record.filled("formula")
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:

@@ -213,19 +213,19 @@ class Report:
     @property
     def gate_why(self) -> str:
         """What keeps the gate from passing; empty if it passed or there is none."""
-        broken = ", ".join(f"{one.invariant.id} {one.verdict}" for one in self.gate_broken)
+        if self.contract.gate is None or self.gate_passed:
+            return ""
+        if self.gate_broken:
+            return ", ".join(f"{one.invariant.id} {one.verdict}" for one in self.gate_broken)
         excluded = {one.invariant.id: " (excluded)" for one in self.excluded}
         left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
-        unsaid = ", ".join(self.gate_unresolved)
+        undecided = ", ".join(self.gate_unresolved)
         parts = (
-            broken,
             left and f"not checked in this run: {left}",
-            unsaid and f"no clause decides: {unsaid}",
+            undecided and f"no clause decides: {undecided}",
         )
         why = "; ".join(filter(None, parts))
-        if self.contract.gate is None or self.gate_passed or why:
-            return why
-        return "interrupted" if self.interrupted else "it demands no clause"
+        return why or ("interrupted" if self.interrupted else "it demands no clause")
 
     @property
     def gate_open(self) -> str:
