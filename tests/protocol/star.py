@@ -35,6 +35,11 @@ def closes(effects: Iterable[Effect], link: Link) -> bool:
     return any(isinstance(one, do.Close) and one.peer == link.peer for one in effects)
 
 
+def closing(effects: Iterable[Effect]) -> do.Close:
+    """The first of `effects` that ends a connection, after what is said there last."""
+    return next(one for one in effects if isinstance(one, do.Close))
+
+
 @dataclass(eq=False)
 class Link:
     """A connection; `up` and `down` are on their way. `dead`: half open, nothing passes."""

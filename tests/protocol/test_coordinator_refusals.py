@@ -13,12 +13,13 @@ from entrenar_py.protocol.messages import (
     Message,
     NonFinite,
     Refuse,
+    Shutdown,
     Staged,
 )
 from entrenar_py.protocol.phases import ALWAYS, PEER_MAY_SAY, PeerPhase, Stage
 from tests.protocol.samples import SAMPLES
 from tests.protocol.situations import alone, computed, link_of, node, reach
-from tests.protocol.star import SECRET, Link, Star, closes, run_of
+from tests.protocol.star import SECRET, Link, Star, Station, closes, closing, run_of
 
 BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
 ALL = computed(0, 1, 2, 3)
@@ -58,8 +59,7 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
     """An old one or one to come: it is of no use, and whoever says it is lost."""
     star, link = reach(phase)
     assert star.coordinator.step == 1
-    (close, *_) = star.say_above(link, said)
-    assert isinstance(close, do.Close)
+    close = closing(star.say_above(link, said))
     assert "the run is at step 1" in close.reason
     assert star.finish().status == "completed"
 
@@ -91,8 +91,7 @@ def test_a_delivery_is_what_was_asked_for(said: list[Message], complaint: str) -
     star, link = alone(num_blocks=2)
     for one in said[:-1]:
         assert not closes(star.say_above(link, one), link)
-    (close, *_) = star.say_above(link, said[-1])
-    assert isinstance(close, do.Close)
+    close = closing(star.say_above(link, said[-1]))
     assert complaint in close.reason
     link.down.clear()  # an average, for what the worker itself never said
     assert star.finish().status == "completed"
@@ -172,3 +171,57 @@ def test_the_dead_are_not_heard() -> None:
     assert star.coordinator.lost(link.peer, "again", star.now) == []
     star.coordinator.heard(link.peer, star.now)
     assert link.peer not in star.coordinator.peers
+
+
+# --- again and again ------------------------------------------------------------------------------
+
+
+def _breaks(star: Star, station: Station, shard: int) -> list[do.Effect]:
+    """What follows when `station` takes part, and says that it computed what it was not given."""
+    if station.link is None:
+        star.connect(station)
+    star.until(lambda: bool(station.jobs))
+    return star.say_above(link_of(station), computed(shard))
+
+
+def test_who_is_thrown_out_is_told_why() -> None:
+    """It comes back; what a stranger or one that waits breaks is told to nobody."""
+    star, link = alone()
+    effects = star.say_above(link, computed(7))
+    reason = "thrown out: Computed shards=(7,): not assigned, or said before"
+    assert effects[0] == do.Send(link.peer, Refuse(reason=reason, retry=True))
+    assert star.finish().status == "completed"
+
+
+def test_a_run_that_only_throws_out_ends() -> None:
+    """The same worker for the same reason, whatever the numbers in it, and no step in between:
+    the run is over, and who is there is told why.
+    """
+    star = Star(run_of())
+    station = star.arrive()
+    for shard in (7, 8):
+        assert star.coordinator.stage is not Stage.OVER
+        _breaks(star, station, shard)
+        star.deliver()
+    told, _, finish = _breaks(star, station, 9)
+    problem = (
+        "worker 0 was thrown out 3 times before step 0 was made, each time for the same reason: "
+        "Computed shards=(9,): not assigned, or said before"
+    )
+    assert isinstance(told, do.Send)
+    assert told.message == Shutdown(problem=problem)
+    assert finish == do.Finish("failed", problem)
+
+
+def test_a_step_in_between_is_progress() -> None:
+    """However often it is thrown out then, it may come back."""
+    star = Star(run_of(num_steps=3))
+    station = star.arrive()
+    for step in range(3):
+        for _ in range(2):
+            _breaks(star, station, 7)
+            star.deliver()
+        if station.link is None:
+            star.connect(station)
+        star.until(lambda step=step: star.coordinator.step > step)  # type: ignore[misc]
+    assert star.finish().status == "completed"

@@ -32,7 +32,7 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import ALWAYS, MESH_PEER_MAY_SAY, PeerPhase, Stage
 from tests.protocol.mesh import Mesh
 from tests.protocol.samples import SAMPLES
-from tests.protocol.star import SECRET, run_of
+from tests.protocol.star import SECRET, closing, run_of
 from tests.protocol.stations import Station, Wire
 
 PLACES = [phase for phase in MESH_PEER_MAY_SAY if phase is not PeerPhase.CHALLENGED]
@@ -401,16 +401,14 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
 def test_what_was_not_assigned_is_refused(shards: tuple[int, ...]) -> None:
     """Of three workers the first has shards 0 and 1."""
     mesh, stations = started()
-    (closed, *_) = say(mesh, stations[0], Computed(step=0, shards=shards))
-    assert isinstance(closed, do.Close)
+    closed = closing(say(mesh, stations[0], Computed(step=0, shards=shards)))
     assert closed.reason.endswith("not assigned, or said before")
 
 
 def test_all_was_computed_by_who_has_staged() -> None:
     """Nobody can hold the average of a step of which it owes a part."""
     mesh, stations = started()
-    (closed, *_) = say(mesh, stations[0], Staged(step=0, round=1))
-    assert isinstance(closed, do.Close)
+    closed = closing(say(mesh, stations[0], Staged(step=0, round=1)))
     assert closed.reason == "Staged: its shards (0, 1) are not computed"
 
 

@@ -37,6 +37,7 @@ from tests.protocol.mesh_situations import (
     linked,
     node,
 )
+from tests.protocol.star import closing
 
 # --- a step -----------------------------------------------------------------------------------
 
@@ -122,8 +123,9 @@ def test_the_state_is_given_when_it_is_asked_for() -> None:
     """Between two steps, and only that before the step it stands at."""
     machine = linked()
     assert machine.receive(Fetch(step=5), 0.0) == [do.Send(PEER, State(step=5))]
-    (closed, *_) = machine.receive(Fetch(step=4), 0.0)
-    assert closed == do.Close(PEER, "step=4: this worker is at step 5")
+    assert closing(machine.receive(Fetch(step=4), 0.0)) == do.Close(
+        PEER, "step=4: this worker is at step 5"
+    )
 
 
 # --- rounds -----------------------------------------------------------------------------------
@@ -209,12 +211,11 @@ def test_no_more_waits_than_a_round_can_have() -> None:
 def test_a_group_without_me_makes_no_sense(group: Group) -> None:
     """Nor one whose ranks have not each their address: the coordinator is left."""
     machine = linked()
-    (closed, *_) = machine.receive(group, 0.0)
     reason = f"Group ranks={group.ranks}: without me, or their addresses"
-    assert closed == do.Close(PEER, reason)
+    assert closing(machine.receive(group, 0.0)) == do.Close(PEER, reason)
 
 
 def test_a_group_of_another_step_makes_no_sense() -> None:
     """A round begins in the step in work."""
-    (closed, *_) = linked().receive(replace(GROUP, step=6), 0.0)
+    closed = closing(linked().receive(replace(GROUP, step=6), 0.0))
     assert closed == do.Close(PEER, "step=6: this worker is at step 5")

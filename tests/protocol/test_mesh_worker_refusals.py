@@ -11,6 +11,7 @@ from entrenar_py.protocol.messages import (
     MESSAGES,
     Average,
     Heartbeat,
+    Leave,
     Message,
     TreeNode,
 )
@@ -88,7 +89,7 @@ def test_what_is_not_legal_ends_the_stay(phase: WorkerPhase, kind: type[Message]
     effects = machine.receive(SAMPLES[kind][0], 0.0)
     reason = f"{kind.__name__} to a worker that is {phase}"
     over = [do.Close(peer, "the stay is over") for peer in ("in", "out")]
-    assert effects == [do.Close(PEER, reason), *over]
+    assert effects == [do.Send(PEER, Leave(reason=reason)), do.Close(PEER, reason), *over]
     assert machine.receive_from("in", Heartbeat(), 0.0) == []
 
 

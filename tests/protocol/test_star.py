@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from entrenar_py.protocol.effects import Left
-from entrenar_py.protocol.messages import Message, NonFinite
+from entrenar_py.protocol.messages import Message, NonFinite, Offer
 from entrenar_py.protocol.phases import (
     ALWAYS,
     MEMBERS,
@@ -32,7 +32,7 @@ from entrenar_py.protocol.phases import (
 )
 from entrenar_py.protocol.terms import Timing
 from tests.protocol.samples import SAMPLES
-from tests.protocol.situations import node
+from tests.protocol.situations import node, reach
 from tests.protocol.star import SECRET, Link, Star, run_of
 
 PATIENT = Timing(heartbeat_s=5.0, dead_after_s=30.0, hello_s=10.0, gather_s=1e9)
@@ -309,6 +309,11 @@ def _everything() -> list[Star]:
         stopped.until(partial(_stands, stopped, stage))
         stopped.stop("asked to", at_once=True)
         stars.append(stopped)
+    for phase in (PeerPhase.READY, PeerPhase.COMPUTING, PeerPhase.STAGED):
+        breaking, link = reach(phase)
+        breaking.say_above(link, Offer(heartbeat_s=1.0, dead_after_s=2.0, proof=""))
+        breaking.finish()
+        stars.append(breaking)
     for _ in range(3):
         serving.arrive()
     serving.finish()

@@ -8,7 +8,7 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.messages import Average, Commit, Message, Weights
 from entrenar_py.protocol.phases import Stage
 from tests.protocol.situations import computed, link_of, node
-from tests.protocol.star import Link, Star, run_of
+from tests.protocol.star import Link, Star, closing, run_of
 
 
 def weights(block: int, step: int = 0) -> Weights:
@@ -120,6 +120,5 @@ def test_what_is_not_due_ends_the_connection(said: tuple[Weights, ...], why: str
     *before, last = said
     for one in before:
         assert [type(effect) for effect in machine.receive(one, star.now)] == [do.Hold]
-    (closed,) = machine.receive(last, star.now)
-    assert isinstance(closed, do.Close)
+    closed = closing(machine.receive(last, star.now))
     assert closed.reason.startswith(why)

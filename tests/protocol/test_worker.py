@@ -21,6 +21,7 @@ from entrenar_py.protocol.messages import (
     Halt,
     Heartbeat,
     Hello,
+    Leave,
     Loaded,
     Message,
     NonFinite,
@@ -30,10 +31,10 @@ from entrenar_py.protocol.messages import (
     TreeNode,
     Welcome,
 )
-from entrenar_py.protocol.phases import WORKER_MAY_HEAR, WorkerPhase
+from entrenar_py.protocol.phases import TAKING_PART, WORKER_MAY_HEAR, WorkerPhase
 from entrenar_py.protocol.worker import Worker
 from tests.protocol.samples import SAMPLES
-from tests.protocol.star import SECRET, TERMS, TIMING
+from tests.protocol.star import SECRET, TERMS, TIMING, closing
 
 PEER = "coordinator"
 CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
@@ -193,8 +194,9 @@ ILLEGAL = [
 def test_what_is_not_legal_ends_the_connection(phase: WorkerPhase, kind: type[Message]) -> None:
     """In each place every message that the table does not name: the work goes on elsewhere."""
     machine = reach(phase)
-    (close,) = told(machine, SAMPLES[kind][0])
-    assert close == do.Close(PEER, f"{kind.__name__} to a worker that is {phase}")
+    reason = f"{kind.__name__} to a worker that is {phase}"
+    said = [do.Send(PEER, Leave(reason=reason))] if phase in TAKING_PART else []
+    assert told(machine, SAMPLES[kind][0]) == [*said, do.Close(PEER, reason)]
     assert machine.phase is WorkerPhase.AWAY
 
 
@@ -210,9 +212,7 @@ def test_what_is_not_legal_ends_the_connection(phase: WorkerPhase, kind: type[Me
 )
 def test_another_step_is_refused(phase: WorkerPhase, said: Message) -> None:
     """A worker makes the steps in order, and no other."""
-    (close,) = told(reach(phase), said)
-    assert isinstance(close, do.Close)
-    assert "this worker is at step 5" in close.reason
+    assert "this worker is at step 5" in closing(told(reach(phase), said)).reason
 
 
 @pytest.mark.parametrize("said", [[2], [2**63 - 1], [1, 1], [0, 0]])
@@ -221,7 +221,8 @@ def test_a_block_is_held_once(said: list[int]) -> None:
     machine = reach(WorkerPhase.READY)
     messages = [replace(AVERAGES[0], block=block) for block in said]
     reason = f"Average block={said[-1]}: it was there, or there is no such block"
-    assert told(machine, *messages) == [do.Close(PEER, reason)]
+    said_last = do.Send(PEER, Leave(reason=reason))
+    assert told(machine, *messages) == [said_last, do.Close(PEER, reason)]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -252,6 +253,39 @@ def test_a_vector_has_at_least_one_block() -> None:
     machine = reach(WorkerPhase.GREETED)
     reason = "Welcome blocks=0: there is at least one"
     assert told(machine, replace(welcome(), blocks=0)) == [do.Close(PEER, reason)]
+
+
+def _thrown_out(machine: Worker, reason: str) -> list[Effect]:
+    """What follows when the machine comes back, and is told in its step that it broke something."""
+    connect(machine)
+    told(machine, CHALLENGE, welcome(rank=machine.rank))
+    return told(machine, Refuse(reason=f"thrown out: {reason}", retry=True))
+
+
+def test_who_is_thrown_out_again_and_again_stays_away() -> None:
+    """The third time for one reason, whatever the numbers in it, and with no step made."""
+    machine = new()
+    for number in (1, 2):
+        said = _thrown_out(machine, f"{number} bytes too many")
+        assert said == [do.Close(PEER, f"thrown out: {number} bytes too many")]
+    assert len(_thrown_out(machine, "another reason")) == 1
+    _, finish = _thrown_out(machine, "3 bytes too many")
+    assert isinstance(finish, do.Finish)
+    assert finish.status == "failed"
+    assert finish.reason == (
+        "worker 2 was thrown out 3 times before step 5 was made, each time for the same reason: "
+        "thrown out: 3 bytes too many"
+    )
+
+
+def test_a_step_in_between_is_progress() -> None:
+    """However often it is thrown out then, it comes back."""
+    machine = new()
+    for _ in range(5):
+        assert len(_thrown_out(machine, "because")) == 1
+        connect(machine)
+        told(machine, CHALLENGE, welcome(rank=2), *AVERAGES, Commit(step=5))
+        machine.lost("cut")
 
 
 @pytest.mark.parametrize("proof", ["0" * 64, "", welcome().proof[:-1], hello().proof])

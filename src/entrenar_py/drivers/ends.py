@@ -160,7 +160,7 @@ class CoordinatorEnd:
                     self.hands.require(rank, message, payload)
                 self._do(self.machine.receive(peer, message, now), payload)
         except ProtocolError as error:
-            self._do(self.machine.lost(peer, str(error), now))
+            self._do(self.machine.broken(peer, str(error), now))
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The connection is gone."""
@@ -294,7 +294,7 @@ class WorkerEnd:
                 self.hands.require(received.message, received.payload)
                 self._do(self.machine.receive(received.message, now), received)
         except ProtocolError as error:
-            self._do(self.machine.lost(str(error)))
+            self._do(self.machine.broken(str(error)))
 
     def lost(self, reason: str) -> None:
         """The connection is gone."""

@@ -23,6 +23,7 @@ from entrenar_py.protocol import audits
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.dealing import Dealing
 from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.expulsions import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
     Applied,
@@ -36,6 +37,7 @@ from entrenar_py.protocol.messages import (
     Loaded,
     Message,
     NonFinite,
+    Refuse,
     Shutdown,
     Staged,
     TreeNode,
@@ -58,6 +60,7 @@ class Coordinator(Dealing):
         self.stage = Stage.GATHERING
         self._made = False  # whether some worker made `step`, and so it was made here
         self._begun = False
+        self._thrown_out = Expulsions()  # since the last step was made
         self._saved: int | None = None  # the step before which there is a checkpoint
         self._stopping: str | None = None
         self._gathering_since = now
@@ -84,11 +87,15 @@ class Coordinator(Dealing):
                 raise ProtocolError(f"{type(message).__name__} from a peer that is {member.phase}")
             return self._turns[type(message)](self, peer, member, message, now)
         except ProtocolError as error:
-            return self._drop(peer, str(error), now)
+            return self._throw_out(peer, str(error), now)
 
     def lost(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """The connection is gone, or what came over it made no sense."""
+        """The connection is gone."""
         return self._drop(peer, reason, now) if peer in self.peers else []
+
+    def broken(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        """What came over the connection made no sense."""
+        return self._throw_out(peer, reason, now) if peer in self.peers else []
 
     def reduced(
         self, step: int, block: int, loss: float, weight: float, now: float
@@ -270,6 +277,8 @@ class Coordinator(Dealing):
         return self._tell(Commit(step=self.step), Phase.APPLYING)
 
     def _gather(self, step: int, now: float) -> list[Effect]:
+        if step > self.step:
+            self._thrown_out.clear()
         self.step, self.stage = step, Stage.GATHERING
         self._gathering_since, self._made = now, False
         self._reducing.clear()
@@ -316,6 +325,22 @@ class Coordinator(Dealing):
         """Begins the step."""
         self._begun, self.stage = True, Stage.COMPUTING
         return self._deal(members)
+
+    def _throw_out(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        """Ends the connection of a peer that broke the protocol; who was let in is told why.
+
+        Ends the run where that goes on and on: the same rank, for the same reason, and no step made
+        in between. It would come back for ever.
+        """
+        member = self.peers[peer]
+        if member.phase in (Phase.CHALLENGED, Phase.WAITING):
+            return self._drop(peer, reason, now)
+        rank, times = member.in_rank(), self._thrown_out.count(member.in_rank(), reason)
+        if times >= THROWN_OUT_MAX:
+            why = problem(rank, self.step, times, reason)
+            return self._end(do.Finish("failed", why), Shutdown(problem=brief(why)))
+        told = Refuse(reason=brief(f"thrown out: {reason}"), retry=True)
+        return [do.Send(peer, told), *self._drop(peer, reason, now)]
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         """Ends a connection, for whatever reason, and goes on without it."""

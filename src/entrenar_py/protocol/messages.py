@@ -82,7 +82,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(Message):
-    """Coordinator: you can't join, and why; the connection ends. `retry`: it may change."""
+    """Coordinator: you can't join, or stay, and why; this is the end. `retry`: it may change."""
 
     tag: ClassVar[int] = 4
     reason: str

@@ -108,20 +108,23 @@ class WorkerPhase(StrEnum):
     OVER = "over"
 
 
+# Where a worker was let in: who is thrown out there is told why.
+TAKING_PART = (WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED)
+
 WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.AWAY: (),
     WorkerPhase.CONNECTED: (Challenge,),
     WorkerPhase.GREETED: (Welcome, Refuse, Heartbeat, Halt, Shutdown),
-    WorkerPhase.READY: (Assign, Average, Weights, Heartbeat, Halt, Shutdown),
-    WorkerPhase.COMPUTING: (Assign, Heartbeat, Halt, Shutdown),
-    WorkerPhase.STAGED: (Commit, Heartbeat, Halt, Shutdown),
+    WorkerPhase.READY: (Assign, Average, Weights, Heartbeat, Refuse, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Assign, Heartbeat, Refuse, Halt, Shutdown),
+    WorkerPhase.STAGED: (Commit, Heartbeat, Refuse, Halt, Shutdown),
     WorkerPhase.OVER: (),
 }
 MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     **WORKER_MAY_HEAR,
-    WorkerPhase.READY: (Assign, Group, Fetch, Heartbeat, Halt, Shutdown),
-    WorkerPhase.COMPUTING: (Assign, Group, Heartbeat, Halt, Shutdown),
-    WorkerPhase.STAGED: (Assign, Group, Commit, Heartbeat, Halt, Shutdown),
+    WorkerPhase.READY: (Assign, Group, Fetch, Heartbeat, Refuse, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Assign, Group, Heartbeat, Refuse, Halt, Shutdown),
+    WorkerPhase.STAGED: (Assign, Group, Commit, Heartbeat, Refuse, Halt, Shutdown),
 }
 
 
@@ -185,6 +188,8 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
     (WorkerPhase.GREETED, Welcome, WorkerPhase.READY),
     (WorkerPhase.GREETED, Refuse, WorkerPhase.AWAY),
     (WorkerPhase.GREETED, Refuse, WorkerPhase.OVER),
+    *((before, Refuse, WorkerPhase.AWAY) for before in TAKING_PART),
+    *((before, Refuse, WorkerPhase.OVER) for before in TAKING_PART),
     (WorkerPhase.READY, Assign, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, Assign, WorkerPhase.COMPUTING),
     (WorkerPhase.COMPUTING, Computed, WorkerPhase.COMPUTING),

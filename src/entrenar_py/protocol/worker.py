@@ -26,6 +26,7 @@ from entrenar_py.protocol.effects import (
     Secure,
     Send,
 )
+from entrenar_py.protocol.expulsions import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.protocol.messages import (
     VERSION,
     Applied,
@@ -49,7 +50,7 @@ from entrenar_py.protocol.messages import (
     Welcome,
     brief,
 )
-from entrenar_py.protocol.phases import WORKER_MAY_HEAR
+from entrenar_py.protocol.phases import TAKING_PART, WORKER_MAY_HEAR
 from entrenar_py.protocol.phases import WorkerPhase as Phase
 from entrenar_py.protocol.terms import Terms, Timing
 
@@ -81,6 +82,7 @@ class Worker:
         self._work: deque[Compute] = deque()  # the first is in work
         self._tickets = count()
         self._num_blocks = 0
+        self._thrown_out = Expulsions()  # since it made a step
         self._held: set[int] = set()  # blocks of what goes down in `step`
 
     # --- what is told to it -----------------------------------------------------------------------
@@ -105,11 +107,22 @@ class Worker:
                 raise ProtocolError(f"{type(message).__name__} to a worker that is {self.phase}")
             return self._turn(message)
         except ProtocolError as error:
-            return self._drop(str(error))
+            return self._object(str(error))
 
     def lost(self, reason: str) -> list[Effect]:
-        """The connection is gone, or what came over it made no sense."""
+        """The connection is gone."""
         return [] if self.phase in (Phase.AWAY, Phase.OVER) else self._drop(reason)
+
+    def broken(self, reason: str) -> list[Effect]:
+        """What came over the connection made no sense: says so to a coordinator that is one."""
+        if self.phase in (Phase.AWAY, Phase.OVER):
+            return []
+        return self._object(reason)
+
+    def _object(self, reason: str) -> list[Effect]:
+        if self.phase not in TAKING_PART:
+            return self._drop(reason)
+        return [Send(self._peer, Leave(reason=brief(reason))), *self._depart(reason)]
 
     def leave(self, reason: str) -> list[Effect]:
         """Goes for good, and says why if there is someone to say it to."""
@@ -165,6 +178,7 @@ class Worker:
                 return self._hold(message)
             case Commit():
                 self._require_step(message.step)
+                self._thrown_out.clear()
                 applied = Send(self._peer, Applied(step=message.step))
                 return [Make(message.step), applied, *self._begin(self.step + 1)]
             case Halt():
@@ -207,9 +221,18 @@ class Worker:
         return [Load(welcome.rank, welcome.step), loaded, *self._begin(welcome.step)]
 
     def _refused(self, refuse: Refuse) -> list[Effect]:
+        if self.phase in TAKING_PART:
+            return self._depart(refuse.reason)
         if refuse.retry:
             return self._drop(f"refused: {refuse.reason}")
         return self._end(Finish("failed", f"refused: {refuse.reason}"))
+
+    def _depart(self, reason: str) -> list[Effect]:
+        """Ends a stay that broke the protocol, whoever of both did; for good the third time."""
+        times = self._thrown_out.count(self.rank, reason)
+        if times < THROWN_OUT_MAX:
+            return self._drop(reason)
+        return self._end(Finish("failed", problem(self.rank, self.step, times, reason)))
 
     def _take(self, assign: Assign) -> list[Effect]:
         self._require_step(assign.step)
