@@ -64,11 +64,11 @@ def runner(tmp_path: Path) -> Runner:
 
 
 def test_every_input_is_used() -> None:
-    """None is accepted and ignored; each says what it is, and all but one may be left out."""
+    """None is accepted and ignored; each says what it is, and may be left out."""
     for name, one in ACTION["inputs"].items():
         assert re.search(rf"inputs\.{name}\b", TEXT), name
         assert one["description"]
-        assert one.get("required") or "default" in one
+        assert "default" in one
     assert set(re.findall(r"inputs\.([\w-]+)", TEXT)) == set(ACTION["inputs"])
     for step in STEPS:
         assert "shell" in step or "uses" in step  # a composite action has no default shell
@@ -98,6 +98,15 @@ def test_a_command(runner: Runner, tmp_path: Path) -> None:
     assert printed == "2 $HOME `x`\n"
     assert "::warning file=small-v1.yaml,line=4,col=5,title=F-DP-002 inconclusive::" in done.stdout
     assert runner.output.read_text(encoding="utf-8") == "exit-code=4\n"
+
+
+def test_the_configuration(runner: Runner, tmp_path: Path) -> None:
+    """Without the input it names the contract."""
+    contract_file(tmp_path)
+    (tmp_path / "entrenar-check.toml").write_text('contract = "small-v1.yaml"\n', encoding="utf-8")
+    done = runner.run(args="--only F-DP-009")
+    assert "id 'F-DP-009' is not in small-v1.yaml" in done.stderr
+    assert done.returncode == 2
 
 
 def test_an_invalid_contract(runner: Runner, tmp_path: Path) -> None:

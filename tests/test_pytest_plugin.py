@@ -150,6 +150,39 @@ def test_a_mark_may_leave_the_contract_to_the_option(run: type[Run]) -> None:
     run(test, *given).result.assert_outcomes(passed=1, deselected=3)
 
 
+def test_a_mark_may_leave_all_to_the_configuration(run: type[Run]) -> None:
+    """Contract, system and seed come from it; what it excludes is skipped with its reason."""
+    run.pytester.makepyprojecttoml(
+        """
+        [tool.entrenar-check]
+        contract = ["reduction-v1", "small-v1.yaml"]
+        system = "textbook"
+        seed = 3
+        examples = 0
+        exclude = [
+          {clause = "F-DP-002", reason = "not yet", until = 9999-12-31},
+          {clause = "F-RED-001", reason = "no star", kind = "not-applicable"},
+        ]
+        """
+    )
+    body = "def test_it(finding): assert finding.verdict == 'held'"
+    test = '@pytest.mark.contract("{}")\n'
+    run(test.format("F-DP-001") + body).result.assert_outcomes(passed=1)
+    found = run(test.format("F-DP-002") + body, "-rs")
+    found.result.assert_outcomes(skipped=1)
+    assert "F-DP-002 is excluded until 9999-12-31: not yet (pyproject.toml:7:" in found.text
+    found = run(test.format("F-RED-001") + body, "-rs")
+    assert "F-RED-001 does not apply: no star (pyproject.toml:8:" in found.text
+    assert (
+        "'F-DP-009' is not in the contracts of pyproj" in run(test.format("F-DP-009") + body).text
+    )
+    run.pytester.makepyprojecttoml(
+        '[tool.entrenar-check]\ncontract = "small-v1.yaml"\ncommand = "true"'
+    )
+    found = run(test.format("F-DP-001") + body)
+    assert "names a command, which entrenar-check runs and pytest does not" in found.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

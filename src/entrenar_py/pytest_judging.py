@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from entrenar_py import contract, falsify, interrupts, plan, session, shipped, visible
 from entrenar_py.contract import Contract
 from entrenar_py.errors import EntrenarError
+from entrenar_py.project import exclusions, location, reading
 from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.verdict import Verdict
+
+_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may leave open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,7 @@ class Wish:
     world_size: tuple[int, ...] = ()
     seed: int = 0
     examples: int = 20
+    left_out: str = ""  # why the project's configuration has it skipped
 
     def of(self, clause: str) -> Wish:
         """The same for another clause."""
@@ -85,15 +90,17 @@ class Judged:
         )
 
 
-def wish_of(mark: pytest.Mark, usual: str | None) -> Wish:
-    """What a mark asks for; `usual` is the contract where it names none. A wrong mark fails."""
+def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
+    """What a mark asks for; `usual` is the contract where it names none, and without that the
+    configuration of the project at `root` says what it leaves open. A wrong mark fails.
+    """
     names = ("contract", "system", "world_size", "seed", "examples")
     strange = [name for name in mark.kwargs if name not in names]
     if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
         _refuse(f"{mark}: give one clause's id, and of {', '.join(names)} what you need")
     given: dict[str, Any] = {"contract": usual, **mark.kwargs}
     if given["contract"] is None:
-        _refuse(f"{mark}: of which contract? say contract=FILE, or pytest --contract FILE")
+        given = {**_configured(mark, root), **mark.kwargs}
     sizes = given.pop("world_size", ())
     world_size = (sizes,) if isinstance(sizes, int | str) else tuple(sizes)
     counts = (*world_size, given.get("seed", 0), given.get("examples", 0))
@@ -103,8 +110,39 @@ def wish_of(mark: pytest.Mark, usual: str | None) -> Wish:
     return Wish(**given, clause=mark.args[0], world_size=world_size)
 
 
+def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
+    """What the project's configuration says of the clause: as keywords of Wish."""
+    try:
+        path = location.find(root)
+        if path is None:
+            _refuse(
+                f"{mark}: of which contract? say contract=FILE, or pytest --contract FILE, or "
+                "configure the project (docs/configuration.md)"
+            )
+        project = reading.load(path)
+        if project.command and "system" not in mark.kwargs:
+            _refuse(
+                f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
+                "does not; say system=NAME for a trainer of entrenar-py"
+            )
+        loaded = {name: load(name) for name in project.values["contract"]}
+        ids = {one: name for name, found in loaded.items() for one in plan.ids_of(found)}
+        plan.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
+        name = ids[mark.args[0]]
+        selected = plan.select(loaded[name], only=mark.args)
+    except EntrenarError as error:
+        _refuse(str(error))
+    standing = exclusions.apply(selected, project.exclusions)
+    why = [f"is excluded {one.why}" for one in standing.excluded]
+    why += [f"does not apply: {one.reason}" for one in standing.not_applying]
+    told = {one: project.values[one] for one in _CONFIGURABLE if one in project.values}
+    return {"contract": name, "left_out": why[0] if why else "", **told}
+
+
 def judge(wish: Wish) -> Judged:
     """What is found of the clause; where it can't be tried, the test fails with the reason."""
+    if wish.left_out:
+        pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
     started = time.monotonic()
     try:
         loaded = load(wish.contract)

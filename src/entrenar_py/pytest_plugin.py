@@ -142,7 +142,7 @@ def _judged(item: pytest.Item) -> Iterator[Judged]:
     usual = item.config.getoption("--contract")
     own = [item.wish] if isinstance(item, ContractItem) else None
     known = item.session.stash.setdefault(_KNOWN, {})
-    for wish in own or [judging.wish_of(mark, usual) for mark in marks]:
+    for wish in own or [judging.wish_of(mark, usual, item.config.rootpath) for mark in marks]:
         if wish not in known:
             known[wish] = judging.judge(wish)
         yield known[wish]
