@@ -13,6 +13,7 @@ from typing import Any
 from entrenar_py import kill_matrix, mutants, options_page, scenario
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.contract import Invariant
+from entrenar_py.contract.validation import RULES
 from entrenar_py.drivers import door
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
@@ -30,6 +31,7 @@ from entrenar_py.verdict import Counterexample
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
+CONTRACT_RULES = DOCS / "contract-rules.md"
 PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
@@ -107,6 +109,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "cli.md": options_page.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
+        "contract-rules.md": contract_rules(CONTRACT_RULES.read_text(encoding="utf-8")),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix.markdown(rows, scripts()),
@@ -126,6 +129,20 @@ def scripts() -> list[tuple[str, ...]]:
         script = f"[`{one.script}`](../examples/user_trainers/{one.script})"
         found.append((one.name, script, one.source, CHECKS[one.check].id, where or "any place"))
     return found
+
+
+def contract_rules(page: str) -> str:
+    """`page` with today's table of rules."""
+    head = ("rule", "level", "demands")
+    rows = [
+        (
+            f"[{rule.id}]({rule.published})" if rule.published else rule.id,
+            f"{rule.level}, always" if rule.fixed else str(rule.level),
+            rule.demands,
+        )
+        for rule in RULES
+    ]
+    return _filled(page, {"rules": _table(head, rows)})
 
 
 def contract_format(page: str) -> str:
@@ -190,7 +207,11 @@ def configuration(page: str) -> str:
                 for key, one in table.items()
             ],
         )
-        for name, table in (("keys", project_keys.KEYS), ("exclusion", project_keys.EXCLUSION))
+        for name, table in (
+            ("keys", project_keys.KEYS),
+            ("exclusion", project_keys.EXCLUSION),
+            ("suppression", project_keys.SUPPRESSION),
+        )
     }
     return _filled(page, tables)
 

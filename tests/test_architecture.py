@@ -58,6 +58,7 @@ FLOORS = {
     "reporting": 7,
     "service": 7,
     "session": 7,
+    "validating": 7,
 }
 
 

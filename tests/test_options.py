@@ -38,7 +38,7 @@ FLAGS = [
         "--replay",
         "--mutants",
     ),
-    *("--strict", "--json", "--junit", "--sarif", "--html", "--github"),
+    *("--strict", "--rule", "--suppress", "--json", "--junit", "--sarif", "--html", "--github"),
     *("--trace-dir", "--quiet", "--no-color"),
 ]
 

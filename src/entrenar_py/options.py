@@ -29,7 +29,7 @@ exit codes:
 examples:
   entrenar-check --contract distributed-training-v1.yaml
   entrenar-check --contract distributed-training-v1.yaml --only F-DP-005 --examples 500
-  entrenar-check --contract my-contract.yaml --validate --strict
+  entrenar-check --contract my-contract.yaml --validate --strict --rule SCHEMA-009=off
   entrenar-check --contract distributed-training-v1.yaml -- \\
       torchrun --nproc_per_node={world_size} my_train.py
   entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
@@ -45,12 +45,13 @@ _VARIATION = ("system", "world_size", "backend", "seed")
 COMMANDED = ("steps", "deadline")  # of somebody's own command alone
 _CONFIGURED = ("config", "no_config")
 _OUTPUTS = (*FILES, "trace_dir")
+_RULES = ("rule", "suppress")  # of validation alone
 
 # What runs instead of the search -> the options that mean something then; all others are refused,
 # because an option that is accepted and ignored lies. Without a mode every option counts.
 MODES: dict[str, tuple[str, ...]] = {
     "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
-    "validate": (*_CONTRACT, *_CONFIGURED),
+    "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, *_RULES),
     "suggest": (*_CONTRACT, *_CONFIGURED),
     "judge": (*_CONTRACT, *_CONFIGURED, *_SELECTION, *_VARIATION, *_REPORT),
     "replay": (*_CONTRACT, "trace_dir", *_CONFIGURED, *_REPORT),
@@ -146,6 +147,9 @@ def require_sensible(options: argparse.Namespace, *, mode: str = "") -> None:
     for name in () if options.command else COMMANDED:
         if name in options.typed:
             raise UsageError(f"{flag(name)} means something with a command behind -- alone")
+    for name in () if options.mode == "validate" else _RULES:
+        if name in options.typed:
+            raise UsageError(f"{flag(name)} means something with --validate alone")
     _require_distinct({name: path for name in FILES if (path := getattr(options, name))})
     _require_apart(options)
 
@@ -166,7 +170,7 @@ def of_each(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 def _require_apart(options: argparse.Namespace) -> None:
     """Returns if no contract's report would be written over another's; else UsageError."""
-    if len(options.contract) < 2:
+    if len(options.contract) < 2 or options.mode == "validate":  # which tells of all in one
         return
     stems = [_stem(contract) for contract in options.contract]
     for name in _OUTPUTS:
@@ -320,6 +324,22 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         "--mutants", action="store_true", help="plant every known bug and print what kills it"
     )
     group.add_argument("--strict", action="store_true", help="the contract's warnings are errors")
+    group.add_argument(
+        "--rule",
+        metavar="ID=LEVEL",
+        action="append",
+        default=(),
+        help="how loudly --validate tells of a rule (docs/contract-rules.md): off, info, warning, "
+        "error; may be given again",
+    )
+    group.add_argument(
+        "--suppress",
+        metavar="TEXT",
+        action="append",
+        default=(),
+        help="put findings of --validate aside: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; "
+        "may be given again",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

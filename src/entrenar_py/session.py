@@ -28,6 +28,7 @@ from entrenar_py import (
     reporting,
     shipped,
     stored,
+    validating,
 )
 from entrenar_py.command import keeping, launch, ranks, runs, watched
 from entrenar_py.contract import Contract, Invariant, binding_file, suggest
@@ -52,8 +53,16 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
         return partial(kill_matrix.show, output)
-    _look(options)
     called = _called(options, arguments)
+    if options.mode == "validate":
+        return validating.prepare(
+            options,
+            {shipped.contract_path(own.contract): own.bind for own in _each(options)},
+            vocabulary=vocabulary(),
+            command=called,
+            output=output,
+        )
+    _look(options)
     jobs: list[several.Job] = []
     for own, loaded in _chosen(options, _loaded(options)):
         jobs.append(_prepared(own, called, loaded, output))
@@ -92,9 +101,6 @@ def _prepared(
     """What is left to do for one contract."""
     if options.mode == "suggest":
         return partial(_suggested, loaded)
-    if options.mode == "validate":
-        plan.require_runnable(loaded.invariants)
-        return partial(_validated, loaded, output)
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
@@ -179,19 +185,16 @@ def _chosen(
 def _load(options: argparse.Namespace) -> Contract:
     path = shipped.contract_path(options.contract)
     loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict, bind=options.bind)
-    for line in _told(loaded, everything=options.mode == "validate"):
+    for line in _told(loaded):
         printing.warn(line)
     return loaded
 
 
-def _told(loaded: Contract, *, everything: bool) -> Iterator[str]:
-    """What there is to say about the file: `everything`, or the first warnings and how to get all.
+def _told(loaded: Contract) -> Iterator[str]:
+    """What there is to say about the file: the first warnings, and how to get all.
 
     Contracts that were written for other tools may give rise to hundreds of lines.
     """
-    if everything:
-        yield from (problem.line for problem in loaded.problems)
-        return
     yield from loaded.warnings[:_WARNINGS_MAX]
     counts = _counted(
         (len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note")
@@ -216,15 +219,6 @@ def _planted_bugs() -> Collection[str] | None:
         return kill_matrix.planted_bugs()
     except UsageError:
         return None
-
-
-def _validated(loaded: Contract, output: Console) -> int:
-    counts = ((len(loaded.invariants), "invariant"), (len(loaded.warnings), "warning"))
-    found = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
-    notes = _counted((len(loaded.notes), "note"))
-    found += f", {notes}" if notes else ""
-    output.print(f"{loaded.name}: valid, {found}", markup=False, soft_wrap=True)
-    return 0
 
 
 def _suggested(loaded: Contract) -> int:

@@ -41,6 +41,7 @@ def test_make_docs_changes_nothing(
         "cli.md",
         "configuration.md",
         "contract-format.md",
+        "contract-rules.md",
         "entrenar.md",
         "kill-matrix.md",
         "protocol.md",

@@ -60,6 +60,7 @@ __all__ = [
     "Problem",
     "Vocabulary",
     "load",
+    "read",
 ]
 
 
@@ -74,21 +75,34 @@ def load(
     never.
     """
     problems = Problems()
+    _, loaded = read(path, vocabulary=vocabulary, problems=problems, bind=bind)
+    settled = problems.settle(strict=strict)
+    assert loaded is not None  # else there was an error
+    return replace(loaded, problems=settled)
+
+
+def read(
+    path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
+) -> tuple[MapNode | None, Contract | None]:
+    """The tree of the file at `path`, and the contract that it makes, as far as there is one.
+
+    What is to say about them goes into `problems`; with an error among these the contract is not
+    fit for use. Raises ContractError for a file that is too large or can't be opened.
+    """
     data = composer.read(path)
     root = composer.compose(data, str(path), problems)
     if root is None:
-        problems.settle(strict=strict)
-    assert root is not None
+        return None, None
     if layout.is_binding_registry(root):
         problems.error(root.at, _REGISTRY)
-        problems.settle(strict=strict)
+        return None, None
     if binding_file.MARK in root.fields:
         problems.error(root.at, _BINDINGS)
-        problems.settle(strict=strict)
+        return None, None
     files = bindings.files(path, bind)
     loaded = _read(path, root, blake3(data).hexdigest(16), vocabulary, files, problems)
     depends.check(path, root, problems)
-    return replace(loaded, problems=problems.settle(strict=strict))
+    return root, loaded
 
 
 _REGISTRY = (

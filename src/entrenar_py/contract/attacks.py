@@ -80,7 +80,7 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
     test = FalsificationTest(
         id=record.identifier(),
         rule=rule,
-        prediction=record.filled("prediction"),
+        prediction=record.filled("prediction", rule="SCHEMA-008"),
         position=node.at,
         test=record.text("test"),
         if_fails=record.text("if_fails"),
@@ -92,7 +92,8 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
         hint = problems.hint(rule, targets.names, otherwise="use the id of a clause")
         problems.warn(record.place("rule"), f"{what}: rule {rule!r} names no clause{hint}")
     if not test.if_fails:
-        problems.warn(node.at, f"{what}: if_fails is missing; say what a failure would mean")
+        message = f"{what}: if_fails is missing; say what a failure would mean"
+        problems.warn(node.at, message, rule="SCHEMA-009")
     return test
 
 

@@ -87,11 +87,12 @@ class Record:
             self._problems.error(found.at, f"{self.what}: {key} is text or a list of texts")
         return tuple(scalar for scalar in scalars if scalar.text.strip())
 
-    def filled(self, key: str) -> str:
-        """Like `text`, but an empty or missing one is an error."""
+    def filled(self, key: str, *, rule: str = "") -> str:
+        """Like `text`, but an empty or missing one is an error, which breaks `rule`."""
         text = self.text(key)
         if not text:
-            self._problems.error(self.place(key), f"{self.what}: {key} is empty; write it down")
+            message = f"{self.what}: {key} is empty; write it down"
+            self._problems.error(self.place(key), message, rule=rule)
         return text
 
     def identifier(self) -> str:

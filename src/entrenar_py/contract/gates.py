@@ -44,7 +44,8 @@ def read(root: MapNode, problems: Problems) -> Gate | None:
     """The gate as it is written; None, and a warning, if there is none."""
     node = rules.block(root, "qa_gate", problems)
     if node is None:
-        problems.warn(root.at, "no qa_gate: say which clauses must hold for a pass")
+        message = "no qa_gate: say which clauses must hold for a pass"
+        problems.warn(root.at, message, rule="SCHEMA-013")
         return None
     record = Record(node, what="qa_gate", known=layout.GATE_KEYS, problems=problems)
     others = [key for key in node.fields if _OTHER_DEMAND.fullmatch(key)]

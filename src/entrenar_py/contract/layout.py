@@ -19,6 +19,7 @@ RESERVED = (
 
 METADATA_KEYS = (
     *("version", "created", "author", "description", "references", "depends_on", "registry"),
+    "kind",
 )
 # What stands for a clause's sentence, the first that is there.
 STATEMENT_KEYS = (

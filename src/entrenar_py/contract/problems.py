@@ -103,6 +103,11 @@ class Problems:
         self._listed.add(names)
         return f"; known are {', '.join(names)}"
 
+    @property
+    def all(self) -> tuple[Problem, ...]:
+        """Errors, warnings and notes, in the order of the file, each once."""
+        return tuple(dict.fromkeys(sorted([*self._found, *self._notes_on_keys()])))
+
     def settle(self, *, strict: bool) -> tuple[Problem, ...]:
         """The warnings and notes, in the order of the file, each once.
 
@@ -117,8 +122,7 @@ class Problems:
         ]
         if errors:
             raise ContractError(list(dict.fromkeys(one.line for one in sorted(errors))))
-        rest = [*self._found, *self._notes_on_keys()]
-        return tuple(dict.fromkeys(sorted(rest)))
+        return self.all
 
     def _notes_on_keys(self) -> list[Problem]:
         notes = []

@@ -46,7 +46,8 @@ def _equation(
     if not isinstance(node, MapNode):
         formula = node.text.strip() if isinstance(node, ScalarNode) else ""
         if not formula:
-            problems.error(node.at, f"{what}: formula is empty; write it down")
+            message = f"{what}: formula is empty; write it down"
+            problems.error(node.at, message, rule="SCHEMA-004")
         return Equation(name=name, formula=formula, position=at)
     record = Record(node, what=what, known=layout.EQUATION_KEYS, problems=problems)
     return Equation(
@@ -65,8 +66,8 @@ def _equation(
 
 def _formula(record: Record) -> str:
     if record.present("formula") is None and record.present("formal") is not None:
-        return record.filled("formal")
-    return record.filled("formula")
+        return record.filled("formal", rule="SCHEMA-004")
+    return record.filled("formula", rule="SCHEMA-004")
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
@@ -81,7 +82,7 @@ def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
 
 
 def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
-    given, stated = record.text("id"), record.filled("property")
+    given, stated = record.text("id"), record.filled("property", rule="SCHEMA-005")
     return Obligation(
         id=given or _id_from(stated, taken),
         property=stated,

@@ -49,7 +49,8 @@ def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
     record = Record(node, what="metadata", known=layout.METADATA_KEYS, problems=problems)
     if not record.texts("references"):
         at = record.place("references")
-        problems.warn(at, "metadata: references is empty; name what the clauses rest on")
+        message = "metadata: references is empty; name what the clauses rest on"
+        problems.warn(at, message, rule="SCHEMA-001")
     data: dict[str, Any] = plain(node)
     data["version"] = _version(record, root, problems)
     for key in ("created", "author", "description"):
@@ -71,8 +72,10 @@ def _metadata_at_the_top(root: MapNode) -> MapNode:
 def _version(record: Record, root: MapNode, problems: Problems) -> str:
     """The version of the metadata, or the one at the top of the file."""
     if record.present("version") is None and "version" in root.fields:
-        return Record(root, what="contract", known=(), problems=problems).filled("version")
-    return record.filled("version")
+        return Record(root, what="contract", known=(), problems=problems).filled(
+            "version", rule="SCHEMA-002"
+        )
+    return record.filled("version", rule="SCHEMA-002")
 
 
 def note_blocks(root: MapNode, problems: Problems) -> None:
@@ -88,23 +91,34 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
         problems.note(at, message)
 
 
+# The lists whose items have ids, and the rule that two of one list break that have the same.
+_RULES_ON_IDS = {
+    "falsification_tests": "SCHEMA-007",
+    "proof_obligations": "",
+    "kani_harnesses": "SCHEMA-010",
+}
+
+
 def unique_ids(root: MapNode, problems: Problems) -> None:
     """Clauses, tests, obligations, harnesses and the gate share one space of ids."""
-    lists = ("falsification_tests", "proof_obligations", "kani_harnesses")
     quiet = Problems()  # the shape of these blocks is reported by who reads them
-    nodes = [node for _, node in layout.clauses(root)]
-    nodes += [node for name in lists for node in entries(root, name, quiet)]
+    nodes = [("", node) for _, node in layout.clauses(root)]
+    nodes += [(name, node) for name in _RULES_ON_IDS for node in entries(root, name, quiet)]
     gate = block(root, "qa_gate", quiet)
-    first: dict[str, Position] = {}
-    for node in [*nodes, gate] if gate else nodes:
+    first: dict[str, tuple[str, Position]] = {}
+    for name, node in [*nodes, ("", gate)] if gate else nodes:
         found = node.fields.get("id")
         if not isinstance(found, ScalarNode) or not found.text.strip():
             continue
         given = found.text.strip()
         if given in first:
-            lines = f"lines {first[given].line} and {found.at.line}"
-            problems.error(found.at, f"id {given!r} stands twice, on {lines}; rename one")
-        first.setdefault(given, found.at)
+            before, at = first[given]
+            message = (
+                f"id {given!r} stands twice, on lines {at.line} and {found.at.line}; rename one"
+            )
+            rule = _RULES_ON_IDS[name] if name and name == before else ""
+            problems.error(found.at, message, rule=rule)
+        first.setdefault(given, (name, found.at))
 
 
 def scenarios(root: MapNode, problems: Problems) -> None:

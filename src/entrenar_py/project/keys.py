@@ -22,6 +22,8 @@ Form = Literal[
     "command",
     "exclusions",
     "date",
+    "levels",
+    "suppressions",
 ]
 HOLDS: Mapping[Form, str] = {
     "text": "text",
@@ -35,6 +37,8 @@ HOLDS: Mapping[Form, str] = {
     "command": "text, or list of words",
     "exclusions": "list of tables, see below",
     "date": "date, without quotes",
+    "levels": "table of levels by rule",
+    "suppressions": "list of tables, see below",
 }
 
 
@@ -79,6 +83,13 @@ KEYS: Mapping[str, Key] = {
     "exclude": Key("exclusions", "none", "clauses that are not tried, and why"),
     "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
     "strict": Key("flag", "`false`", "the contract's warnings are errors"),
+    "rule": Key(
+        "levels",
+        "each rule's own",
+        "how loudly `--validate` tells of [rules](contract-rules.md): `off`, `info`, `warning`, "
+        "`error`; what `--rule` says of one counts before this",
+    ),
+    "suppress": Key("suppressions", "none", "findings of `--validate` that are put aside, and why"),
     "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
     "junit": Key("path", "not written", "the report as JUnit XML; the same"),
     "sarif": Key("path", "not written", "the report as SARIF; the same"),
@@ -103,5 +114,15 @@ EXCLUSION: Mapping[str, Key] = {
         '`"excluded"`',
         '`"not-applicable"`: the clause says nothing of this trainer, ever; it has no end date',
     ),
+}
+# Of one entry of `suppress`.
+SUPPRESSION: Mapping[str, Key] = {
+    "rule": Key("text", "required", "the id of the rule"),
+    "file": Key("text", "all", "the contract: its name, the end of its path, or a pattern"),
+    "item": Key(
+        "text", "all", "the dotted path of what is put aside, with all below it, or a pattern"
+    ),
+    "reason": Key("text", "required", "why; every report repeats it"),
+    "until": Key("date", "required", "the last day; from the next on the findings count again"),
 }
 KINDS = ("excluded", "not-applicable")

@@ -74,6 +74,8 @@ def _lay_below(typed: argparse.Namespace) -> None:
         (overruled if typed.command_folder is None else used).append("command")
     for name, value in project.values.items():
         means_something = name in options.MODES[mode] if mode else name not in options.COMMANDED
+        if mode == "validate" and name in options.FILES:  # they are a run's reports
+            means_something = False
         if not means_something or (name == "github" and not os.environ.get(SUMMARY)):
             continue
         if name in typed.typed:
@@ -83,5 +85,8 @@ def _lay_below(typed: argparse.Namespace) -> None:
             setattr(typed, name, value)
     if project.exclusions and mode not in ("validate", "replay"):
         used.append("exclude")
+    if mode == "validate":
+        used += ["rule"] if project.rules else []
+        used += ["suppress"] if project.suppressions else []
     typed.used = tuple(name.replace("_", "-") for name in used)
     typed.overruled = tuple(name.replace("_", "-") for name in overruled)

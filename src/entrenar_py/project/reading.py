@@ -9,17 +9,20 @@ import re
 import shlex
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from entrenar_py import options
 from entrenar_py.contract.problems import Position, Problems
+from entrenar_py.contract.validation import Suppression
 from entrenar_py.errors import ContractError, UsageError
-from entrenar_py.project import location, positions
+from entrenar_py.project import location, positions, rules
 from entrenar_py.project.keys import EXCLUSION, HOLDS, KEYS, KINDS, Form
 
+# What no option of the same name holds, so that it goes with a command and without one.
+_NO_OPTIONS = ("command", "exclusions", "levels", "suppressions")
 _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
@@ -53,6 +56,8 @@ class Project:
     places: Mapping[str, Position]
     command: tuple[str, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
+    rules: Mapping[str, str] = field(default_factory=dict)
+    suppressions: tuple[Suppression, ...] = ()
 
 
 def load(path: Path) -> Project:
@@ -114,6 +119,8 @@ class _Reader:
         places: dict[str, Position] = {}
         command: tuple[str, ...] = ()
         exclusions: list[Exclusion] = []
+        levels: dict[str, str] = {}
+        aside: tuple[Suppression, ...] = ()
         for name, key in KEYS.items():
             if name not in self._table:
                 continue
@@ -123,6 +130,10 @@ class _Reader:
                 command = self._command(given, name)
             elif key.form == "exclusions":
                 exclusions += self._exclusions(given, name)
+            elif key.form == "levels":
+                levels = rules.read_levels(given, name, self._error)
+            elif key.form == "suppressions":
+                aside = rules.read_suppressions(given, name, self._error, self._at)
             else:
                 value = self._value(given, name, key.form, folder)
                 values |= {} if value is None else {dest: value}
@@ -136,6 +147,8 @@ class _Reader:
             places=places,
             command=command,
             exclusions=tuple(exclusions),
+            rules=levels,
+            suppressions=aside,
         )
 
     def _at(self, *path: str | int) -> Position:
@@ -162,7 +175,7 @@ class _Reader:
     def _require_together(self, commanded: bool) -> None:
         """Notes what would mean nothing beside the command, or without one."""
         for name in self._table:
-            if name not in KEYS or KEYS[name].form in ("command", "exclusions"):
+            if name not in KEYS or KEYS[name].form in _NO_OPTIONS:
                 continue
             dest = name.replace("-", "_")
             if commanded and dest not in options.MODES["command"]:

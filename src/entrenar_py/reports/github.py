@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from entrenar_py import visible
+from entrenar_py.contract import Position
 from entrenar_py.errors import UsageError
 from entrenar_py.reports import evidence, output_file, places
 from entrenar_py.reports.report import Entry, Report
@@ -47,44 +48,53 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
         level = places.level(entry, allow_inconclusive=allow_inconclusive)
         if level is None:
             continue
-        at = entry.invariant.position
-        path = places.below(at.file, root)
-        facts = {} if path is None else {"file": path, "line": at.line, "col": at.column}
-        facts["title"] = evidence.one_line(f"{entry.invariant.id} {entry.verdict}")
-        told = ",".join(f"{name}={_property(str(value))}" for name, value in facts.items())
         lines = [evidence.one_line(entry.finding.reason), *evidence.detail_lines(report, entry)]
-        yield f"::{_COMMANDS[level]} {told}::{_data(chr(10).join(lines))}"
+        title = f"{entry.invariant.id} {entry.verdict}"
+        at = entry.invariant.position
+        yield command(level, "\n".join(lines), title=title, at=at, root=root)
     if report.incomplete:
         yield f"::error title=entrenar-check::{_data(report.incomplete)}"
     if report.gate_open:
-        command = _COMMANDS["note" if allow_inconclusive else "warning"]
-        yield f"::{command} title=entrenar-check::{_data(evidence.one_line(report.gate_open))}"
+        level = "note" if allow_inconclusive else "warning"
+        text = evidence.one_line(report.gate_open)
+        yield command(level, text, title="entrenar-check", at=None, root=root)
+
+
+def command(level: str, text: str, *, title: str, at: Position | None, root: Path) -> str:
+    """One annotation: `level` is error, warning or note, `text` printable lines."""
+    path = None if at is None else places.below(at.file, root)
+    facts: dict[str, object] = {}
+    if at is not None and path is not None:
+        facts = {"file": path, "line": at.line, "col": at.column}
+    facts["title"] = evidence.one_line(title)
+    told = ",".join(f"{name}={_property(str(value))}" for name, value in facts.items())
+    return f"::{_COMMANDS[level]} {told}::{_data(text)}"
 
 
 def summary(report: Report) -> str:
     """The Markdown page, with a line end."""
     contract = report.contract
     heading = f"{contract.name} {contract.version}, system {report.system}, seed {report.seed}"
-    lines = [f"### {_text(heading)}", ""]
+    lines = [f"### {markdown(heading)}", ""]
     if report.entries:
         lines += ["| verdict | id | name | severity | compared |", "|---|---|---|---|---:|"]
         lines += map(_row, report.ranked)
     if report.incomplete:
-        lines += ["", f"**{_text(report.incomplete)}**"]
+        lines += ["", f"**{markdown(report.incomplete)}**"]
     for entry in report.ranked:
         if entry.verdict is not Verdict.HELD:
-            reason = _text(f"{entry.invariant.id} {entry.verdict}: {entry.finding.reason}")
+            reason = markdown(f"{entry.invariant.id} {entry.verdict}: {entry.finding.reason}")
             lines += ["", f"**{reason}**", "", _fenced(evidence.detail_lines(report, entry))]
     notes = [line for entry in report.ranked for line in evidence.note_lines(entry)]
     gate = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
     if contract.gate is not None:
         why = report.gate_why and f" ({report.gate_why})"
         title = f"{contract.gate.id} ({contract.gate.name}): {gate}{why}"
-        lines += ["", f"Gate {_text(title)}"]
+        lines += ["", f"Gate {markdown(title)}"]
     for line in (*notes, *report.left_out):
-        lines += ["", _text(line)]
+        lines += ["", markdown(line)]
     if report.configuration is not None:
-        lines += ["", _text(f"Configured: {report.configuration.told}")]
+        lines += ["", markdown(f"Configured: {report.configuration.told}")]
     lines += ["", "Repeat with", "", _fenced([visible.exact(report.command)])]
     return "\n".join(lines) + "\n"
 
@@ -101,10 +111,10 @@ def append(text: str, path: Path) -> None:
 def _row(entry: Entry) -> str:
     clause = entry.invariant
     cells = (clause.id, clause.name, clause.severity, f"{entry.finding.compared:,}")
-    return f"| {_MARKS[entry.verdict]} | {' | '.join(map(_text, cells))} |"
+    return f"| {_MARKS[entry.verdict]} | {' | '.join(map(markdown, cells))} |"
 
 
-def _text(text: str) -> str:
+def markdown(text: str) -> str:
     """`text` on one line, none of it Markdown or HTML."""
     return _PUNCTUATION.sub(r"\\\1", evidence.one_line(text))
 

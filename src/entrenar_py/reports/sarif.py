@@ -18,7 +18,7 @@ from blake3 import blake3
 
 import entrenar_py
 from entrenar_py import visible
-from entrenar_py.contract import Invariant
+from entrenar_py.contract import Invariant, Position
 from entrenar_py.reports import evidence, json_format, output_file, places
 from entrenar_py.reports.report import Entry, Report
 
@@ -141,14 +141,14 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
         "ruleIndex": number,
         "level": level,
         "message": {"text": "\n".join([evidence.one_line(heading), *details])},
-        "locations": [{"physicalLocation": _location(entry, root)}],
+        "locations": [{"physicalLocation": location(clause.position, root)}],
         "partialFingerprints": {FINGERPRINT: fingerprint},
         "properties": {"verdict": str(entry.verdict), "compared": finding.compared},
     }
 
 
-def _location(entry: Entry, root: Path) -> dict[str, Any]:
-    at = entry.invariant.position
+def location(at: Position, root: Path) -> dict[str, Any]:
+    """A SARIF physicalLocation, its path relative to `root` if it lies below."""
     path = places.below(at.file, root)
     artifact = {"uri": Path(at.file).resolve().as_uri()}
     if path is not None:

@@ -1,0 +1,130 @@
+"""Validation: what the published rules find in contracts, and whether these are valid after that.
+
+A matter apart from loading: what a rule finds stops no run of checks. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from entrenar_py.contract.records import Contract, Invariant
+from entrenar_py.contract.validation import levels
+from entrenar_py.contract.validation.examining import examine
+from entrenar_py.contract.validation.findings import RuleFinding, judge, stale
+from entrenar_py.contract.validation.levels import LEVELS, Level
+from entrenar_py.contract.validation.outline import outline
+from entrenar_py.contract.validation.rules import DEFAULTS, FIXED, RULES, Rule
+from entrenar_py.contract.validation.suppressions import Suppression
+from entrenar_py.contract.vocabulary import Vocabulary
+
+__all__ = [
+    "LEVELS",
+    "RULES",
+    "Judged",
+    "Level",
+    "Policy",
+    "Rule",
+    "RuleFinding",
+    "Suppression",
+    "Validation",
+    "count",
+    "policy",
+    "validate",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a project makes of the rules: a level for each, and what is put aside."""
+
+    levels: Mapping[str, Level]
+    suppressions: tuple[Suppression, ...] = ()
+
+
+def policy(
+    *,
+    rules: Mapping[str, str] | None = None,
+    suppressed: Iterable[Suppression] = (),
+    strict: bool = False,
+) -> Policy:
+    """The policy of a command line and a configuration: `rules` are levels by rule id.
+
+    Under `strict` every warning is an error. Raises UsageError for unknown rules and levels.
+    """
+    resolved = levels.resolve(DEFAULTS, rules or {}, fixed=FIXED, strict=strict)
+    return Policy(levels=resolved, suppressions=tuple(suppressed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One contract that was looked at; `kind` is what it was judged as, "" if it has no tree."""
+
+    path: Path
+    contract: Contract | None
+    kind: str
+    findings: tuple[RuleFinding, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """What was found in contracts, under the `levels` of rules; `stale` is of suppressions."""
+
+    contracts: tuple[Judged, ...]
+    levels: Mapping[str, Level]
+    stale: tuple[RuleFinding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[RuleFinding, ...]:
+        """All of them, contract by contract; the suppressed ones too."""
+        return (*(one for judged in self.contracts for one in judged.findings), *self.stale)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether no finding counts as an error."""
+        return not count(self.findings, Level.ERROR)
+
+
+def count(findings: Iterable[RuleFinding], level: Level) -> int:
+    """How many of `findings` count, at this level."""
+    return sum(one.counts and one.level is level for one in findings)
+
+
+def _any_runs(clause: Invariant) -> str:
+    return ""
+
+
+def validate(
+    contracts: Mapping[Path, Sequence[Path]],
+    policy: Policy,
+    *,
+    vocabulary: Vocabulary,
+    unrunnable: Callable[[Invariant], str] = _any_runs,
+    today: datetime.date | None = None,
+) -> Validation:
+    """What the rules find in `contracts`, under `policy`; nothing is executed.
+
+    These are paths, each with its files of bindings. A file that can't be read is a finding, too.
+    `unrunnable` says why a clause could not be tried as it is written, "" if it could. `today` is
+    this machine's date, unless given.
+    """
+    day = today or datetime.date.today()
+    judged = []
+    for path, bind in contracts.items():
+        examined = examine(path, vocabulary=vocabulary, bind=bind, unrunnable=unrunnable)
+        found = judge(examined, levels=policy.levels, suppressions=policy.suppressions, today=day)
+        kind = "" if examined.root is None else outline(examined.root).kind
+        judged.append(Judged(path=path, contract=examined.contract, kind=kind, findings=found))
+    return Validation(
+        contracts=tuple(judged),
+        levels=policy.levels,
+        stale=stale(
+            policy.suppressions,
+            [one for contract in judged for one in contract.findings],
+            paths=[str(path) for path in contracts],
+            levels=policy.levels,
+            today=day,
+        ),
+    )

@@ -1,0 +1,137 @@
+"""What rules find in one contract, with the level that counts and what put it aside."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from entrenar_py.contract.problems import Position, Problem
+from entrenar_py.contract.validation.examining import Examined
+from entrenar_py.contract.validation.levels import Level
+from entrenar_py.contract.validation.outline import outline
+from entrenar_py.contract.validation.published import Breach
+from entrenar_py.contract.validation.rules import (
+    BY_ID,
+    NOTE,
+    OURS,
+    RULES,
+    STALE,
+    UNREADABLE,
+    Rule,
+)
+from entrenar_py.contract.validation.suppressions import Suppression
+
+# What the reader of contracts calls an error, a warning, a note -> the rule that it is told under.
+_READER = {"error": UNREADABLE, "warning": OURS, "note": NOTE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleFinding:
+    """One breach of `rule`. `at` is None where no file holds it; `item` is a dotted path or "".
+
+    A finding that is `suppressed` counts for nothing, and is reported all the same.
+    """
+
+    rule: Rule
+    level: Level
+    at: Position | None
+    item: str
+    message: str
+    suppressed: Suppression | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is told as what its level says."""
+        return self.suppressed is None
+
+
+def judge(
+    examined: Examined,
+    *,
+    levels: Mapping[str, Level],
+    suppressions: Sequence[Suppression],
+    today: datetime.date,
+) -> tuple[RuleFinding, ...]:
+    """Every finding in one contract, in the order of the file; none of a rule that is off."""
+    active = [one for one in suppressions if not one.is_over(today)]
+    path = str(examined.path)
+
+    def finding(rule: Rule, breach: Breach) -> RuleFinding:
+        covers = (one for one in active if one.covers(rule.id, path, breach.item))
+        return RuleFinding(
+            rule=rule,
+            level=levels[rule.id],
+            at=breach.at,
+            item=breach.item,
+            message=breach.message,
+            suppressed=None if rule.fixed else next(covers, None),
+        )
+
+    found = [finding(rule, breach) for rule, breach in _of_rules(examined)]
+    found += [finding(rule, breach) for rule, breach in _of_reader(examined.problems, found)]
+    return tuple(sorted((one for one in found if one.level is not Level.OFF), key=_order))
+
+
+def stale(
+    suppressions: Sequence[Suppression],
+    findings: Sequence[RuleFinding],
+    *,
+    paths: Sequence[str],
+    levels: Mapping[str, Level],
+    today: datetime.date,
+) -> tuple[RuleFinding, ...]:
+    """A finding for each suppression that is over, or that suppressed none of `findings`.
+
+    Those for files other than `paths`, which were looked at, are nobody's matter now; so are those
+    of a rule that is off.
+    """
+    if levels[STALE] is Level.OFF:
+        return ()
+    used = {id(one.suppressed) for one in findings}
+    told = []
+    for one in suppressions:
+        if levels[one.rule] is Level.OFF or not any(map(one.covers_file, paths)):
+            continue
+        if one.is_over(today):
+            why = f"ended with {one.until}, so its findings count again; correct them"
+        elif id(one) not in used:
+            why = "suppresses nothing; remove it"
+        else:
+            continue
+        message = f"the suppression of {one} ({one.reason}) {why}"
+        told.append(
+            RuleFinding(
+                rule=BY_ID[STALE], level=levels[STALE], at=one.at, item=one.source, message=message
+            )
+        )
+    return tuple(told)
+
+
+def _of_reader(
+    problems: Iterable[Problem], by_rules: Sequence[RuleFinding]
+) -> Iterator[tuple[Rule, Breach]]:
+    """What the reader says that no rule says better.
+
+    What makes the contract unreadable stays said, unless a rule says it as loudly.
+    """
+    said = {_what(one) for one in by_rules}
+    said_loudly = {_what(one) for one in by_rules if one.level is Level.ERROR and one.counts}
+    for one in problems:
+        if (one.rule, one.at.line) not in (said_loudly if one.level == "error" else said):
+            yield BY_ID[_READER[one.level]], Breach(at=one.at, item="", message=one.message)
+
+
+def _what(finding: RuleFinding) -> tuple[str, int]:
+    return finding.rule.id, 0 if finding.at is None else finding.at.line
+
+
+def _order(finding: RuleFinding) -> tuple[Position, str]:
+    return finding.at or Position("", 0, 0), finding.rule.id
+
+
+def _of_rules(examined: Examined) -> Iterator[tuple[Rule, Breach]]:
+    if examined.root is not None:
+        seen = outline(examined.root)
+        for rule in RULES:
+            yield from ((rule, breach) for breach in rule.find(seen))

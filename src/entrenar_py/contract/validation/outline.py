@@ -1,0 +1,149 @@
+"""The parts of a contract that rules ask about, found in its tree whatever shape it has.
+
+Later versions of the published format call some keys by other names, and allow equations in a
+list: both are read. A key that is missing, null or blank counts as empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from entrenar_py.contract import layout
+from entrenar_py.contract.problems import Position
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
+
+# Kinds of contract that must be proved; all others that the format knows need not.
+PROVED = ("kernel", "competitive-parity")
+KINDS = (
+    *PROVED,
+    *("registry", "model-family", "model-family-variant", "tokenizer", "training-loop"),
+    *("pretraining-corpus", "training-precondition-gate", "corpus-assembly", "pattern", "schema"),
+    *("beat-benchmark", "kaizen"),
+)
+# What a contract is that names no kind and states clauses: these are tried, nothing is proved.
+CLAUSES = "clauses"
+
+# What later versions call a key.
+_ALSO = {
+    "property": ("statement",),
+    "formal": ("verification",),
+    "prediction": ("expected",),
+    "if_fails": ("fails_if",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A mapping of a list, or an equation: `path` leads to it (`falsification_tests.FT-1`)."""
+
+    path: str
+    name: str
+    node: Node
+
+    def find(self, key: str) -> Node | None:
+        """The value of `key`, or of another name for it; None if it is empty."""
+        if not isinstance(self.node, MapNode):
+            return None
+        for name in (key, *_ALSO.get(key, ())):
+            found = self.node.fields.get(name)
+            if found is not None and is_filled(found):
+                return found
+        return None
+
+    def text(self, key: str) -> str:
+        """The text of `key`; "" if it is empty, or no text."""
+        found = self.find(key)
+        return found.text.strip() if isinstance(found, ScalarNode) else ""
+
+    def at(self, key: str) -> Position:
+        """Where the value of `key` stands, even an empty one; else where the item does."""
+        if isinstance(self.node, MapNode):
+            for name in (key, *_ALSO.get(key, ())):
+                if name in self.node.fields:
+                    return self.node.fields[name].at
+        return self.node.at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A contract as rules see it. `kind` is what it was judged as, `declared` if it says so."""
+
+    root: MapNode
+    metadata: Item
+    equations: tuple[Item, ...]
+    obligations: tuple[Item, ...]
+    tests: tuple[Item, ...]
+    harnesses: tuple[Item, ...]
+    kind: str
+    declared: bool
+
+    @property
+    def must_be_proved(self) -> bool:
+        """Whether the rules for kernels hold for it."""
+        return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
+
+    def at(self, block: str) -> Position:
+        """Where the value of a top-level key stands; the file's beginning if it is missing."""
+        found = self.root.fields.get(block)
+        return self.root.at if found is None else found.at
+
+
+def outline(root: MapNode) -> Outline:
+    """The outline of the contract whose tree is `root`."""
+    node = root.fields.get("metadata", root)
+    has_metadata = isinstance(root.fields.get("metadata"), MapNode)
+    # A layout without metadata holds the version at the top of the file.
+    metadata = Item(path="metadata" if has_metadata else "", name="metadata", node=node)
+    kind, declared = _kind(root, metadata)
+    return Outline(
+        root=root,
+        metadata=metadata,
+        equations=tuple(_equations(root)),
+        obligations=tuple(_items(root, "proof_obligations")),
+        tests=tuple(_items(root, "falsification_tests")),
+        harnesses=tuple(_items(root, "kani_harnesses")),
+        kind=kind,
+        declared=declared,
+    )
+
+
+def is_filled(node: Node) -> bool:
+    """Whether something is said: a text that isn't blank, a list with such an item, a mapping."""
+    if isinstance(node, ScalarNode):
+        return node.value is not None and bool(node.text.strip())
+    if isinstance(node, ListNode):
+        return any(map(is_filled, node.items))
+    return isinstance(node, MapNode) and bool(node.fields)
+
+
+def _kind(root: MapNode, metadata: Item) -> tuple[str, bool]:
+    kind = metadata.text("kind")
+    registry = metadata.find("registry")
+    is_registry = isinstance(registry, ScalarNode) and registry.text.strip().lower() == "true"
+    if is_registry and kind in ("", "kernel"):
+        return "registry", True
+    if kind:
+        return kind, True
+    clauses = chain(layout.clauses(root), layout.named_invariants(root))
+    has_clauses = next(clauses, None) is not None
+    return (CLAUSES if has_clauses and "kani_harnesses" not in root.fields else "kernel"), False
+
+
+def _equations(root: MapNode) -> Iterator[Item]:
+    found = root.fields.get("equations")
+    if isinstance(found, MapNode):
+        for name, node in found.fields.items():
+            yield Item(path=f"equations.{name}", name=name, node=node)
+    elif isinstance(found, ListNode):
+        yield from _items(root, "equations")
+
+
+def _items(root: MapNode, block: str) -> Iterator[Item]:
+    found = root.fields.get(block)
+    for number, node in enumerate(found.items if isinstance(found, ListNode) else ()):
+        item = Item(path="", name="", node=node)
+        name = item.text("id") or item.text("name")
+        path = f"{block}.{name}" if name else f"{block}[{number}]"
+        yield Item(path=path, name=name, node=node)

@@ -1,0 +1,116 @@
+"""Findings that somebody put aside: of one rule, for a reason, until a day."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+from typing import Any
+
+from entrenar_py.contract.problems import Position
+from entrenar_py.contract.validation.rules import BY_ID, STALE
+from entrenar_py.errors import UsageError, did_you_mean
+
+KEYS = ("rule", "file", "item", "reason", "until")
+FORM = "RULE [in ITEM or FILE] until YYYY-MM-DD: REASON"
+_WRITTEN = re.compile(
+    r"(?P<rule>\S+)(?:\s+in\s+(?P<where>.+?))?(?:\s+until\s+(?P<until>\S+?))?\s*:\s+(?P<reason>.+)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suppression:
+    """Findings of `rule` don't count, in `file` and at `item` where these are given.
+
+    `file` is a name, the end of a path, or a pattern; `item` a dotted path that also covers what
+    is below it, or a pattern. `until` is the last day. `source` says where it was written, in
+    words, `at` the place if it was in a file.
+    """
+
+    rule: str
+    reason: str
+    until: datetime.date
+    file: str = ""
+    item: str = ""
+    source: str = ""
+    at: Position | None = None
+
+    def covers_file(self, path: str) -> bool:
+        """Whether it says anything of the contract at `path`."""
+        if not self.file:
+            return True
+        given, parts = PurePath(path).as_posix(), PurePath(self.file).parts
+        is_end = PurePath(path).parts[-len(parts) :] == parts
+        return is_end or any(fnmatchcase(given, f"{start}{self.file}") for start in ("", "*/"))
+
+    def covers(self, rule: str, path: str, item: str) -> bool:
+        """Whether a finding of `rule` in the contract at `path`, at `item`, is one of its own."""
+        if rule != self.rule or not self.covers_file(path):
+            return False
+        below = item == self.item or item.startswith((f"{self.item}.", f"{self.item}["))
+        return not self.item or below or fnmatchcase(item, self.item)
+
+    def is_over(self, today: datetime.date) -> bool:
+        """Whether its last day has passed."""
+        return self.until < today
+
+    def __str__(self) -> str:
+        where = " and ".join(filter(None, (self.file, self.item)))
+        return f"{self.rule}{f' in {where}' if where else ''} until {self.until}"
+
+
+def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -> Suppression:
+    """The suppression that a table of a configuration describes by KEYS.
+
+    `until` is a date, or the text of one; `source` says in words where the table stands, `at` is
+    its place. Raises UsageError for an unknown key or rule, one that nothing suppresses, and a
+    rule, reason or day that is missing or of another type.
+    """
+    for key in entry:
+        if key not in KEYS:
+            raise UsageError(f"{source}: unknown key {key!r}: {did_you_mean(key, KEYS)}")
+    texts = {name: entry.get(name, "") for name in ("rule", "file", "item", "reason")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise UsageError(f"{source}: {name} = {text!r}: give a text")
+    texts = {name: text.strip() for name, text in texts.items()}
+    rule = texts["rule"]
+    if rule not in BY_ID:
+        raise UsageError(f"{source}: rule {rule!r} is unknown: {did_you_mean(rule, BY_ID)}")
+    if BY_ID[rule].fixed or rule == STALE:
+        raise UsageError(f"{source}: rule {rule} can't be suppressed; correct what breaks it")
+    if not texts["reason"]:
+        raise UsageError(f"{source}: {rule} has no reason; say why it is put aside")
+    until = _day(entry.get("until"), f"{source}: {rule}")
+    return Suppression(**texts, until=until, source=source, at=at)
+
+
+def parse(text: str) -> Suppression:
+    """The suppression that is written as FORM says, as on a command line.
+
+    Behind `in` a name with the ending of a YAML file is a file, any other an item. Raises
+    UsageError where `read` does, and for a text of another form.
+    """
+    source = f"--suppress {text!r}"
+    found = _WRITTEN.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{source}: write {FORM}")
+    where = found["where"] or ""
+    key = "file" if where.endswith((".yaml", ".yml")) else "item"
+    entry = {"rule": found["rule"], key: where, "reason": found["reason"], "until": found["until"]}
+    return read(entry, source=source)
+
+
+def _day(given: Any, what: str) -> datetime.date:
+    if given is None:
+        raise UsageError(f"{what}: until is missing; say until which day, as YYYY-MM-DD")
+    if isinstance(given, datetime.date) and not isinstance(given, datetime.datetime):
+        return given
+    try:
+        return datetime.datetime.strptime(str(given), "%Y-%m-%d").date()
+    except ValueError:
+        raise UsageError(f"{what}: until {given!r} is no day; write YYYY-MM-DD") from None

@@ -1,0 +1,102 @@
+"""What validation found, as lines to read, and as JSON: schema `entrenar-check-validation/1`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import entrenar_py
+from entrenar_py import visible
+from entrenar_py.contract.validation import Judged, Level, RuleFinding, Validation, count
+from entrenar_py.reports import evidence, json_format, output_file
+
+SCHEMA = "entrenar-check-validation/1"
+EXIT_VALID, EXIT_INVALID = 0, 2
+
+
+def exit_code(validation: Validation) -> int:
+    """0 where nothing counts as an error, else 2."""
+    return EXIT_VALID if validation.is_valid else EXIT_INVALID
+
+
+def lines(validation: Validation) -> Iterator[str]:
+    """`file:line:column: level: RULE: message` for each finding; those put aside say why."""
+    for finding in validation.findings:
+        place = finding.item if finding.at is None else str(finding.at)
+        by = finding.suppressed
+        word = str(finding.level) if by is None else "suppressed"
+        why = "" if by is None else f" (until {by.until}: {by.reason})"
+        told = evidence.one_line(f"{finding.rule.id}: {finding.message}{why}")
+        yield f"{visible.line(place)}: {word}: {told}"
+
+
+def verdicts(validation: Validation) -> Iterator[str]:
+    """A line for each contract: `FILE: valid, 6 invariants, 0 warnings`; one on suppressions."""
+    for judged in validation.contracts:
+        errors = count(judged.findings, Level.ERROR)
+        word = "not valid" if errors else "valid"
+        facts = [_number(errors, "error")] if errors else []
+        if judged.contract is not None:
+            facts.append(_number(len(judged.contract.invariants), "invariant"))
+        facts.append(_number(count(judged.findings, Level.WARNING), "warning"))
+        infos = count(judged.findings, Level.INFO)
+        facts += [_number(infos, "note")] if infos else []
+        aside = sum(not one.counts for one in judged.findings)
+        facts += [f"{aside} suppressed"] if aside else []
+        yield visible.line(f"{judged.path.name}: {word}, {', '.join(facts)}")
+    if validation.stale:
+        errors = count(validation.stale, Level.ERROR)
+        yield f"suppressions: {len(validation.stale)} stale" + (", not valid" if errors else "")
+
+
+def dump(validation: Validation, *, command: str) -> dict[str, Any]:
+    """Plain data that strict JSON can hold."""
+    record = {
+        "schema": SCHEMA,
+        "tool": {"name": "entrenar-check", "version": entrenar_py.__version__},
+        "valid": validation.is_valid,
+        "exit_code": exit_code(validation),
+        "contracts": [_contract(judged) for judged in validation.contracts],
+        "stale_suppressions": [_finding(finding) for finding in validation.stale],
+        "command": command,
+    }
+    return {name: json_format.plain(value) for name, value in record.items()}
+
+
+def write(validation: Validation, path: Path, *, command: str) -> None:
+    """Writes the JSON to `path`; UsageError if that can't be done."""
+    record = dump(validation, command=command)
+    output_file.write(visible.dump_json(record, indent=2) + "\n", path)
+
+
+def _contract(judged: Judged) -> dict[str, Any]:
+    counts = {str(level): count(judged.findings, level) for level in Level if level != "off"}
+    loaded = judged.contract
+    return {
+        "path": judged.path,
+        "digest": None if loaded is None else loaded.digest,
+        "judged_as": judged.kind or None,
+        "valid": not counts["error"],
+        "counts": counts | {"suppressed": sum(not one.counts for one in judged.findings)},
+        "findings": [_finding(finding) for finding in judged.findings],
+    }
+
+
+def _finding(finding: RuleFinding) -> dict[str, Any]:
+    at, by = finding.at, finding.suppressed
+    return {
+        "rule": finding.rule.id,
+        "level": str(finding.level),
+        "file": None if at is None else at.file,
+        "line": None if at is None else at.line,
+        "column": None if at is None else at.column,
+        "item": finding.item,
+        "message": finding.message,
+        "remedy": finding.rule.remedy,
+        "suppressed": None if by is None else {"reason": by.reason, "until": by.until},
+    }
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,108 @@
+"""What validation found, as SARIF 2.1.0: all rules of the table, a result for each finding.
+
+A finding that is put aside is a result with a suppression, which readers show as closed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+import entrenar_py
+from entrenar_py import visible
+from entrenar_py.contract.validation import RULES, Level, Rule, RuleFinding, Validation
+from entrenar_py.reports import evidence, json_format, output_file, sarif, validation
+
+FINGERPRINT = "entrenarCheckRule/v1"
+_LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note", Level.OFF: "none"}
+_INDEX = {rule.id: number for number, rule in enumerate(RULES)}
+
+
+def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
+    """The SARIF log; `root` is the folder that the paths in it are relative to, if below it."""
+    run = {
+        "tool": {
+            "driver": {
+                "name": "entrenar-check",
+                "version": entrenar_py.__version__,
+                "rules": [_rule(rule) for rule in RULES],
+            }
+        },
+        "invocations": [_invocation(found, command)],
+        "originalUriBaseIds": {sarif.ROOT: {"uri": f"{root.resolve().as_uri()}/"}},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(finding, root) for finding in found.findings],
+        "properties": {
+            "contracts": [
+                {"path": judged.path, "judgedAs": judged.kind or None} for judged in found.contracts
+            ]
+        },
+    }
+    log: dict[str, Any] = json_format.plain(
+        {"$schema": sarif.SCHEMA, "version": "2.1.0", "runs": [run]}
+    )
+    return log
+
+
+def write(found: Validation, path: Path, *, root: Path, command: str) -> None:
+    """Writes the log to `path`; UsageError if that can't be done."""
+    log = dump(found, root=root, command=command)
+    output_file.write(visible.dump_json(log, indent=2) + "\n", path)
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    demands = rule.demands.replace("`", "")
+    told = {
+        "id": rule.id,
+        "shortDescription": {"text": demands},
+        "fullDescription": {"text": f"{rule.id} demands: {demands}."},
+        "help": {"text": rule.remedy},
+        "helpUri": rule.published,
+        "defaultConfiguration": {"level": _LEVELS[rule.level]},
+    }
+    return {name: part for name, part in told.items() if part}
+
+
+def _invocation(found: Validation, command: str) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "executionSuccessful": True,
+        "exitCode": validation.exit_code(found),
+        "commandLine": visible.exact(command),
+    }
+    changed = [rule for rule in RULES if found.levels[rule.id] is not rule.level]
+    if changed:
+        told["ruleConfigurationOverrides"] = [_override(rule, found) for rule in changed]
+    return told
+
+
+def _override(rule: Rule, found: Validation) -> dict[str, Any]:
+    level = found.levels[rule.id]
+    off = level is Level.OFF
+    return {
+        "descriptor": {"id": rule.id, "index": _INDEX[rule.id]},
+        "configuration": {"enabled": False} if off else {"level": _LEVELS[level]},
+    }
+
+
+def _result(finding: RuleFinding, root: Path) -> dict[str, Any]:
+    at, by = finding.at, finding.suppressed
+    marks = (Path(at.file).name if at else "", finding.rule.id, finding.item or finding.message)
+    fingerprint = blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16)
+    told: dict[str, Any] = {
+        "ruleId": finding.rule.id,
+        "ruleIndex": _INDEX[finding.rule.id],
+        "level": _LEVELS[finding.level],
+        "message": {"text": evidence.one_line(finding.message)},
+        "partialFingerprints": {FINGERPRINT: fingerprint},
+    }
+    if at is not None:
+        told["locations"] = [{"physicalLocation": sarif.location(at, root)}]
+        if finding.item:
+            logical = {"fullyQualifiedName": evidence.one_line(finding.item)}
+            told["locations"][0]["logicalLocations"] = [logical]
+    if by is not None:
+        reason = evidence.one_line(f"{by.reason} (until {by.until})")
+        told["suppressions"] = [{"kind": "external", "status": "accepted", "justification": reason}]
+    return told
