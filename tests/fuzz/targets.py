@@ -16,7 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from entrenar_py import contract, scenario, trace
-from entrenar_py.contract import Vocabulary
+from entrenar_py.contract import Vocabulary, validation
 from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import frames, headers
@@ -201,11 +201,14 @@ def read_trace(data: bytes) -> None:
 
 
 def read_contract(data: bytes) -> None:
-    """A contract, and the scenarios that its clauses ask for."""
+    """A contract, the scenarios that its clauses ask for, and what the published rules find."""
     nothing = Vocabulary(checks=(), mutants=lambda: None)
+    path = _written(data)
+    found = validation.validate({path: ()}, validation.policy(), vocabulary=nothing)
     try:
-        loaded = contract.load(_written(data), vocabulary=nothing)
+        loaded = contract.load(path, vocabulary=nothing)
     except ContractError:
+        assert not found.is_valid
         return
     entries = [entry for clause in loaded.invariants for entry in clause.scenarios]
     for entry in entries:

@@ -161,6 +161,14 @@ def test_stale(tmp_path: Path, text: str, why: str) -> None:
     assert validated(path, quiet).stale == ()
 
 
+def test_of_what_can_not_be_read_nobody_knows(tmp_path: Path) -> None:
+    """A suppression of a file without a tree is not called useless; one that is over is."""
+    path = written(tmp_path, "metadata: [")
+    for until, num_stale in ((LATER, 0), ("2026-01-01", 1)):
+        policy = validation.policy(suppressed=[parsed(f"SCHEMA-009 until {until}: because")])
+        assert len(validated(path, policy).stale) == num_stale
+
+
 def test_the_last_day_counts(tmp_path: Path) -> None:
     """Until a day is through that day."""
     policy = validation.policy(suppressed=[parsed(f"SCHEMA-009 until {TODAY}: because")])

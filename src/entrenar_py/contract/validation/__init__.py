@@ -123,7 +123,7 @@ def validate(
         stale=stale(
             policy.suppressions,
             [one for contract in judged for one in contract.findings],
-            paths=[str(path) for path in contracts],
+            paths={str(one.path): bool(one.kind) for one in judged},
             levels=policy.levels,
             today=day,
         ),

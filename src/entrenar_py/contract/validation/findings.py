@@ -77,14 +77,14 @@ def stale(
     suppressions: Sequence[Suppression],
     findings: Sequence[RuleFinding],
     *,
-    paths: Sequence[str],
+    paths: Mapping[str, bool],
     levels: Mapping[str, Level],
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
     """A finding for each suppression that is over, or that suppressed none of `findings`.
 
-    Those for files other than `paths`, which were looked at, are nobody's matter now; so are those
-    of a rule that is off.
+    `paths` are the files that were looked at, and whether rules could be applied to each: what is
+    suppressed in others is nobody's matter now. Nor is a suppression of a rule that is off.
     """
     if levels[STALE] is Level.OFF:
         return ()
@@ -95,7 +95,7 @@ def stale(
             continue
         if one.is_over(today):
             why = f"ended with {one.until}, so its findings count again; correct them"
-        elif id(one) not in used:
+        elif id(one) not in used and all(paths[path] for path in paths if one.covers_file(path)):
             why = "suppresses nothing; remove it"
         else:
             continue
