@@ -68,8 +68,23 @@ def seeds() -> Mapping[str, list[bytes]]:
             for folder in ("contracts", "tests/contract/data")
             for path in sorted((TOP / folder).glob("*.yaml"))
         ],
+        "read_configuration": [CONFIGURATION, b"[tool.entrenar-check]\n" + CONFIGURATION],
         "read_checkpoint": [_checkpoint()],
     }
+
+
+CONFIGURATION = b"""\
+contract = ["a.yaml", "b.yaml"]
+command = 'train {world_size}' # {
+world-size = [2, 4]
+deadline = 1.5
+github = true
+json = \"\"\"out-{contract}.json\"\"\"
+exclude = [
+  {clause = "F-DP-003", reason = "why", until = 2027-01-31},
+  {clause = ["A", "B"], reason = 'why', kind = "not-applicable"},
+]
+"""
 
 
 def part_of_a_worker() -> list[Said]:

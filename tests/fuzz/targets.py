@@ -18,6 +18,7 @@ from blake3 import blake3
 from entrenar_py import contract, scenario, trace
 from entrenar_py.contract import Vocabulary, validation
 from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
+from entrenar_py.project import reading
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import frames, headers
 from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
@@ -217,6 +218,22 @@ def read_contract(data: bytes) -> None:
                 assert one.digest
 
 
+def read_configuration(data: bytes) -> None:
+    """A project's configuration: each problem in it is told at a line of it."""
+    path = _written(data)
+    try:
+        reading.load(path)
+    except ContractError as error:
+        lines = data.count(b"\n") + 1
+        for problem in error.problems:
+            line, column, told = problem.rpartition(f"{path.name}:")[2].split(":", 2)
+            assert 1 <= int(line) <= lines, problem
+            assert int(column) >= 1, problem
+            assert told.startswith(" error: "), problem
+    except UsageError:
+        pass
+
+
 def read_checkpoint(data: bytes) -> None:
     """A checkpoint's content under a digest that is right."""
     sealed = checkpoint.MAGIC + blake3(data).hexdigest().encode() + b"\n" + data
@@ -240,6 +257,6 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     one.__name__: one
     for one in (
         *(read_frames, read_header, knock, greet, take_part, listen),
-        *(read_events, read_trace, read_contract, read_checkpoint),
+        *(read_events, read_trace, read_contract, read_configuration, read_checkpoint),
     )
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 from rich.console import Console
 
@@ -17,6 +19,7 @@ from entrenar_py.reports import github, html, json_format, junit, sarif, termina
 from entrenar_py.reports.report import Configuration, Excluded, Report
 from entrenar_py.verdict import Verdict
 
+SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema-v1.json"
 CONFIGURATION = Configuration(
     place="pyproject.toml:4:7",
     used=("contract", "command"),
@@ -72,6 +75,7 @@ def _sarif(report: Report) -> str:
 
 def _json(report: Report) -> str:
     record = json_format.dump(report)
+    jsonschema.validate(record, json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert record["configuration"] == {
         "place": "pyproject.toml:4:7",
         "used": ["contract", "command"],

@@ -101,7 +101,7 @@ def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
         lines += [
             "exclude = [",
             f'  {{clause = "{KILLED}", kind = "not-applicable", reason = "the launcher starts no '
-            'worker again (no --max-restarts)"},',
+            'worker again: it has no --max-restarts"},',
             "]",
         ]
     return lines
