@@ -146,6 +146,16 @@ def test_it_is_still_told_what_was_there() -> None:
 # --- formats ----------------------------------------------------------------------------------
 
 
+def test_a_long_text_is_cut_in_its_middle() -> None:
+    """Both ends stay, and how much is left out is said."""
+    assert visible.shortened("a" * 400) == "a" * 400
+    cut = visible.shortened("a" * 10_000 + "end")
+    assert cut.startswith("aaa")
+    assert cut.endswith("aend")
+    assert "[... 9,604 characters left out ...]" in cut
+    assert len(cut) < 450
+
+
 def test_reports() -> None:
     """Terminal, JUnit, HTML, SARIF, GitHub: harmless; JSON and SARIF hold what was there."""
     report = hostile_report()

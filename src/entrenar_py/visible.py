@@ -48,6 +48,15 @@ def exact(given: object) -> str:
     return _COMMAND.sub(_disarmed, shown)
 
 
+def shortened(given: str, *, chars_max: int = 400) -> str:
+    """`given`, or its beginning and end with a mark that says how much was left out between."""
+    if len(given) <= chars_max:
+        return given
+    head, tail = given[: chars_max * 2 // 3], given[len(given) - chars_max // 3 :]
+    left_out = len(given) - len(head) - len(tail)
+    return f"{head} [... {left_out:,} characters left out ...] {tail}"
+
+
 def html(given: object) -> str:
     """`given` on one line, all its spaces there and none of it markup."""
     return escape(exact(given))

@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def launched(code: str, folder: Path, *, deadline_s: float = 30.0) -> Ended:
 
 def left_of(folder: Path) -> list[int]:
     """The processes that still record to `folder`."""
-    return [*launch._Run(folder, session=-1, pipe=-1).processes()]
+    return [*launch._Run(folder, session=-1, pipe=-1, leash=-1).processes()]
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
@@ -116,6 +117,59 @@ def test_children_without_the_environment(
         assert select.select([os.pidfd_open(int(pid.read_text()))], [], [], 30.0)[0]
 
 
+def daemon(pid_file: Path, *, then: str = "") -> str:
+    """A command that leaves a daemon behind: another session, no environment, no open file, nobody
+    whose child it is; ends once that has written its number to `pid_file`, and has done `then`.
+    """
+    told = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"file = open({str(pid_file)!r}, 'w'); file.write(str(os.getpid())); file.close()\n"
+        "time.sleep(600)\n"
+    )
+    return (
+        "import os, pathlib, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        os.closerange(0, 256)\n"
+        f"        os.execve(sys.executable, [sys.executable, '-S', '-c', {told!r}], {{}})\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        f"path = pathlib.Path({str(pid_file)!r})\n"
+        "while not (path.exists() and path.read_text()):\n    time.sleep(0.01)\n"
+        f"{then}\n"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_a_daemon(tmp_path: Path) -> None:
+    """Whatever it has left behind and ignores: it is found, told to end, killed, and reaped."""
+    ended = launched(daemon(tmp_path / "pid"), tmp_path / "run")
+    assert (ended.code, ended.num_left) == (0, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_the_harness_is_killed(tmp_path: Path) -> None:
+    """SIGKILL to whoever launched it: the command and the daemon that it left end all the same."""
+    code = daemon(tmp_path / "pid", then="time.sleep(600)")
+    harness = os.fork()
+    if harness == 0:
+        launched(code, tmp_path / "run", deadline_s=600.0)
+        os._exit(0)
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        time.sleep(0.01)
+    pids = [int((tmp_path / "pid").read_text()), *left_of(tmp_path / "run")]
+    watched = [os.pidfd_open(pid) for pid in pids]
+    os.kill(harness, signal.SIGKILL)
+    os.waitpid(harness, 0)
+    for file in watched:
+        assert select.select([file], [], [], 30.0)[0]
+        os.close(file)
+
+
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """What prints does not die of it; its last lines are known."""
     folder = tmp_path / "run"
@@ -139,6 +193,8 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ended = launched("print('x' * 10**6); print('last')", tmp_path)
     assert ended.output.stat().st_size == 1000
     assert ended.tail[-1] == "last"
+    assert "characters left out" in ended.tail[0]
+    assert len("".join(ended.tail)) < 1000
 
 
 @pytest.mark.parametrize(

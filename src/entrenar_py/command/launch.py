@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import stat
-import subprocess
 import threading
 import time
 from collections import deque
@@ -16,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from entrenar_py import interrupts
+from entrenar_py import interrupts, visible
 from entrenar_py.command import stacks
-from entrenar_py.errors import UsageError
+from entrenar_py.command.leash import MERCY_S, Leash
 from entrenar_py.observing import FOLDER
 
 OUTPUT = "output.txt"
@@ -27,7 +25,6 @@ TAIL_LINES = 20
 PIECE_BYTES = 2**16
 LOOK_EVERY_S = 1.0
 LEAVING_S = 15.0  # processes that hang when they take themselves down do not end at all
-MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +70,16 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
     environment = {**os.environ, **variables, FOLDER: str(folder)}
+    leash = Leash(command, environment, cwd)
+    run = _Run(folder, leash.command_pid, os.fstat(leash.output.fileno()).st_ino, leash.pid)
+    keeper = _Keeper(leash.output, output)
     try:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise UsageError(f"{shlex.join(command)}: can't be started ({error.strerror})") from error
-    assert process.stdout is not None, "it was asked for"
-    run = _Run(folder, process.pid, os.fstat(process.stdout.fileno()).st_ino)
-    keeper = _Keeper(process.stdout, output)
-    try:
-        code = _wait(process, deadline_s, is_over)
+        code = _wait(leash, deadline_s, is_over)
         seconds = time.monotonic() - started
         if code is None:
             stacks.ask(folder, set(run.processes()))
     finally:
-        num_left = _end(process, run)
+        num_left = _end(leash, run)
         keeper.join(MERCY_S)  # else somebody can print whom nobody here may see, or end
     return Ended(
         code=code,
@@ -105,34 +90,28 @@ def launch(
     )
 
 
-def _wait(
-    process: subprocess.Popen[bytes], deadline_s: float, is_over: Callable[[], bool]
-) -> int | None:
+def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int | None:
     """The exit code; None where it did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
     while (left_s := deadline - time.monotonic()) > 0:
         interrupts.check()
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(min(left_s, LOOK_EVERY_S))
+        code = leash.wait(min(left_s, LOOK_EVERY_S))
+        if code is not None:
+            return code
         if not leaving and is_over():
             leaving, deadline = True, min(deadline, time.monotonic() + LEAVING_S)
     return None
 
 
-def _end(process: subprocess.Popen[bytes], run: _Run) -> int:
+def _end(leash: Leash, run: _Run) -> int:
     """Ends the command, if it has not ended, and all that it started; how many were left."""
-    over = process.poll() is not None
     try:
-        if not over:
-            _signal(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(MERCY_S)
+        num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
-        left = set(run.processes()) - {process.pid}
-        for pid in (process.pid, *left):
+        others = set(run.processes())  # no descendants of it, or there is no subreaper
+        for pid in others:
             _signal(pid, signal.SIGKILL)
-        process.wait()
-    return len(left) if over else 0
+    return num_left + (len(others) if leash.was_over else 0)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -147,13 +126,14 @@ class _Run:
     folder: Path  # named by their environment
     session: int  # who has cleared that may be in the command's session still
     pipe: int  # or print where the command does: the inode
+    leash: int  # the process in front of it, which is none of them
 
     def processes(self) -> Iterator[int]:
         """Those that are left, the command itself among them."""
         mark = os.fsencode(f"{FOLDER}={self.folder}")
         for entry in Path("/proc").glob("[0-9]*"):
-            if int(entry.name) == os.getpid():
-                continue  # it may be a command of a run itself
+            if int(entry.name) in (os.getpid(), self.leash):
+                continue  # this may be a command of a run itself
             with suppress(OSError):  # it has ended meanwhile, or is somebody else's
                 named = mark in (entry / "environ").read_bytes().split(b"\0")
                 if named or self._is_in_session(entry) or self._can_print(entry):
@@ -184,9 +164,9 @@ class _Keeper(threading.Thread):
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines, without those that are empty."""
+        """The last lines, without those that are empty; a long one is cut in its middle."""
         told = (line.decode(errors="replace").rstrip() for line in [*self._lines])
-        return tuple(line for line in told if line)[-TAIL_LINES:]
+        return tuple(visible.shortened(line) for line in told if line)[-TAIL_LINES:]
 
     def run(self) -> None:
         """Until nobody can print any more."""

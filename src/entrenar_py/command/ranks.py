@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import systems, trace
+from entrenar_py import systems, trace, visible
 from entrenar_py.checks import pairs
 from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
@@ -139,7 +139,7 @@ def _ending(
     fewer steps.
     """
     ranks = [*{one.rank: one for one in sorted(ranks, key=lambda one: one.life)}.values()]
-    told = next((one.problem for one in ranks if one.problem), "")
+    told = visible.shortened(next((one.problem for one in ranks if one.problem), ""))
     printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
     last = printed[-1] if printed else "it printed nothing"
     ended_by = f"{ended.how}: {told or last}"

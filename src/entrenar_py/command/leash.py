@@ -1,0 +1,131 @@
+"""A command with a subreaper in front of it: how it ends, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from entrenar_py.command import subreaper
+from entrenar_py.errors import SystemFailure, UsageError
+
+MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
+GRACE_S = 1.0  # after SIGTERM, for what the command has left behind
+_STARTING_S = 60.0
+_STATUS_BYTES_MAX = 4096
+
+
+class Leash:
+    """A command that runs, with its `output`, until `end`. `was_over`: it had ended by itself.
+
+    If this process dies, however that is, the subreaper notices, and ends the command and all that
+    came of it. Raises UsageError where the command can't be started.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None
+    ) -> None:
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        script = [sys.executable, "-I", "-S", subreaper.__file__, str(control), str(status)]
+        try:
+            self._process = subprocess.Popen(
+                [*script, str(MERCY_S), str(GRACE_S), *command],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(control, status),
+            )
+        except OSError as error:
+            self._close()
+            raise _refused(command, error.strerror) from error
+        finally:
+            os.close(control)
+            os.close(status)
+        assert self._process.stdout is not None, "it was asked for"
+        self.output: IO[bytes] = self._process.stdout
+        self.was_over = False
+        self._lines: list[bytes] = []
+        self._rest = b""
+        self.command_pid = self._started(command)
+
+    @property
+    def pid(self) -> int:
+        """The subreaper's number."""
+        return self._process.pid
+
+    def wait(self, seconds: float) -> int | None:
+        """The command's exit code (negative: the signal); None if it has not ended in time."""
+        line = self._next("exit", seconds)
+        if line is None and self._process.poll() is None:
+            return None
+        self.was_over = True
+        # Somebody has killed the subreaper: what the command did is not known.
+        return self._process.wait() if line is None else int(line)
+
+    def end(self) -> int:
+        """Ends the command, if it has not ended, and all that came of it; how many were left."""
+        try:
+            os.close(self._control)
+            self._control = -1
+            line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
+            return 0 if line is None else int(line)
+        except BaseException:  # an interrupt: at once, then
+            self._process.send_signal(signal.SIGTERM)
+            self._next("left", subreaper.KILLING_S)
+            raise
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._close()
+
+    def _started(self, command: Sequence[str]) -> int:
+        """The command's number; UsageError if there is none."""
+        line = self._next("started", _STARTING_S)
+        if line is not None:
+            return int(line)
+        self._process.kill()
+        self._process.wait()
+        self.output.close()
+        self._close()
+        for told in self._lines:
+            if told.startswith(b"refused "):
+                raise _refused(command, os.strerror(int(told.split()[1])))
+        raise SystemFailure(f"{shlex.join(command)}: the process in front of it has died")
+
+    def _next(self, word: str, seconds: float) -> str | None:
+        """What the subreaper says after `word`, which it says once; None if it does not in time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for line in self._lines:
+                kind, _, told = line.decode().partition(" ")
+                if kind == word:
+                    return told
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([self._status], [], [], left_s)[0]:
+                return None
+            piece = os.read(self._status, _STATUS_BYTES_MAX)
+            if not piece:
+                return None
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            self._lines += lines
+
+    def _close(self) -> None:
+        for file in (self._control, self._status):
+            if file >= 0:
+                os.close(file)
+        self._control = self._status = -1
+
+
+def _refused(command: Sequence[str], problem: str | None) -> UsageError:
+    return UsageError(f"{shlex.join(command)}: can't be started ({problem})")
