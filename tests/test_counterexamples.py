@@ -51,11 +51,11 @@ def edited(change: Any, *, sealed: bool = False) -> str:
     """A saved file after `change` of its record; `sealed`: with a digest that fits again."""
     record: dict[str, Any] = {"schema": counterexamples.SCHEMA, "invariant": "F-X-1"}
     record |= {"scenario": found().scenario.to_dict(), "finding": found().finding.to_dict()}
-    record["digest"] = counterexamples._digest(record)
+    record["digest"] = counterexamples.digest_of(record)
     change(record)
     if sealed:
         del record["digest"]
-        record["digest"] = counterexamples._digest(record)
+        record["digest"] = counterexamples.digest_of(record)
     return json.dumps(record)
 
 

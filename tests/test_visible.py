@@ -334,6 +334,8 @@ def test_the_doctor() -> None:
 
 # Who prints: lines, and what rich lays out. What memory prints is JSON for the process that asked.
 PRINTERS = {"printing", "console", "systems.memory"}
+# TOML has escapes of its own.
+WRITERS = {"visible", "project.init"}
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 
 
@@ -352,7 +354,7 @@ def test_nothing_is_printed_past_it() -> None:
             kept = ("ensure_ascii", "False") in {
                 (one.arg, ast.unparse(one.value)) for one in node.keywords
             }
-            assert module == "visible" or not kept, where
+            assert module in WRITERS or not kept, where
 
 
 def test_html_escapes_in_one_place() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from urllib.parse import quote
 
 from blake3 import blake3
 
-from entrenar_py import shipped
+from entrenar_py import given_files, shipped
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding
 
 SCHEMA = "entrenar-counterexample/1"
+BYTES_MAX = 2**22
 FOLDER = Path("falsification", "counterexamples")
 
 
@@ -37,7 +38,7 @@ def save(found: Saved, folder: Path = FOLDER) -> Path:
         "scenario": found.scenario.to_dict(),
         "finding": found.finding.to_dict(),
     }
-    record["digest"] = _digest(record)
+    record["digest"] = digest_of(record)
     path = folder / f"{_stem(found.invariant)}-{found.scenario.digest[:12]}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -47,14 +48,16 @@ def save(found: Saved, folder: Path = FOLDER) -> Path:
 def load(path: Path) -> Saved:
     """What `save` wrote; TraceError if the file is not that, or was edited since."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
+        record = json.loads(given_files.read(path, bytes_max=BYTES_MAX).decode("utf-8"))
+    except OSError as error:
+        raise TraceError(f"replay file {path}: can't be read ({error.strerror})") from error
+    except (RecursionError, ValueError) as error:
         raise TraceError(f"replay file {path}: can't be read ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         given = record.get("schema") if isinstance(record, dict) else type(record).__name__
         raise TraceError(f"replay file {path}: schema={given!r}, this release reads {SCHEMA}")
     digest = record.pop("digest", None)
-    if digest != _digest(record):
+    if digest != digest_of(record):
         raise TraceError(
             f"replay file {path}: its digest does not match its content: it was edited by hand; "
             "put a scenario of your own into a contract's `scenarios` instead"
@@ -85,5 +88,7 @@ def _stem(invariant: str) -> str:
     return quote(invariant, safe="", errors="replace")
 
 
-def _digest(record: dict[str, Any]) -> str:
+def digest_of(record: Mapping[str, Any]) -> str:
+    """The digest that a file of `record` states; of all of it but of that itself."""
+    record = {name: value for name, value in record.items() if name != "digest"}
     return str(blake3(json.dumps(record, sort_keys=True).encode()).hexdigest(16))

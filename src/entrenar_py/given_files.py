@@ -21,7 +21,6 @@ LINE_BYTES_MAX = 2**28
 PIECE_BYTES = 2**16
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"),
@@ -38,7 +37,7 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, f"it is {kind(found.st_mode)}; give a file")
+            raise _no_file(found.st_mode)
         if bytes_max is not None and found.st_size > bytes_max:
             raise too_large(found.st_size, bytes_max)
     except OSError:
@@ -58,7 +57,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
         if stat.S_ISFIFO(found.st_mode):
             return _piped(handle, bytes_max)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, f"it is {kind(found.st_mode)}; give a file")
+            raise _no_file(found.st_mode)
         if found.st_size > bytes_max:
             raise too_large(found.st_size, bytes_max)
         with os.fdopen(os.dup(handle), "rb") as file:
@@ -89,9 +88,11 @@ def too_large(num_bytes: int, bytes_max: int) -> OSError:
     return OSError(errno.EFBIG, f"it has {num_bytes} bytes or more; at most {bytes_max} are read")
 
 
-def kind(mode: int) -> str:
-    """What a path with this `st_mode` is, in words."""
-    return next((name for is_one, name in _KINDS if is_one(mode)), "no file")
+def _no_file(mode: int) -> OSError:
+    if stat.S_ISDIR(mode):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    what = next((name for is_one, name in _KINDS if is_one(mode)), "no file")
+    return OSError(errno.EINVAL, f"it is {what}; give a file")
 
 
 def _opened(path: Path) -> int:

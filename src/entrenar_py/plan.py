@@ -18,6 +18,8 @@ from entrenar_py.verdict import Finding, inconclusive
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
 # Systems that train; the others probe one thing, whatever trainer is asked for.
 TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
+# What a run of the harness may be; larger ones would end by their deadline, or fill the memory.
+SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,12 @@ def is_trainer(system: str) -> bool:
 
 
 def require_known(one: Scenario, where: str) -> None:
-    """Returns if a scenario's mutant exists and its system can run it; else UsageError."""
+    """Returns if a scenario's mutant exists, its system can run it, and it is of a size that ends
+    here; else UsageError.
+    """
+    for name, most in SIZES_MAX.items():
+        if getattr(one, name) > most:
+            raise UsageError(f"{where}: {name}={getattr(one, name)}: use at most {most}")
     try:
         systems.require_possible(one)
     except UsageError as error:

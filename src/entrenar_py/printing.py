@@ -16,9 +16,14 @@ from entrenar_py import visible
 _lost: list[str] = []
 
 
-def say(given: object) -> None:
-    """Prints `given` as one line on standard output, at once."""
-    _print(visible.line(given), sys.stdout)
+def say(given: object, *, indent: int = 0) -> None:
+    """Prints `given` as one line on standard output, at once, behind `indent` spaces."""
+    _print(" " * indent + visible.line(given), sys.stdout)
+
+
+def say_lines(given: str) -> None:
+    """Prints the lines of `given` on standard output, each by itself: a file for a person."""
+    _print(visible.text(given), sys.stdout)
 
 
 def warn(given: object) -> None:
@@ -30,7 +35,7 @@ def warn_lines(given: str) -> None:
     """Prints the lines of `given` on standard error, each by itself: a list of problems, or a
     traceback, of which the line ends are ours.
     """
-    _print("\n".join(visible.text(line) for line in given.split("\n")), sys.stderr)
+    _print(visible.text(given), sys.stderr)
 
 
 def give_up(error: OSError) -> None:

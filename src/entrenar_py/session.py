@@ -223,7 +223,7 @@ def _planted_bugs() -> Collection[str] | None:
 
 def _suggested(loaded: Contract) -> int:
     """Prints bindings for what no check tries, to be read and corrected by a person."""
-    print(suggest.draft(loaded, checks.terms()), end="")
+    printing.say_lines(suggest.draft(loaded, checks.terms()).rstrip("\n"))
     return 0
 
 

@@ -70,6 +70,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"kind": "closed", "problem": ""},
 )
 BIG = 10**12
+EVERY_STEP: Mapping[str, Any] = {"path": "bad", "every_steps": 1}
 
 Make = Callable[[Path], object]
 
@@ -222,7 +223,7 @@ def counterexample(**changes: Any) -> bytes:
     for name, value in changes.items():
         place = record if name in record else record["scenario"]
         place[name] = value  # type: ignore[index]
-    record["digest"] = counterexamples._digest(record)
+    record["digest"] = counterexamples.digest_of(record)
     return json.dumps(record).encode()
 
 

@@ -25,7 +25,7 @@ from entrenar_py.doctor import Examination
 from entrenar_py.service import cli as service
 from tests.fuzz import bad_contents
 
-SECONDS_MAX, BYTES_MAX = 20, 2**31
+SECONDS_MAX, HEAVY_S, BYTES_MAX = 20, 12, 2**31
 SPARSE_BYTES = 2**34
 
 Make = Callable[[Path], object]
@@ -113,7 +113,6 @@ def _worker_tls(bad: Path, name: str) -> int:
     )
 
 
-CHECKPOINT = {"path": "bad", "every_steps": 1}
 READERS: Mapping[str, Door] = {
     "contract": lambda bad: _check("--contract", bad, "--validate"),
     "trace": lambda bad: _check("--contract", "contract.yaml", "--judge", bad),
@@ -125,9 +124,9 @@ READERS: Mapping[str, Door] = {
     "tls cert": partial(_tls, name="cert"),
     "tls key": partial(_tls, name="key"),
     "tls ca": partial(_tls, name="ca"),
-    "checkpoint": lambda bad: _coordinator(bad, "--resume", checkpoint=CHECKPOINT),
+    "checkpoint": lambda bad: _coordinator(bad, "--resume", checkpoint=bad_contents.EVERY_STEP),
     "ledger": lambda bad: _coordinator(
-        bad, "--resume", checkpoint={**CHECKPOINT, "path": "none"}, ledger="bad"
+        bad, "--resume", checkpoint={**bad_contents.EVERY_STEP, "path": "none"}, ledger="bad"
     ),
     "worker secret": lambda bad: _worker("--secret-file", bad),
     "worker ca": partial(_worker_tls, name="ca"),
@@ -165,7 +164,7 @@ class Outcome:
             return "TAKEN"
         if not self.text.strip():
             return "SILENT"
-        if self.seconds > SECONDS_MAX / 2 or self.mib > 2**10:
+        if self.seconds > HEAVY_S or self.mib > 2**10:
             return "HEAVY"
         return ""
 

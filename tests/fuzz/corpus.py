@@ -37,6 +37,7 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.systems.server import Server
 from entrenar_py.training import checkpoint
+from tests.fuzz import bad_contents
 from tests.fuzz.door import CHALLENGE, SCENARIO, SECRET, hello_of
 from tests.fuzz.targets import script
 from tests.protocol.samples import GOLDEN
@@ -69,7 +70,10 @@ def seeds() -> Mapping[str, list[bytes]]:
             for path in sorted((TOP / folder).glob("*.yaml"))
         ],
         "read_configuration": [CONFIGURATION, b"[tool.entrenar-check]\n" + CONFIGURATION],
-        "read_checkpoint": [_checkpoint()],
+        "read_checkpoint": [_checkpoint(), *_checkpoints()],
+        "read_rank_file": list(bad_contents.RANK_FILES.values()),
+        "read_counterexample": list(bad_contents.REPLAYS.values()),
+        "read_coordinator": [_configuration()],
     }
 
 
@@ -154,6 +158,32 @@ def _golden() -> list[dict[str, Any]]:
 @cache
 def _trace() -> trace.Trace:
     return systems.run(SCENARIO)
+
+
+def _checkpoints() -> list[bytes]:
+    """One that a coordinator wrote, and those that are nearly so."""
+    found = []
+    for make in (bad_contents.saved, *bad_contents.CHECKPOINTS.values()):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "checkpoint")
+            make(path)
+            found.append(path.read_bytes().partition(b"\n")[2])
+    return found
+
+
+def _configuration() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.yaml")
+        bad_contents.write_configuration(
+            path,
+            checkpoint=bad_contents.EVERY_STEP,
+            metrics="m",
+            ledger="l",
+            wait_for=2,
+            audit_share=0.5,
+            updates="server",
+        )
+        return path.read_bytes()
 
 
 def _checkpoint() -> bytes:

@@ -5,9 +5,10 @@ An exception that a caller is told to expect is part of that; any other one is a
 
 from __future__ import annotations
 
+import json
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -15,16 +16,22 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from entrenar_py import contract, scenario, trace
-from entrenar_py.contract import Vocabulary, validation
+from entrenar_py import contract, counterexamples, plan, scenario, stored, trace
+from entrenar_py.checks import CHECKS
+from entrenar_py.contract import Invariant, Vocabulary, validation
+from entrenar_py.contract.problems import Position
 from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
+from entrenar_py.plan import Task
 from entrenar_py.project import reading
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import frames, headers
 from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.protocol.messages import VERSION, Hello, Message
 from entrenar_py.protocol.phases import WorkerPhase
+from entrenar_py.service import config
+from entrenar_py.systems.server import Server
 from entrenar_py.training import checkpoint
+from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (
     CHALLENGE,
     FUZZER,
@@ -45,6 +52,8 @@ PAYLOAD_BYTES_MAX = 2**12
 ITEM = struct.Struct("<BHH")  # of a script: tag, bytes of the header, bytes of the payload
 NUM_SCENARIOS = 20  # that are looked at of one entry
 COMPLETED = do.Finish("completed")
+# Of any training.
+JUDGES = tuple(name for name, check in CHECKS.items() if check.explores)
 
 
 # --- the wire ---------------------------------------------------------------------------------
@@ -237,8 +246,49 @@ def read_configuration(data: bytes) -> None:
 def read_checkpoint(data: bytes) -> None:
     """A checkpoint's content under a digest that is right."""
     sealed = checkpoint.MAGIC + blake3(data).hexdigest().encode() + b"\n" + data
+    server = Server(scenario.Scenario(system="parameter_server", **TRAINING))
+    server.checkpoint_path = _written(sealed)
     with suppress(CheckpointError):
-        checkpoint.load(_written(sealed))
+        assert 0 <= server.restore() <= server.scenario.num_steps
+
+
+def read_rank_file(data: bytes) -> None:
+    """The file of the only rank of a run that nobody launched: put together, and judged."""
+    path = Path(_folder().name, "00000-000.rank.jsonl")
+    path.write_bytes(data)
+    require_judged([path])
+
+
+def require_judged(paths: Sequence[Path]) -> None:
+    """Traces or rank files are refused, or every check of any training says something of them."""
+    try:
+        traces = stored.load(paths)
+    except UsageError:
+        return
+    for name in JUDGES:
+        clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 1, 1))
+        planned = tuple(one.scenario for one in traces.values())
+        task = Task(invariant=clause, check=CHECKS[name], planned=planned)
+        for entry in stored.judge_stored([task], traces):
+            assert "crashed" not in entry.finding.reason, entry.finding.reason
+
+
+def read_counterexample(data: bytes) -> None:
+    """A saved counterexample whose digest is put right: its scenario can be run, or is refused."""
+    try:
+        record = json.loads(data)
+        record["digest"] = counterexamples.digest_of({**record, "digest": None})
+        data = json.dumps(record).encode()
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
+        pass  # it is tried as it is
+    with suppress(UsageError):
+        plan.require_known(counterexamples.load(_written(data)).scenario, "replay")
+
+
+def read_coordinator(data: bytes) -> None:
+    """A coordinator's configuration."""
+    with suppress(ContractError):
+        config.load(_written(data))
 
 
 @cache
@@ -258,5 +308,6 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     for one in (
         *(read_frames, read_header, knock, greet, take_part, listen),
         *(read_events, read_trace, read_contract, read_configuration, read_checkpoint),
+        *(read_rank_file, read_counterexample, read_coordinator),
     )
 }

@@ -80,7 +80,7 @@ def trace_of(
         reason += problems[0]
     if problems and status == "completed":
         status, reason = "failed", problems[0]
-    environment = dict(ranks[0].header["versions"]) if ranks else {}
+    environment = dict(ranks[0].header.get("versions", {})) if ranks else {}
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         environment["killed"] = f"{left} that it left running"
@@ -106,7 +106,9 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
     """Whether all ranks say, in their `life` or a later one, that training is over, and by nothing
     bad.
     """
-    last = {path.name.partition("-")[0]: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    last = {
+        path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
+    }
     closed = [path for path in last.values() if rank_file.life_of(path) >= life]
     return len(closed) == world_size and all(map(rank_file.is_closed, closed))
 

@@ -16,9 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from entrenar_py import given_files
 from entrenar_py.observing.rank_file import STACK_SUFFIX, SUFFIX
 
 PATIENCE_S = 3.0
+_HEADER_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 # What waits for the other ranks: the files in which such calls are, and the engine, which waits in
@@ -44,9 +46,9 @@ def ask(folder: Path, alive: Collection[int]) -> None:
     """Has the ranks that record to `folder` write their stacks there; returns when they have."""
     waiting = []
     for path in folder.glob(f"*{SUFFIX}"):
-        with suppress(OSError, ValueError, KeyError):
-            with path.open("rb") as file:
-                pid = int(json.loads(file.readline())["pid"])
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            with given_files.open_file(path) as file:
+                pid = int(json.loads(file.readline(_HEADER_BYTES_MAX))["pid"])
             if pid in alive:
                 os.kill(pid, signal.SIGUSR1)
                 waiting.append(path.with_name(path.name.removesuffix(SUFFIX) + STACK_SUFFIX))

@@ -30,7 +30,7 @@ def trace_of(files: Iterable[Path]) -> trace.Trace:
     status, reason = _ending(lives, _made(events), world_sizes)
     return trace.Trace(
         scenario=_disturbed(scenario, events),
-        environment=dict(lives[0].header["versions"]),
+        environment=dict(lives[0].header.get("versions", {})),
         promises=(),
         events=(
             *assembly.numbered(events, scenario.accumulation, assembly.places(lives)),

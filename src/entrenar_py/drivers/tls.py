@@ -13,7 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from entrenar_py import given_files
 from entrenar_py.errors import UsageError
+
+BYTES_MAX = 2**24  # a bundle of all public CAs has a quarter of a MiB
 
 
 def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
@@ -132,7 +135,7 @@ def _trust(context: ssl.SSLContext, ca: Path) -> None:
 
 def _require_file(name: str, path: Path) -> None:
     try:
-        path.read_bytes()
+        given_files.open_file(path, bytes_max=BYTES_MAX).close()
     except OSError as error:
         raise UsageError(f"TLS {name}={path}: {error.strerror}; use a PEM file") from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from entrenar_py.errors import UsageError, did_you_mean
@@ -36,9 +35,10 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> where along it `rank` is."""
-        sizes = self.axes.values()
-        places = list(product(*map(range, sizes)))
-        return dict(zip(self.axes, places[rank], strict=True))
+        found: dict[str, int] = {}
+        for axis, size in reversed([*self.axes.items()]):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in self.axes}
 
     def data(self, rank: int) -> tuple[int, ...]:
         """Where `rank` is along the axes of data: ranks at one place draw the same samples."""

@@ -8,24 +8,32 @@ process dies stays.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from entrenar_py import trace
+from entrenar_py import given_files, trace
 from entrenar_py.errors import TraceError, UsageError
-from entrenar_py.observing import layout
+from entrenar_py.faults import Fault
+from entrenar_py.observing import layout, rank_header
 from entrenar_py.observing.layout import Layout, Piece
+from entrenar_py.trace import records
 
-VERSION = 1
 SUFFIX = ".rank.jsonl"
+# What a judge needs is all in memory: ten times what 1000 steps of 300 tensors take.
+FILE_BYTES_MAX = 2**30
+EVENTS_MAX = 2**20
 STACK_SUFFIX = ".stack.txt"  # where the rank stands, if it is asked
+
+_NAME = re.compile(rf"[0-9]{{1,9}}-(?P<life>[0-9]{{1,9}}){re.escape(SUFFIX)}")
 
 
 def _closing(problem: str) -> str:
@@ -71,7 +79,7 @@ class RankFile:
         folder.mkdir(parents=True, exist_ok=True)
         self._file, self.life = _new(folder, int(header["rank"]))
         self.stack = folder / f"{header['rank']:05}-{self.life:03}{STACK_SUFFIX}"
-        self._write(json.dumps({"kind": "rank", "version": VERSION, **header}) + "\n")
+        self._write(json.dumps({"kind": "rank", "version": rank_header.VERSION, **header}) + "\n")
 
     def append(self, events: Iterable[trace.Event]) -> None:
         """Writes `events`: who kills the process now takes none of them along."""
@@ -117,50 +125,101 @@ def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
 
 
 def load(path: Path) -> RankTrace:
-    """What is in the file of one rank, to its last whole line.
+    """What is in the file of one rank, to its last whole line; a line in memory at a time.
 
-    Raises TraceError, with the line, for what no rank wrote. A last line that was cut off is none.
+    Raises TraceError, with the line, for what no rank wrote, and for more than may be read
+    (FILE_BYTES_MAX, EVENTS_MAX). A last line that was cut off is none.
     """
-    lines = path.read_bytes().split(b"\n")[:-1]
-    if not lines:
-        raise TraceError(f"{path}: no header: the process died before it wrote one")
-    records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
-    header = records[0]
-    if header.get("kind") != "rank" or header.get("version") != VERSION:
-        raise TraceError(f"{path}:1: no header of a rank's file of version {VERSION}")
-    closing = records[-1] if records[-1].get("kind") == "closed" else None
-    events: list[trace.Event] = []
-    arranged: Layout | None = None
-    pieces: dict[str, Piece] = {}
-    local: frozenset[str] | None = None
-    changed, compression = False, ""
-    for number, line in enumerate(lines[1 : len(lines) - (closing is not None)], start=2):
-        try:
-            if records[number - 1].get("kind") == "layout":
-                arranged, fresh = _arranged(records[number - 1], header)
-                pieces |= fresh
-            elif records[number - 1].get("kind") == "local":
-                local = (local or frozenset()).union(records[number - 1].get("buffers", ()))
-            elif records[number - 1].get("kind") == "changed":
-                changed = True
-            elif records[number - 1].get("kind") == "compressed":
-                compression = str(records[number - 1].get("to", ""))
-            else:
-                events += trace.load_events(line)
-        except UsageError as error:
-            raise TraceError(f"{path}:{number}: {error}") from error
-    return RankTrace(
-        layout=arranged,
-        pieces=pieces,
-        local=local,
-        changed=changed,
-        compression=compression,
-        life=life_of(path),
-        header=header,
-        events=tuple(events),
-        ended=closing is not None,
-        problem="" if closing is None else str(closing.get("problem", "")),
-    )
+    life = life_of(path)
+    try:
+        with given_files.open_file(path, bytes_max=FILE_BYTES_MAX) as file:
+            return _Reader(path).read(file, life)
+    except OSError as error:
+        advice = "; record fewer steps (--steps)" if error.errno == errno.EFBIG else ""
+        raise TraceError(f"rank file {path}: can't be read ({error.strerror}{advice})") from error
+
+
+class _Reader:
+    """One file, read line by line; each place is told with its number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = 0
+        self._events: list[trace.Event] = []
+        self._layout: Layout | None = None
+        self._pieces: dict[str, Piece] = {}
+        self._local: frozenset[str] | None = None
+        self._changed, self._compression = False, ""
+        self._closing: Mapping[str, Any] | None = None
+
+    def read(self, file: BinaryIO, life: int) -> RankTrace:
+        """All of it."""
+        header: Mapping[str, Any] | None = None
+        for line in given_files.lines(file):
+            if not line.endswith(b"\n"):
+                break
+            self._number += 1
+            where = f"{self._path}:{self._number}"
+            record = _record(where, line)
+            if header is None:
+                header = rank_header.require(record, where)
+                continue
+            try:
+                self._take(record, header)
+            except (UsageError, *records.NOT_AN_EVENT) as error:
+                raise TraceError(f"{where}: {_told(error)}") from error
+        if header is None:
+            raise TraceError(f"{self._path}: no header: the process died before it wrote one")
+        return RankTrace(
+            layout=self._layout,
+            pieces=self._pieces,
+            local=self._local,
+            changed=self._changed,
+            compression=self._compression,
+            life=life,
+            header=header,
+            events=tuple(self._events),
+            ended=self._closing is not None,
+            problem="" if self._closing is None else str(self._closing.get("problem", "")),
+        )
+
+    def _take(self, record: dict[str, Any], header: Mapping[str, Any]) -> None:
+        """One line behind the header."""
+        if self._closing is not None:
+            raise TraceError("a line behind the one that says that training is over")
+        match record.get("kind"):
+            case "closed":
+                self._closing = record
+            case "layout":
+                self._layout, fresh = _arranged(record, header)
+                self._pieces |= fresh
+            case "local":
+                self._local = (self._local or frozenset()).union(_names(record.get("buffers", [])))
+            case "changed":
+                self._changed = True
+            case "compressed":
+                self._compression = str(record.get("to", ""))
+            case _:
+                self._add(records.from_record(record))
+
+    def _add(self, event: trace.Event) -> None:
+        if isinstance(event, trace.Injected):
+            Fault.from_dict(event.fault)  # says what is wrong with it
+        if (getattr(event, "step", None) or 0) < 0:
+            raise TraceError(f"step={getattr(event, 'step', None)}: steps count from 0")
+        if len(self._events) == EVENTS_MAX:
+            raise TraceError(f"more than {EVENTS_MAX} events; record fewer steps (--steps)")
+        self._events.append(event)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, UsageError) else f"event can't be read ({error!r})"
+
+
+def _names(told: Any) -> list[str]:
+    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
+        raise TraceError("buffers: use a list of names")
+    return told
 
 
 def _arranged(
@@ -175,24 +234,30 @@ def _arranged(
 
 
 def life_of(path: Path) -> int:
-    """Which life of its rank a file is of, from 0."""
-    return int(path.name.removesuffix(SUFFIX).partition("-")[2])
+    """Which life of its rank a file is of, from 0; TraceError for one that is called otherwise."""
+    found = _NAME.fullmatch(path.name)
+    if found is None:
+        raise TraceError(f"rank file {path}: no rank's file is called so, as 00000-000{SUFFIX} is")
+    return int(found["life"])
 
 
 def is_closed(path: Path) -> bool:
     """Whether the rank has said that training is over, and by nothing bad; reads the end alone."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - len(_WELL)))
-        return file.read() == _WELL
+    try:
+        with given_files.open_file(path) as file:
+            file.seek(max(0, path.stat().st_size - len(_WELL)))
+            return file.read(len(_WELL)) == _WELL
+    except OSError:
+        return False
 
 
-def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _record(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{path}:{number}: no JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: no JSON ({error})") from error
     if not isinstance(record, dict):
-        raise TraceError(f"{path}:{number}: no mapping")
+        raise TraceError(f"{where}: no mapping")
     return record
 
 

@@ -91,9 +91,7 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
     piece = ranks[rank].pieces.get(name)
     if piece is None:
         return held[rank][name]
-    own = held[rank][name].values()
-    whole = np.zeros(piece.whole, np.float32 if own is None else own.dtype)
-    known = np.zeros(piece.whole, bool)
+    parts = []
     for holder in piece.ranks:
         record = held.get(holder, {}).get(name)
         part = ranks[holder].pieces.get(name) if holder in ranks else None
@@ -102,6 +100,13 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
             return None
         if part.whole != piece.whole:
             return None
-        whole[part.place] = values.reshape(part.shape)
-        known[part.place] = True
+        parts.append((part.place, values.reshape(part.shape)))
+    if sum(values.size for _, values in parts) < math.prod(piece.whole):
+        return None  # before there is room for it: a file may say any size
+    own = held[rank][name].values()
+    whole = np.zeros(piece.whole, np.float32 if own is None else own.dtype)
+    known = np.zeros(piece.whole, bool)
+    for place, values in parts:
+        whole[place] = values
+        known[place] = True
     return record_tensor(whole, values=True) if known.all() else None

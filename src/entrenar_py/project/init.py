@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from entrenar_py import options, shipped
+from entrenar_py import options, printing, shipped
 from entrenar_py.errors import UsageError
 from entrenar_py.project import guessing, location
 from entrenar_py.project.guessing import Guess
@@ -146,15 +146,14 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
 def _tell(path: Path, found: Guess | None) -> None:
     """Says what was written, what was guessed, and what its author has to look at."""
     shared = path.name == location.SHARED
-    print(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
+    printing.say(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
     if found is None:
-        print(
-            f"no command was given: it checks the reference trainers ({options.PROG} {NAME} -- ...)"
-        )
+        told = f"it checks the reference trainers ({options.PROG} {NAME} -- ...)"
+        printing.say(f"no command was given: {told}")
     else:
-        print(f"  command: {' '.join(found.command)}")
+        printing.say(f"command: {' '.join(found.command)}", indent=2)
         for line in found.taken:
-            print(f"  guessed: {line}")
+            printing.say(f"guessed: {line}", indent=2)
         for line in found.look:
-            print(f"  look at: {line}")
-    print(f"now run: {options.PROG}")
+            printing.say(f"look at: {line}", indent=2)
+    printing.say(f"now run: {options.PROG}")

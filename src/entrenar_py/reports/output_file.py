@@ -13,7 +13,7 @@ def require_writable(path: Path, option: str) -> None:
     """Returns if a file can be written at `path`; creates, truncates and opens nothing.
 
     `option` is what the path was given to (`--json`). Raises UsageError for a directory, a folder
-    that does not exist or is none, and missing permission.
+    that does not exist or is none, a pipe, a socket, and missing permission.
     """
     target = Path(os.path.realpath(path))  # a link is judged by what it points to
     try:
@@ -25,6 +25,8 @@ def require_writable(path: Path, option: str) -> None:
         raise UsageError(f"{option} {path}: {error.strerror}; give a path to a file") from error
     if stat.S_ISDIR(mode):
         raise UsageError(f"{option} {path}: is a directory; give a path to a file")
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # nobody may ever read it
+        raise UsageError(f"{option} {path}: is a pipe or a socket; give a path to a file")
     if not os.access(target, os.W_OK):
         raise UsageError(f"{option} {path}: no permission to write this file; give another path")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py import printing, trace
+from entrenar_py import given_files, printing, trace
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest, exits, extent
@@ -88,7 +88,7 @@ def verify(path: Path, *, replay: bool) -> int:
 
 def _read(path: Path) -> Account:
     try:
-        with path.open("rb") as file:
+        with given_files.open_file(path) as file:
             reader = ledger.Reader(file, path)
             scenario = reader.head.scenario
             found = Extent(reader.chain)

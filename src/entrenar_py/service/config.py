@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import systems
+from entrenar_py import given_files, systems
 from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
@@ -25,7 +25,7 @@ from entrenar_py.service import address, keys
 from entrenar_py.service.address import Address
 from entrenar_py.systems import audited, topology, updates
 
-SECRET_BYTES_MIN = 16
+SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,10 @@ def load(path: Path) -> Config:
 
 
 def secret(path: Path) -> bytes:
-    """The shared secret in the file at `path`; UsageError if it can't be read or is too short."""
+    """The shared secret in the file at `path`; UsageError if it can't be read or is too short,
+    or longer than any secret is."""
     try:
-        found = path.read_bytes().strip()
+        found = given_files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
     except OSError as error:
         raise UsageError(f"secret_file={path}: can't be read ({error.strerror})") from error
     if len(found) < SECRET_BYTES_MIN:

@@ -24,11 +24,12 @@ class Metrics:
         self._path = path
         try:
             self._file: FileIO | None = FileIO(path, "a+")
+            size = self._file.seek(0, 2)
+            self._file.seek(max(size - 1, 0))
+            last = self._file.read(1) if size else b""
         except OSError as error:
             raise UsageError(f"metrics {path}: can't be written ({error.strerror})") from error
-        size = self._file.seek(0, 2)
-        self._file.seek(max(size - 1, 0))
-        if self._file.read(1) not in (b"", b"\n"):  # whoever wrote last died in the middle of it
+        if last not in (b"", b"\n"):  # whoever wrote last died in the middle of it
             self._write("\n")
 
     def __call__(self, happening: Happening) -> None:

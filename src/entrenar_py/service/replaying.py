@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from entrenar_py import backends, printing, trace
+from entrenar_py import backends, given_files, printing, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest, exits
@@ -92,7 +92,7 @@ def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace
 
 def _first_tensor(path: Path, again: trace.Update) -> str:
     """Where the ledger differs from `again`; its update is looked for in the file once more."""
-    with path.open("rb") as file:
+    with given_files.open_file(path) as file:
         theirs = next(
             event
             for event in ledger.Reader(file, path)

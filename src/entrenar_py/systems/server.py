@@ -33,7 +33,7 @@ from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import audited, copies, replicas, topology, updates
 from entrenar_py.systems.replicas import Replicas
-from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
+from entrenar_py.training import blocks, checkpoint, contents, reduction, sharding, state
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
@@ -290,7 +290,8 @@ class Server(Replicas):
     def restore(self) -> int:
         """Takes the state from the checkpoint, the initial one if there is none; the next step.
 
-        CheckpointError, naming what differs, if it is one of another scenario.
+        CheckpointError, naming what differs, if it is one of another scenario, or can't be gone
+        on with.
         """
         assert self.checkpoint_path is not None
         self.present.clear()
@@ -299,8 +300,15 @@ class Server(Replicas):
             self.position, self.schedule_step = sharding.Position(), 0
             self._ids = self.batch()
             return 0
-        arrays, progress = checkpoint.load(self.checkpoint_path)
+        expected = checkpoint.as_arrays(
+            tensors=self.replica.replica.arrays, optimizer=self.replica.state
+        )
+        largest = contents.bytes_max(expected)
+        arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
         self._require_own(progress)
+        steps, samples = self.scenario.num_steps, self.scenario.num_samples
+        limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
+        contents.require(self.checkpoint_path, arrays, progress, expected=expected, limits=limits)
         self.read_notes(progress)
         self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
         saved = checkpoint.group_of(arrays, "optimizer")
@@ -311,7 +319,8 @@ class Server(Replicas):
         return int(progress["step"])
 
     def _require_own(self, progress: Mapping[str, Any]) -> None:
-        theirs, ours = dict(progress.get("scenario", {})), self.scenario.to_dict()
+        held = progress.get("scenario")
+        theirs, ours = held if isinstance(held, dict) else {}, self.scenario.to_dict()
         names = [name for name in (*ours, *theirs) if theirs.get(name) != ours.get(name)]
         if names:
             name = names[0]

@@ -6,13 +6,16 @@ without it. The last event is `End`, so a truncated file is found too.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
+from entrenar_py import given_files
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import records
@@ -20,6 +23,7 @@ from entrenar_py.trace.events import End, Event
 from entrenar_py.trace.run import Trace
 
 VERSION = 1
+EVENTS_MAX = 2**21  # of a run that is judged; who only verifies a ledger reads one of any length
 
 
 def dump_lines(trace: Trace) -> Iterator[str]:
@@ -65,11 +69,16 @@ def load(path: Path) -> Trace:
     reordered or truncated, or that is no trace at all.
     """
     try:
-        with path.open("rb") as file:
+        with given_files.open_file(path) as file:
             reader = Reader(file, path)
-            events = tuple(reader)
+            events = tuple(islice(reader, EVENTS_MAX + 1))
     except OSError as error:
         raise TraceError(f"trace file {path}: can't be read ({error.strerror})") from error
+    if len(events) > EVENTS_MAX:
+        raise TraceError(
+            f"{path}: more than {EVENTS_MAX} events: a judge has them all in memory; record fewer "
+            "steps"
+        )
     if not events or not isinstance(events[-1], End):
         where = f"{path}:{reader.num_lines}"
         raise TraceError(f"{where}: the trace is truncated: its last line is no end event")
@@ -110,11 +119,11 @@ class Reader:
     died: with `cut` the events end before it, else it is as good as its chain.
     """
 
-    def __init__(self, file: Iterable[bytes], path: Path, *, cut: bool = False) -> None:
+    def __init__(self, file: BinaryIO, path: Path, *, cut: bool = False) -> None:
         self.num_lines = self.num_bytes = 0
         self.chain = ""
         self._path, self._cut = path, cut
-        self._lines = iter(file)
+        self._lines = given_files.lines(file)
         first = self._next()
         if first is None:
             raise ForeignTrace(f"{path}: the file is empty; a trace starts with a header line")
@@ -133,7 +142,13 @@ class Reader:
 
     def _next(self) -> dict[str, Any] | None:
         """The record of the next line, its chain checked; None after the last."""
-        line = next(self._lines, b"")
+        try:
+            line = next(self._lines, b"")
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            wrong = TraceError if self.num_lines else ForeignTrace
+            raise wrong(f"{self._path}: {error.strerror}") from error
         if not line or (self._cut and not line.endswith(b"\n")):
             return None
         self.num_lines += 1

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from entrenar_py.trace.events import Event
@@ -20,6 +23,22 @@ from entrenar_py.trace.tensors import TensorRecord
 NOT_AN_EVENT = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 _INT_MAX = 2**63 - 1
+_ITEM_BYTES = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
 _DEPTH_MAX = 16  # of what a trainer notes in its own words (`progress`, `fault`)
 
 Reader = Callable[[Any], Any]
@@ -112,14 +131,23 @@ def _optional(read: Reader) -> Reader:
 
 def _tensor(value: Any) -> TensorRecord:
     if type(value) is str:
-        return TensorRecord(value)
-    return TensorRecord(*_tuple(_str, _str, _str)(value))
+        return _digest(value)
+    digest, data, dtype = _tuple(_str, _str, _str)(value)
+    if dtype not in _ITEM_BYTES or len(b64decode(data, validate=True)) % _ITEM_BYTES[dtype]:
+        raise ValueError(f"use base64 of whole numbers or floats: {', '.join(_ITEM_BYTES)}")
+    return TensorRecord(digest, data, dtype)
+
+
+@lru_cache(2**16)
+def _digest(digest: str) -> TensorRecord:
+    """One record for all that have this digest: ranks that agree share most of theirs."""
+    return TensorRecord(digest)
 
 
 def _tensors(value: Any) -> dict[str, TensorRecord]:
     if type(value) is not dict:
         raise ValueError("use a mapping from names to digests")
-    return {name: _tensor(item) for name, item in value.items()}
+    return {sys.intern(name): _tensor(item) for name, item in value.items()}
 
 
 def _words(value: Any) -> dict[str, Any]:

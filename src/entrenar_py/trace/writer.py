@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import given_files
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import ledger, records
@@ -113,11 +114,14 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
     if not path.exists():
         return create(path, head), Standing(is_new=True)
     try:
+        given_files.open_file(path).close()
         file = FileIO(path, "r+")
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be written ({error.strerror})") from error
-    with _kept(file, path), path.open("rb") as lines:
-        if not lines.readline().endswith(b"\n"):  # whoever began it died in its first line
+    with _kept(file, path), given_files.open_file(path) as lines:
+        if not next(given_files.lines(lines), b"").endswith(
+            b"\n"
+        ):  # whoever began it died in its first line
             if since is not None and since.chain is not None:
                 raise TraceError(f"ledger {path}: it has no whole line; {_TO_DO}")
             file.truncate(0)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
+from entrenar_py import given_files
 from entrenar_py.errors import CheckpointError
 
 MAGIC = b"entrenar-checkpoint 1 "
@@ -57,13 +58,17 @@ def partial_of(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def load(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+def load(
+    path: Path, *, bytes_max: int | None = None
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The arrays and the progress that `save` wrote.
 
-    Raises CheckpointError if the file is missing, of another kind, truncated or changed.
+    Raises CheckpointError if the file is missing, of another kind, truncated or changed, or larger
+    than `bytes_max`, if that is given.
     """
     try:
-        content = path.read_bytes()
+        with given_files.open_file(path, bytes_max=bytes_max) as file:
+            content = file.read()
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: can't be read ({error.strerror})") from error
     header, _, payload = content.partition(b"\n")
@@ -76,7 +81,7 @@ def load(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         )
     try:
         return dict(safetensors.load(payload)), _progress(payload)
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {path}: its content is not what save writes ({error!r})"
         ) from error

@@ -1,0 +1,104 @@
+"""The first line of a rank's file: which keys it has, and what may stand in each.
+
+A file may have been written by anybody: what is read of it further on relies on these types.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from entrenar_py.errors import TraceError
+
+VERSION = 1
+RANKS_MAX = 2**16
+_WHOLE_MAX = 2**63 - 1
+
+Test = Callable[[Any], bool]
+
+
+def _whole(least: int, most: int = _WHOLE_MAX) -> Test:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | float) or _whole(-_WHOLE_MAX)(value)
+
+
+def _is_probability(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_constant(value: Any) -> bool:
+    """Of an optimizer: a number, some numbers, or none."""
+    if isinstance(value, list):
+        return all(map(_is_number, value))
+    return value is None or _is_number(value)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_group, value))
+
+
+def _is_group(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    # These are computed with; the others are compared.
+    numbers = [value[name] for name in ("lr", "initial_lr") if name in value]
+    decay = value.get("weight_decay")
+    numbers += [] if decay is None else [decay]
+    return all(map(_is_number, numbers)) and all(map(_is_constant, value.values()))
+
+
+def _are_versions(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+# Key -> whether it must be there, what may stand there, and that in words.
+_KEYS: Mapping[str, tuple[bool, Test, str]] = {
+    "rank": (True, _whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
+    "world_size": (True, _whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
+    "versions": (False, _are_versions, "a mapping from names to texts"),
+    "pid": (False, _whole(0), "a whole number"),
+    "values": (False, _is_flag, "true or false"),
+    "num_samples": (
+        *(False, lambda value: value is None or _whole(0)(value)),
+        "a whole number, or null where it is not known",
+    ),
+    "drop_last": (False, _is_flag, "true or false"),
+    "replacement": (False, _is_flag, "true or false"),
+    "optimizer": (False, _is_text, "the name of a class"),
+    "groups": (False, _are_groups, "a list of mappings from names to numbers"),
+    "dropout": (False, _is_probability, "a number from 0 to 1"),
+    "batch_norm": (False, _is_flag, "true or false"),
+}
+
+
+def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """`record` if it is the header of a rank's file of this version; else TraceError.
+
+    Keys that it has beside are nobody's business: a later release may write more.
+    """
+    if record.get("kind") != "rank" or record.get("version") != VERSION:
+        raise TraceError(f"{where}: no header of a rank's file of version {VERSION}")
+    for name, (needed, fits, allowed) in _KEYS.items():
+        if name not in record:
+            if needed:
+                raise TraceError(f"{where}: header without {name}: it is {allowed}")
+        elif not fits(record[name]):
+            raise TraceError(f"{where}: {name}={reprlib.repr(record[name])}: use {allowed}")
+    if record["rank"] >= record["world_size"]:
+        raise TraceError(
+            f"{where}: rank={record['rank']} with world_size={record['world_size']}: ranks count "
+            "from 0"
+        )
+    return record
