@@ -157,6 +157,8 @@ def test_equations_obligations_and_harnesses_have_places() -> None:
     (listed,) = _layout("listed-equations-v1").equations
     assert (listed.name, listed.formula) == ("EQ-1", "decode . encode = id")
     (attack,) = _layout("listed-equations-v1").falsification_tests
+    stated, _ = _layout("listed-equations-v1").obligations
+    assert stated.property == "Nothing is lost"
     assert (attack.rule, attack.obligation, attack.target) == ("", "OB-1", "OB-1")
 
 

@@ -37,7 +37,8 @@ EQUATION_KEYS = (
     *("invariants", "preconditions", "postconditions", "reference"),
 )
 OBLIGATION_KEYS = (
-    *("id", "type", "property", "formal", "tolerance", "applies_to", "equation", "lean"),
+    *("id", "type", "property", "statement", "formal", "tolerance", "applies_to"),
+    *("equation", "lean"),
 )
 TEST_KEYS = ("id", "rule", "obligation", "prediction", "test", "if_fails")
 HARNESS_KEYS = ("id", "obligation", "property", "bound", "strategy", "solver", "harness")

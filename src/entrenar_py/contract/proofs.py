@@ -52,7 +52,7 @@ def _equation(
     record = Record(node, what=what, known=layout.EQUATION_KEYS, problems=problems)
     return Equation(
         name=name,
-        formula=_formula(record),
+        formula=_either(record, "formula", "formal", rule="SCHEMA-004"),
         position=at,
         domain=record.text("domain"),
         codomain=record.text("codomain"),
@@ -64,10 +64,11 @@ def _equation(
     )
 
 
-def _formula(record: Record) -> str:
-    if record.present("formula") is None and record.present("formal") is not None:
-        return record.filled("formal", rule="SCHEMA-004")
-    return record.filled("formula", rule="SCHEMA-004")
+def _either(record: Record, key: str, other: str, *, rule: str) -> str:
+    """The text of `key`, or of the `other` where it stands in its place; not empty."""
+    if record.present(key) is None and record.present(other) is not None:
+        return record.filled(other, rule=rule)
+    return record.filled(key, rule=rule)
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
@@ -82,7 +83,8 @@ def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
 
 
 def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
-    given, stated = record.text("id"), record.filled("property", rule="SCHEMA-005")
+    given = record.text("id")
+    stated = _either(record, "property", "statement", rule="SCHEMA-005")
     return Obligation(
         id=given or _id_from(stated, taken),
         property=stated,
