@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench lint docs clean setup vulkan
+.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (what probes no trainer has been tried by then); and the wgpu backend against its own, on whatever
@@ -75,6 +75,11 @@ graphs: setup
 # Ours beside the peer's, as ratios.
 bench: setup
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only -q
+
+# The service with gradients of 64 MB beside gloo's all-reduce: star and mesh, plain and over TLS, with
+# a worker and the coordinator killed. Some minutes.
+bench-service: setup
+	$(BIN)/python -m tests.benchmarks.service
 
 lint: setup
 	$(BIN)/ruff check .

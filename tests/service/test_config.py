@@ -147,6 +147,10 @@ updates: server
             ["run.yaml:5:10: error: updates='client': use workers or server"],
         ),
         (
+            SMALL.replace("mlp", "decoder") + "width: 64\n",
+            ["run.yaml:5:8: error: width=64: decoder has one size; it is of mlp and vectors"],
+        ),
+        (
             SMALL + "topology: ring\n",
             ["run.yaml:5:11: error: topology='ring': use star or mesh"],
         ),

@@ -143,6 +143,11 @@ class _Reader:
             if found.workload == "own":
                 self._error("workload", "workload='own': it is a stored trace's; nothing to train")
                 return None
+            if "width" in given and found.workload not in keys.SIZED:
+                sized = " and ".join(keys.SIZED)
+                self._error(
+                    "width", f"width={found.width}: {found.workload} has one size; it is of {sized}"
+                )
             return None if missing else found
 
     def _system(self) -> str:

@@ -8,6 +8,7 @@ from entrenar_py.scenario import Scenario
 
 LISTEN = "127.0.0.1:7411"
 TOPOLOGIES = ("star", "mesh")
+SIZED = ("mlp", "vectors")  # workloads that `width` makes larger
 
 # Of a scenario, what a service has no use for: it injects nothing, stops where it is told to, and
 # computes on what its workers bring.
