@@ -54,10 +54,13 @@ soak-others: setup
 	$(BIN)/python -m tests.systems.soak_hour
 	$(BIN)/python -m tests.test_no_false_alarm 1000
 
-# Real processes over TCP, killed, frozen, cut off and damaged at random, run after run.
+# Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten
+# thousand strangers at a coordinator's door in the middle of a run, and as many over TLS.
 SOAK_S ?= 300
+STRANGERS ?= 10000
 soak-real: setup
 	$(BIN)/python -m tests.systems.soak_real $(SOAK_S)
+	$(BIN)/python -m tests.systems.soak_strangers $(STRANGERS)
 
 # Bytes made up by a fuzzer that watches which lines they reach: at every way in, FUZZ_S each.
 FUZZ_S ?= 60

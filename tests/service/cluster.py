@@ -94,6 +94,11 @@ class Process:
         """All that it said so far."""
         return "\n".join(self.lines)
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
     def dismiss(self) -> None:
         """Leaves nothing running."""
         if self._process.poll() is None:

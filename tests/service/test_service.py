@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from entrenar_py.service import exits
 from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
 from tests.service.cluster import LARGE, LONG, TRAINING, Cluster, cluster, metrics, weights
+from tests.systems.mischief import Mischief
 
 
 @pytest.fixture
@@ -245,6 +248,23 @@ def test_who_is_not_let_in(star: Cluster, tmp_path: Path) -> None:
     assert "unknown host 'no.such.host.invalid'" in lost.lines[-1]
     star.address = address
     assert star.worker().code() == coordinator.code() == exits.DONE
+
+
+def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
+    """Some hundred of them that reset, drip, flood, replay and guess: both workers stay, and the
+    weights end on the same bits (ten thousand: `make soak-real`).
+    """
+    star.configure(LONG, wait_for=2)
+    coordinator = star.coordinator()
+    workers = [star.worker(), star.worker()]
+    coordinator.until(r"step 1/400")
+    host, port = star.address.split(":")
+    mischief = Mischief(host, int(port), recorded=b"ENTP" * 99)
+    asyncio.run(mischief.run(200, random.Random(0)))
+    assert [one.code() for one in (coordinator, *workers)] == 3 * [exits.DONE]
+    assert mischief.num_answered
+    assert "left in step" not in coordinator.text
+    assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
 
 
 def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:

@@ -65,7 +65,7 @@ async def visit(guest: Guest, host: str, port: int) -> None:
     try:
         while data := await reader.read(CHUNK_BYTES):
             saying.append(asyncio.create_task(_say(writer, guest.heard(data), guest.pace_s or 0)))
-    except ConnectionError:
+    except OSError:
         pass  # sent away
     finally:
         for task in saying:
