@@ -147,7 +147,7 @@ class Door:
                 return
             except OSError as error:
                 if error.errno in _OF_ONE:
-                    self._note("", str(error))
+                    self._note("an unknown address", str(error))
                     continue
                 self._rest(listener, error)
                 return

@@ -121,6 +121,11 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")
     finish = await server.finish()
     signals.ignore()
+    number, last = server.strangers
+    if number:
+        here, why = last[-1]
+        told = f"{number} connections ended that had proved nothing; the last from {here}: {why}"
+        host.note("strangers", told)
     return finish
 
 
