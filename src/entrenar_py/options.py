@@ -127,7 +127,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         if name not in options.typed:
             setattr(options, name, default)
     options.contract = tuple(dict.fromkeys(options.contract or ()))
-    options.command, options.command_folder = command, None
+    options.command, options.command_folder, options.knobs = command, None, {}
     options.mode = next((name for name in MODES if getattr(options, name)), None)
     return options
 

@@ -338,6 +338,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         num_steps=options.steps,
         deadline_s=options.deadline,
         launch=partial(launch.launch, cwd=options.command_folder),
+        spelled=options.knobs,
     )
     wish(folder=Path())  # says what can't be
     traces: dict[Path, Trace] = {}

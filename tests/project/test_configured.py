@@ -172,6 +172,29 @@ def test_a_command_runs_in_the_folder_of_the_file(
     assert report(Path("r.json"))["configuration"]["overruled"] == ["command"]
 
 
+def test_knobs_as_the_script_spells_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each value by its own words; what is spelled "" is no word at all."""
+    words = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
+    words += ["--by={strategy}", "{permute}", "{loss_scale}"]
+    base = f"{BASE}command = {words}\ntrace-dir = 'runs'\nonly = 'F-DP-001'\n"
+    base += "[tool.entrenar-check.knobs]"
+    configure('\nstrategy = {on = "ddp", off = "none"}\npermute = {0 = "", 1 = "-p"}', base=base)
+    assert check() == 4
+    printed = Path("runs/2-workers/output.txt").read_text(encoding="utf-8")
+    assert printed == "['--by=ddp', '1']\n"
+    assert "configured: command, knobs, contract" in capsys.readouterr().out
+    for text, told in (
+        ("clip = {1e9 = 'no'}", "pyproject.toml:6:22: error: knobs='clip': the command has no {cl"),
+        ("strateg = {on = '1'}", "knobs='strateg': no knob; did you mean 'strategy'?"),
+        ("permute = {2 = '1'}", "knobs permute='2': it has no such value; it has 0, 1"),
+        ("permute = 1", "knobs.permute is a table: value"),
+        ("permute.0 = true", "knobs.permute.0 = True: give text or a number"),
+    ):
+        configure(f"\n{text}", base=base)
+        assert check() == 2
+        assert told in capsys.readouterr().err
+
+
 def test_github_in_a_workflow_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.checks import evidence
+from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.trace import Trace, Update
 
 UNCLIPPED = "1e9"  # a norm that no gradient has
@@ -70,6 +71,23 @@ def beside(name: str, told: Collection[str]) -> tuple[tuple[str, str], ...]:
     """
     others = ("accumulation", "loss_scale") if name == "clip" else ()
     return tuple((one, KNOBS[one].others[0]) for one in others if one in told)
+
+
+def require_spelled(spelled: Mapping[str, Mapping[str, str]], told: Collection[str]) -> None:
+    """Returns if each knob and each value in `spelled` is one that turns; else UsageError.
+
+    `told` are the knobs that the command has.
+    """
+    for name, values in spelled.items():
+        if name not in KNOBS:
+            raise UsageError(f"knobs={name!r}: no knob; {did_you_mean(name, KNOBS)}")
+        if name not in told:
+            raise UsageError(f"knobs={name!r}: the command has no {{{name}}}; say where it goes")
+        known = (KNOBS[name].usual, *KNOBS[name].others)
+        for value in values:
+            if value not in known:
+                allowed = ", ".join(known)
+                raise UsageError(f"knobs {name}={value!r}: it has no such value; it has {allowed}")
 
 
 def _limit(usual: Trace) -> str:

@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +47,11 @@ Launcher = Callable[..., Ended]  # what `launch.launch` does
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a command is to be run, for the checks that `wanted` names."""
+    """How a command is to be run, for the checks that `wanted` names.
+
+    `spelled` says what stands in the command for the values of its knobs, by knob and value; a
+    value that is not there stands for itself.
+    """
 
     command: tuple[str, ...]
     wanted: Collection[str]
@@ -57,9 +61,11 @@ class Plan:
     num_steps: int = NUM_STEPS
     deadline_s: float = DEADLINE_S
     launch: Launcher = launch
+    spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_placeholders(self.command)
+        knobs.require_spelled(self.spelled, [name for name in KNOBS if self.can_say(name)])
         for option, place, usual in (("seed", "seed", 0), ("num_steps", "steps", NUM_STEPS)):
             if getattr(self, option) != usual and not self.can_say(place):
                 raise UsageError(
@@ -171,7 +177,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
         }
         closed = partial(ranks.have_closed, folder, asked.world_size, life)
         ended = plan.launch(
-            [_filled(word, values) for word in plan.command],
+            _words(plan.command, values, plan.spelled),
             folder=folder,
             variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
             deadline_s=plan.deadline_s,
@@ -207,6 +213,15 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
     elif folder.exists():
         raise UsageError(f"--trace-dir: {folder} is there, and of no run; give another folder")
+
+
+def _words(
+    command: Sequence[str], values: dict[str, str], spelled: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    """`command` with its placeholders filled in; a word that is a knob, spelled "", is left out."""
+    told = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
+    empty = {"{" + name + "}" for name in spelled if told[name] == ""}
+    return [_filled(word, told) for word in command if word not in empty]
 
 
 def _filled(word: str, values: dict[str, str]) -> str:

@@ -24,6 +24,7 @@ Form = Literal[
     "date",
     "levels",
     "suppressions",
+    "knobs",
 ]
 HOLDS: Mapping[Form, str] = {
     "text": "text",
@@ -39,6 +40,7 @@ HOLDS: Mapping[Form, str] = {
     "date": "date, without quotes",
     "levels": "table of levels by rule",
     "suppressions": "list of tables, see below",
+    "knobs": "table of tables of text",
 }
 
 
@@ -69,6 +71,13 @@ KEYS: Mapping[str, Key] = {
         "none",
         "files of [bindings](bindings.md), besides those that lie next to a contract; each is for "
         "the contract that it names",
+    ),
+    "knobs": Key(
+        "knobs",
+        "their own values",
+        "how the script spells a [knob](your-trainer.md#knobs)'s values, as in "
+        '`knobs.strategy = {on = "ddp", off = "none"}`; a word of the command that is a knob alone '
+        'is left out where that is `""`',
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
     "deadline": Key("seconds", "`300`", "each run of the command is ended after so long"),

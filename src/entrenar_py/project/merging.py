@@ -35,6 +35,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
     told = ""
     if project.command and typed.mode is None and _CHOOSES not in typed.typed:
         typed.mode, typed.command, typed.command_folder = "command", project.command, project.folder
+        typed.knobs = project.knobs
         told = (
             f"the command of {project.place} (--system NAME tries a trainer of entrenar-py "
             "instead, --no-config goes without the configuration)"
@@ -71,7 +72,8 @@ def _lay_below(typed: argparse.Namespace) -> None:
     used: list[str] = []
     overruled: list[str] = []
     if project.command and mode in (None, "command"):
-        (overruled if typed.command_folder is None else used).append("command")
+        given = overruled if typed.command_folder is None else used
+        given += ["command", *(["knobs"] if project.knobs else [])]
     for name, value in project.values.items():
         means_something = name in options.MODES[mode] if mode else name not in options.COMMANDED
         if mode == "validate" and name in options.FILES:  # they are a run's reports

@@ -18,11 +18,11 @@ from entrenar_py import options
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.validation import Suppression
 from entrenar_py.errors import ContractError, UsageError
-from entrenar_py.project import location, positions, rules
+from entrenar_py.project import knobs, location, positions, rules
 from entrenar_py.project.keys import EXCLUSION, HOLDS, KEYS, KINDS, Form
 
 # What no option of the same name holds, so that it goes with a command and without one.
-_NO_OPTIONS = ("command", "exclusions", "levels", "suppressions")
+_NO_OPTIONS = ("command", "knobs", "exclusions", "levels", "suppressions")
 _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
@@ -58,6 +58,7 @@ class Project:
     exclusions: tuple[Exclusion, ...] = ()
     rules: Mapping[str, str] = field(default_factory=dict)
     suppressions: tuple[Suppression, ...] = ()
+    knobs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def load(path: Path) -> Project:
@@ -121,6 +122,7 @@ class _Reader:
         exclusions: list[Exclusion] = []
         levels: dict[str, str] = {}
         aside: tuple[Suppression, ...] = ()
+        spelled: dict[str, dict[str, str]] = {}
         for name, key in KEYS.items():
             if name not in self._table:
                 continue
@@ -130,6 +132,8 @@ class _Reader:
                 command = self._command(given, name)
             elif key.form == "exclusions":
                 exclusions += self._exclusions(given, name)
+            elif key.form == "knobs":
+                spelled = knobs.read(given, name, self._error)
             elif key.form == "levels":
                 levels = rules.read_levels(given, name, self._error)
             elif key.form == "suppressions":
@@ -138,6 +142,8 @@ class _Reader:
                 value = self._value(given, name, key.form, folder)
                 values |= {} if value is None else {dest: value}
         self._require_together(bool(command))
+        if spelled and "command" not in self._table:
+            self._error("knobs means something beside command alone; leave it out", "knobs")
         if "contract" not in self._table:
             self._problems.error(self._at(), "contract is missing; say which are to be tried")
         return Project(
@@ -149,6 +155,7 @@ class _Reader:
             exclusions=tuple(exclusions),
             rules=levels,
             suppressions=aside,
+            knobs=spelled,
         )
 
     def _at(self, *path: str | int) -> Position:
