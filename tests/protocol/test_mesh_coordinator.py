@@ -165,7 +165,8 @@ def test_the_third_complaint_sends_the_worst_away() -> None:
         say(mesh, stations[by], unreachable(of, round_))
     effects = say(mesh, stations[0], unreachable(1, ROUNDS_MAX))
     peer, reason = wire_of_lost(effects), "worker 0 can't reach worker 1: refused"
-    assert effects[:2] == [do.Close(peer, reason), do.Left(1, 0, reason)]
+    told = do.Send(peer, Refuse(reason=f"thrown out: {reason}", retry=True))
+    assert effects[:3] == [told, do.Close(peer, reason), do.Left(1, 0, reason)]
     assert [one.ranks for one in sent(effects, Group)] == [(0, 2)] * 2
     assert mesh.finish() == do.Finish("completed")
 

@@ -114,7 +114,7 @@ class MeshCoordinator(Coordinator):
             return self._regroup(self._members())
         worst = max(rank_of, key=lambda rank: (self._complaints[rank_of[rank]], rank))
         reason = f"worker {member.in_rank()} can't reach worker {said.rank}: {said.reason}"
-        return self._drop(rank_of[worst], reason, now)
+        return self._throw_out(rank_of[worst], reason, now)
 
     def _state(self, peer: Peer, member: Member, said: State, now: float) -> list[Effect]:
         self._require_step(said.step)
