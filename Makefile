@@ -93,6 +93,7 @@ lint: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m docs.fault_table
+	$(BIN)/python -m docs.bound_family
 
 clean:
 	rm -rf .venv build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache .benchmarks

@@ -345,7 +345,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         with keeping.folder(options.trace_dir) as kept:
-            if tasks:  # else no run would say anything
+            if any(one.check is not None for one in tasks):  # else no run would say anything
                 try:
                     told = partial(show, "runs", 0, 0)
                     traces.update(runs.record(wish(folder=kept.path), told))
@@ -361,6 +361,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         environment=lambda: stored.environment(traces.values()),
         system=ranks.SYSTEM,
         seed=options.seed,
+        not_applying=watched.elsewhere(selected),
     )
 
 

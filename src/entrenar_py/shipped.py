@@ -58,9 +58,13 @@ def shipped_contracts() -> list[Path]:
 
 def bindings(stem: str) -> Path | None:
     """The shipped bindings for contracts whose file is called `stem`; None if there are none."""
+    return next((p for p in all_bindings() if p.name == f"{stem}.bindings.yaml"), None)
+
+
+def all_bindings() -> list[Path]:
+    """Every file of bindings that comes with the package, by name."""
     folder = _folder("contracts")
-    found = None if folder is None else folder / "bindings" / f"{stem}.bindings.yaml"
-    return found if found is not None and found.is_file() else None
+    return [] if folder is None else sorted(folder.glob("bindings/*.bindings.yaml"))
 
 
 def falsification_folder() -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.command import knobs, runs, watched
+from entrenar_py.contract import Binding, Position
 from entrenar_py.verdict import Verdict
 from falsification import user_knobs
 from falsification.user_trainers import TWINS, Twin
@@ -69,6 +70,23 @@ def test_knobs_are_turned_one_by_one() -> None:
     assert first.values == {"clip": "0.001", "loss_scale": "1024"}
     assert not replace(usual, wanted={"coverage"}).pairs(trace)
     assert list(replace(usual, wanted={"step_rule"}).pairs(trace)) == ["2-workers-clip-0.001"]
+
+
+def test_what_nothing_tries_is_said_of_a_command_too() -> None:
+    """With the reason; a statement that is bound to systems of the harness says nothing of it."""
+    place = Position("b.yaml", 1, 1)
+    why = Binding(kind="test", item="A", position=place, untried="no check measures time")
+    ours = Binding(kind="test", item="B", position=place, systems=("ring", "mesh"))
+    unbound = replace(clause("parity"), id="F-NEW", check=None)
+    clauses = [replace(unbound, binding=why), unbound, replace(clause("parity"), binding=ours)]
+    tasks = watched.tasks(clauses)
+    entries = [*watched.judge(tasks, {})]
+    reasons = [one.finding.reason for one in entries]
+    assert reasons[0] == "nothing was compared: no check measures time"
+    assert "no check covers it: nothing was compared" in reasons[1]
+    assert len(reasons) == 2
+    (other,) = watched.elsewhere(clauses)
+    assert other.reason == "it is bound as a statement about ring, mesh"
 
 
 def test_knobs_that_a_command_does_not_have() -> None:

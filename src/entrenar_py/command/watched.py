@@ -11,7 +11,7 @@ from entrenar_py.checks import pairs
 from entrenar_py.command.knobs import KNOBS
 from entrenar_py.contract import Invariant
 from entrenar_py.plan import Task
-from entrenar_py.reports.report import Entry
+from entrenar_py.reports.report import Entry, NotApplying
 from entrenar_py.runner import Listener, ignore
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
@@ -33,17 +33,34 @@ _TURNED = {
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
-    """What can be said of a trainer: without clauses that probes of the harness itself decide."""
-    found, _ = plan.divide(selected, plan.Plan())
-    return [one for one in found if one.check is not None and one.check.explores]
+    """What can be said of a trainer: without clauses that probes of the harness itself decide, or
+    that are bound as statements about systems of the harness (`elsewhere`).
+    """
+    others = {one.invariant.id for one in elsewhere(selected)}
+    found, _ = plan.divide([one for one in selected if one.id not in others], plan.Plan())
+    return [one for one in found if one.check is None or one.check.explores]
+
+
+def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
+    """The clauses whose bindings say that they are about certain systems, which no command is."""
+    return tuple(
+        NotApplying(
+            invariant=one,
+            reason=f"it is bound as a statement about {', '.join(one.binding.systems)}",
+        )
+        for one in selected
+        if one.binding is not None and one.binding.systems
+    )
 
 
 def judge(
     tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """An entry per task that any of the runs, by file, is for."""
+    """An entry per task that any of the runs, by file, is for; and per task that nothing tries."""
     for task in tasks:
-        assert task.check is not None, "what has scenarios has a check"
+        if task.check is None:
+            yield untried(task)
+            continue
         own = judged_by(task.check.name, traces)
         if own:
             (entry,) = stored.judge_stored([task], own, on_judged=on_judged)
@@ -52,6 +69,14 @@ def judge(
                 entry = replace(entry, finding=inconclusive(task.invariant.id, why))
             notes = (*entry.finding.notes, *_untried(task.check.name, own))
             yield replace(entry, finding=replace(entry.finding, notes=notes))
+
+
+def untried(task: Task) -> Entry:
+    """Says of a clause that no check decides why that is so."""
+    finding = task.untried()
+    return Entry(
+        invariant=task.invariant, finding=finding, num_scenarios=0, num_explored=0, elapsed_s=0.0
+    )
 
 
 def judged_by(check: str, traces: Mapping[Path, Trace]) -> dict[Path, Trace]:

@@ -23,8 +23,8 @@ from entrenar_py.systems.recorder import Recorder
 KEY = bytes(range(32))
 SECRET, NONCE = b"a secret", "0" * 2 * handshake.NONCE_BYTES
 TERMS = Terms(run="run", manifest="manifest", data="data")
-# A quiet NaN with a payload, a signalling one, -0.0, the smallest number, infinity.
-ODD_FLOATS = bytes.fromhex("4523c17f0100a0ff0000008001000000000080ff")
+# A quiet NaN with a payload, a signalling one, -0.0, 0.0, the smallest number, both infinities.
+ODD_FLOATS = bytes.fromhex("4523c17f0100a0ff000000800000000001000000000080ff0000807f")
 FLIPS = 64
 TWICE = "sent twice"
 
@@ -132,6 +132,8 @@ def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
         ("payload of 2^62 bytes", 24, (2**62).to_bytes(8, "little")),
     ):
         yield name, right[:place] + value + right[place + len(value) :]
+    for num_bytes in (1, len(ODD_FLOATS) // 2, len(ODD_FLOATS)):
+        yield f"a payload cut by {num_bytes} bytes", right[:-num_bytes]
     yield "another session's key", b"".join(Encoder(bytes(32)).encode(node, ODD_FLOATS))
     yield TWICE, right + right
     yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4
