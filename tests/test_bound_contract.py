@@ -95,7 +95,7 @@ def test_suggest_drafts_what_is_not_bound(
     assert check("--contract", "theirs-v1.yaml", "--suggest", "--bind", bindings) == 0
     assert capsys.readouterr().out.count("guess: ") == 1
     Path("draft.yaml").write_text(draft)
-    assert check("--contract", "theirs-v1.yaml", "--bind", "draft.yaml", "--validate") == 2
+    assert check("--contract", "theirs-v1.yaml", "--bind", "draft.yaml", "--list") == 2
     assert "draft.yaml:9:5: error: binding of Replicas agree: is still a guess" in (
         capsys.readouterr().err
     )
