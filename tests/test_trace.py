@@ -100,7 +100,7 @@ EVENTS: tuple[trace.Event, ...] = (
     trace.Carried(
         message="Average", payload_bytes=4, pieces=2, sent="00", got=None, allocated_bytes=64
     ),
-    trace.Gap(step=3, lines=5, chain="0" * 32, reason="it was removed"),
+    trace.Gap(step=3, lines=5, digest="0" * 32, reason="it was removed"),
     trace.Refused(case="flipped", error=None, claimed_bytes=2**62, allocated_bytes=0),
     trace.Admission(case="wrong secret", entitled=False, let_in=False, answer="refused"),
     trace.Reduced(step=0, rank=1, num_elements=5, roundings=INF, element=4),

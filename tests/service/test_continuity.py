@@ -153,6 +153,8 @@ def test_without_its_ledger_a_new_one_says_what_it_lacks(
     lacks = f"steps 0 to 2 are not in it, but in one of {named['line']} lines, the last with digest"
     assert f"begins anew: {lacks} {named['chain']}" in said
     assert "steps 3 to 5 of 0 to 5" in said
+    gap = run.ledger.read_text().splitlines()[1]
+    assert gap.count('"chain"') == 1, "each line's own digest is there once"
     cli.main(["--contract", "distributed-training-v1.yaml", "--judge", str(run.ledger)])
     assert "FALSIFIED" not in capsys.readouterr().out
 

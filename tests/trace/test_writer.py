@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def test_it_is_the_file_that_save_writes(tmp_path: Path) -> None:
     )
     trace.save(whole, tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_no_event_has_a_field_of_the_lines_own() -> None:
+    """Each line holds its event's fields, `kind` and `chain`: no key stands in it twice."""
+    for event in trace.EVENTS.values():
+        assert not {"kind", "chain"} & {field.name for field in fields(event)}
 
 
 def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:

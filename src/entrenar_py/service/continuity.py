@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import trace
+from entrenar_py import trace, visible
 from entrenar_py.errors import CheckpointError
 from entrenar_py.trace.writer import Mark
 
@@ -39,7 +39,7 @@ def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
         return trace.Gap(step=step, reason=_NONE_KEPT if KEY in progress else _UNNAMED)
     match named:
         case {"line": line, "chain": str(digest)} if _is_mark(line, digest):
-            return trace.Gap(step=step, lines=line, chain=digest, reason=_NOT_THERE)
+            return trace.Gap(step=step, lines=line, digest=digest, reason=_NOT_THERE)
     raise CheckpointError(
         f"checkpoint {path}: {KEY}={reprlib.repr(named)}: not a line of a ledger and its digest; "
         "use an earlier checkpoint"
@@ -53,9 +53,10 @@ def _is_mark(line: object, digest: str) -> bool:
 def say(gap: trace.Gap) -> str:
     """What a ledger with this gap lacks, in words."""
     steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
-    if gap.chain is None:
-        return f"{steps}, {gap.reason}"
-    return f"{steps}, but in one of {gap.lines} lines, the last with digest {gap.chain}"
+    if gap.digest is None:
+        return f"{steps}, {visible.shortened(gap.reason)}"
+    digest = visible.shortened(gap.digest)
+    return f"{steps}, but in one of {gap.lines} lines, the last with digest {digest}"
 
 
 def unchecked(gap: trace.Gap) -> str:

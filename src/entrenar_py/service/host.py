@@ -162,7 +162,7 @@ class Host(Server):
             self.recorder.emit(self.since)
             self._write()
             self.note("gap", f"the ledger is new: {continuity.say(self.since)}")
-        elif self.since is not None and self.since.chain is None:
+        elif self.since is not None and self.since.digest is None:
             self.note("unchecked", continuity.unchecked(self.since))
         self._is_over = standing.end is not None and standing.end.status == "completed"
         if standing.end is None:

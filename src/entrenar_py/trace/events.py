@@ -202,14 +202,14 @@ class Saved(Event):
 class Gap(Event):
     """This ledger goes on from a checkpoint before `step`, and lacks what led there.
 
-    `lines` and `chain` are how long the ledger was that the checkpoint names, and the digest of
+    `lines` and `digest` are how long the ledger was that the checkpoint names, and the digest of
     its last line then; None if it names none. `reason` says why that one is not gone on with.
     """
 
     kind: ClassVar[str] = "gap"
     step: int
     lines: int | None = None
-    chain: str | None = None
+    digest: str | None = None
     reason: str = ""
 
 

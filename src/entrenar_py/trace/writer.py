@@ -119,10 +119,9 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be written ({error.strerror})") from error
     with _kept(file, path), given_files.open_file(path) as lines:
-        if not next(given_files.lines(lines), b"").endswith(
-            b"\n"
-        ):  # whoever began it died in its first line
-            if since is not None and since.chain is not None:
+        first = next(given_files.lines(lines), b"")
+        if not first.endswith(b"\n"):  # whoever began it died in its first line
+            if since is not None and since.digest is not None:
                 raise TraceError(f"ledger {path}: it has no whole line; {_TO_DO}")
             file.truncate(0)
             return _begun(file, head), Standing(is_new=True)
@@ -161,14 +160,14 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
             is_begun = is_begun or replace(event, reason=since.reason) == since
         if event is not None:
             yield event
-    is_there = num_made >= since.step if since.chain is None else there == since.chain
+    is_there = num_made >= since.step if since.digest is None else there == since.digest
     if not is_there and not is_begun:
         raise TraceError(f"ledger {path}: {_lacking(since, reader, num_made, there)}; {_TO_DO}")
 
 
 def _lacking(since: Gap, reader: ledger.Reader, num_made: int, there: str | None) -> str:
     """What of the way to the checkpoint `since` is not in the file."""
-    if since.chain is None:
+    if since.digest is None:
         return (
             f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "
             "ledger: the steps between are not in it"
@@ -176,10 +175,10 @@ def _lacking(since: Gap, reader: ledger.Reader, num_made: int, there: str | None
     if there is None:
         return (
             f"it has {reader.num_lines} whole lines, the checkpoint was written when it had "
-            f"{since.lines} (digest of the last {since.chain}): what came after is lost"
+            f"{since.lines} (digest of the last {since.digest}): what came after is lost"
         )
     return (
-        f"its line {since.lines} has the digest {there}, the checkpoint names {since.chain}: it "
+        f"its line {since.lines} has the digest {there}, the checkpoint names {since.digest}: it "
         "is another run's, or was written anew"
     )
 
