@@ -153,7 +153,7 @@ def test_a_contract_of_others_is_told_of_in_few_lines(
     assert check("--contract", str(path)) == 4
     printed = capsys.readouterr()
     assert "40 clauses INCONCLUSIVE: no check covers it: nothing was compared" in printed.out
-    assert "UNDECIDED: no clause decides: sums_agree, required_tests: sums" in printed.out
+    assert "UNDECIDED: no clause decides: sums_agree, required test sums" in printed.out
     assert len(printed.out.splitlines()) < 40 + 12
     assert len(printed.err.splitlines()) == 2
     assert "on how the contract was read; --validate prints them" in printed.err

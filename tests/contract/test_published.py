@@ -195,8 +195,8 @@ def test_a_contract_without_metadata_has_it_at_the_top() -> None:
             "thresholds-v1",
             (),
             (
+                "required test test_fresh",
                 *("min_coverage: 0.90", "max_complexity: 10", "coverage_threshold: 0.8"),
-                "required_tests: test_fresh",
             ),
         ),
         ("flat-v1", (), ("validation", "falsification")),
@@ -273,6 +273,18 @@ def _texts(value: Any) -> list[str]:
     if hasattr(value, "__dict__"):
         return _texts(vars(value))
     return [str(value)]
+
+
+def test_a_required_test_may_name_a_clause(tmp_path: Path) -> None:
+    """As a check may; the rest of the gate stays what no clause decides."""
+    loaded = _of(
+        tmp_path,
+        f"{HEAD}proof_obligations: [{{property: Sums agree}}, {{property: Sums are finite}}]\n"
+        "qa_gate: {required_tests: [sums_agree, sums_are_fast], min_coverage: 1}\n",
+    )
+    asked = gates.demands(loaded)
+    assert asked.clauses == ("sums-agree",)
+    assert asked.unresolved == ("required test sums_are_fast", "min_coverage: 1")
 
 
 def test_a_sentence_with_a_colon_is_a_sentence(tmp_path: Path) -> None:

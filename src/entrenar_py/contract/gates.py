@@ -48,12 +48,15 @@ def read(root: MapNode, problems: Problems) -> Gate | None:
         problems.warn(root.at, message, rule="SCHEMA-013")
         return None
     record = Record(node, what="qa_gate", known=layout.GATE_KEYS, problems=problems)
-    others = [key for key in node.fields if _OTHER_DEMAND.fullmatch(key)]
+    others = [
+        key for key in node.fields if key not in layout.GATE_KEYS and _OTHER_DEMAND.fullmatch(key)
+    ]
     return Gate(
         id=record.text("id"),
         name=record.text("name"),
         description=record.text("description"),
         checks=record.texts("checks"),
+        required_tests=record.texts("required_tests"),
         pass_criteria=record.text("pass_criteria"),
         position=node.at,
         falsification=record.text("falsification"),
@@ -108,13 +111,13 @@ def demands(contract: Contract) -> Demands:
     described = _Described([names.clauses[one] for one in criteria.clauses])
     found: dict[str, None] = {}
     unresolved = []
-    for name in gate.checks:
+    for name in (*gate.checks, *gate.required_tests):
         ids = names.resolve(name) or described.resolve(name)
         found.update(dict.fromkeys(ids))
         if not ids:
-            unresolved.append(name)
+            unresolved.append(name if name in gate.checks else f"required test {name}")
     found.update(dict.fromkeys(criteria.clauses))
-    if not gate.checks and not found:
+    if not (gate.checks or gate.required_tests or found):
         clauses = contract.invariants
         found = dict.fromkeys(one.id for one in clauses if one.severity == "P0" or one.critical)
     named = (*unresolved, *criteria.unresolved, *gate.other_demands)
@@ -147,7 +150,16 @@ class _Names:
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
         """The clauses that `test` attacks; or is, where it is bound as one of its own, or more."""
-        return [one for name in (test.id, test.target) for one in self._parts.get(name, ())]
+        return [one for name in (test.id, test.target) for one in self.of_id(name)]
+
+    def of_id(self, given: str) -> list[str]:
+        """The clause with an id, or the parts that a statement with it is bound in."""
+        return list(self._parts.get(given, ()))
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids that criteria may name: those of clauses, bound statements and tests."""
+        return [*self._parts, *self.tests]
 
     def resolve(self, name: str) -> list[str]:
         """The ids of the clauses that `name` means; none if it means none."""
@@ -190,14 +202,14 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _criteria(text: str, names: _Names) -> Demands:
     """What the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
-    prefixes = {_prefix(one) for one in (*names.clauses, *names.tests)} - {""}
+    prefixes = {_prefix(one) for one in names.ids} - {""}
     found: dict[str, None] = {}
     unresolved = []
     given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
     if len(given_ids) > _IDS_MAX:
         unresolved.append(f"more than {_IDS_MAX} ids")
     for given in given_ids[:_IDS_MAX]:
-        ids = [given] if given in names.clauses else names.tests.get(given, [])
+        ids = names.of_id(given) or names.tests.get(given, [])
         found.update(dict.fromkeys(ids))
         if not ids:
             unresolved.append(given)

@@ -42,7 +42,10 @@ OBLIGATION_KEYS = (
 )
 TEST_KEYS = ("id", "rule", "obligation", "prediction", "test", "if_fails")
 HARNESS_KEYS = ("id", "obligation", "property", "bound", "strategy", "solver", "harness")
-GATE_KEYS = ("id", "name", "description", "checks", "pass_criteria", "falsification")
+GATE_KEYS = (
+    *("id", "name", "description", "checks", "required_tests"),
+    *("pass_criteria", "falsification"),
+)
 
 # Where a contract has no metadata block, these may stand at the top of the file in its place.
 TOP_KEYS = (*METADATA_KEYS, "contract", "contract_id", "name")

@@ -161,8 +161,8 @@ class FalsificationTest:
 class Gate:
     """The contract's own bar, as it is written; `gates.demands` says what it asks for.
 
-    `checks` are names of clauses, groups or tests, `pass_criteria` prose that may name clauses.
-    `other_demands` are the keys that ask for what no check of a trainer measures (`min_coverage`).
+    `checks` and `required_tests` are names of clauses, groups or tests, `pass_criteria` is prose
+    that may name clauses. `other_demands` ask for what no check measures (`min_coverage: 0.9`).
     """
 
     id: str
@@ -172,6 +172,7 @@ class Gate:
     pass_criteria: str
     position: Position
     falsification: str = ""
+    required_tests: tuple[str, ...] = ()
     other_demands: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
