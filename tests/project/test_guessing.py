@@ -106,6 +106,16 @@ def test_what_is_in_doubt_is_left_alone() -> None:
     assert "train.py does not call entrenar_py.observe(model, optimizer" in told
 
 
+def test_what_keeps_runs_from_being_compared() -> None:
+    """A checkpoint that every run finds, and a batch that is one worker's."""
+    text = SCRIPT.replace("--output-dir", "--per-device-batch-size") + "torch.save(1, 'last.pt')\n"
+    Path("train.py").write_text(text)
+    told = "\n".join(guess("torchrun train.py").look)
+    assert "train.py saves something, and no option was seen that says where" in told
+    assert "--per-device-batch-size: if it is one worker's" in told
+    assert "saves" not in "\n".join(guess("torchrun train.py --out {workdir}").look)
+
+
 @pytest.mark.parametrize(
     ("options", "restarts"),
     [

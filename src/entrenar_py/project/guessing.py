@@ -180,6 +180,17 @@ def _guess_options(found: Guess, script: Script, name: str) -> None:
             f"no option of {name} was seen that says how many steps to make: runs are as long as "
             f"the script has them{told}"
         )
+    if script.saves and not any("{workdir}" in word for word in found.command):
+        found.look.append(
+            f"{name} saves something, and no option was seen that says where: a run that finds "
+            "what an earlier one saved may go on from it; let it be told a folder, {workdir}"
+        )
+    batches = [one for one in script.options if "batch_size" in _plain(one)]
+    if batches:
+        found.look.append(
+            f"{batches[0]}: if it is one worker's, two of them train on other batches than one, "
+            "and F-DP-005 can't compare them; divide a global batch by the number of workers"
+        )
     for knob, names in _KNOBS.items():
         for option in script.options:
             if _plain(option) in names and "{" + knob + "}" not in " ".join(found.command):

@@ -13,15 +13,19 @@ from pathlib import Path
 BYTES_MAX = 2**22
 _OBSERVES = ("observe", "ObserveCallback")  # what is called in entrenar_py, or in its integrations
 
+_SAVES = ("save", "save_checkpoint", "save_state")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """`options` are the long options that it gives to argparse, or click, by name with dashes;
-    `is_observed` tells whether it calls `entrenar_py.observe`.
+    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it calls `save`,
+    as of torch.
     """
 
     options: tuple[str, ...]
     is_observed: bool
+    saves: bool
 
 
 def read(path: Path) -> Script | None:
@@ -36,7 +40,11 @@ def read(path: Path) -> Script | None:
     named = {alias.name for node in ast.walk(tree) for alias in _imported(node)}
     brought = any(name.partition(".")[0] == "entrenar_py" for name in named)
     observed = brought and any(_name(call.func) in _OBSERVES for call in calls)
-    return Script(options=tuple(dict.fromkeys(_options(calls))), is_observed=observed)
+    return Script(
+        options=tuple(dict.fromkeys(_options(calls))),
+        is_observed=observed,
+        saves=any(_name(call.func) in _SAVES for call in calls),
+    )
 
 
 def _imported(node: ast.AST) -> list[ast.alias]:
