@@ -61,6 +61,7 @@ STRANGERS ?= 10000
 soak-real: setup
 	$(BIN)/python -m tests.systems.soak_real $(SOAK_S)
 	$(BIN)/python -m tests.systems.soak_strangers $(STRANGERS)
+	$(BIN)/python -m tests.service.soak_end
 
 # Bytes made up by a fuzzer that watches which lines they reach: at every way in, FUZZ_S each.
 FUZZ_S ?= 60
