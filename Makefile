@@ -63,10 +63,12 @@ soak-real: setup
 	$(BIN)/python -m tests.systems.soak_strangers $(STRANGERS)
 	$(BIN)/python -m tests.service.soak_end
 
-# Bytes made up by a fuzzer that watches which lines they reach: at every way in, FUZZ_S each.
+# Every kind of bad file at every door; then bytes made up by a fuzzer that watches which lines they
+# reach: at every way in, FUZZ_S each.
 FUZZ_S ?= 60
 fuzz: setup
 	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.bad_files
 	$(BIN)/python -m tests.fuzz.fuzz --seconds $(FUZZ_S)
 
 # Random small functions and their gradients on a wgpu adapter: each element within its bound.

@@ -205,6 +205,24 @@ def test_counterexamples_that_never_end(name: str) -> None:
         plan.require_known(counterexamples.load(path).scenario, "replay file")
 
 
+def test_a_counterexample_of_no_clause() -> None:
+    """Its clause is an id."""
+    Path("bad.json").write_bytes(bad_contents.REPLAYS["invariant"])
+    with pytest.raises(TraceError, match=r"invariant=\[7\]: use an id"):
+        counterexamples.load(Path("bad.json"))
+
+
+@pytest.mark.parametrize("key", ["ledger", "metrics"])
+def test_links_in_a_circle(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a coordinator writes is looked at before it listens."""
+    KINDS["loop"](Path("bad"))
+    bad_contents.write_configuration(Path("run.yaml"), **{key: "bad"})
+    assert service.main(["coordinator", "run.yaml"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+    assert "bad: " in printed
+
+
 def test_a_contract_that_never_ends(capsys: pytest.CaptureFixture[str]) -> None:
     """The same in a contract's scenario, with its place."""
     scenario = json.dumps({"workload": "linear", "num_steps": 10**12})

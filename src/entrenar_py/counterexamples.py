@@ -62,6 +62,8 @@ def load(path: Path) -> Saved:
             f"replay file {path}: its digest does not match its content: it was edited by hand; "
             "put a scenario of your own into a contract's `scenarios` instead"
         )
+    if not isinstance(record.get("invariant"), str):
+        raise TraceError(f"replay file {path}: invariant={record.get('invariant')!r}: use an id")
     try:
         return Saved(
             invariant=record["invariant"],

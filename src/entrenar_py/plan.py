@@ -20,6 +20,7 @@ _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
 TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 # What a run of the harness may be; larger ones would end by their deadline, or fill the memory.
 SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
+PARTS_MAX = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +172,9 @@ def require_known(one: Scenario, where: str) -> None:
     for name, most in SIZES_MAX.items():
         if getattr(one, name) > most:
             raise UsageError(f"{where}: {name}={getattr(one, name)}: use at most {most}")
+    if one.num_shards * one.accumulation > PARTS_MAX:
+        told = f"num_shards={one.num_shards} with accumulation={one.accumulation}"
+        raise UsageError(f"{where}: {told}: use at most {PARTS_MAX} micro-batches a step")
     try:
         systems.require_possible(one)
     except UsageError as error:

@@ -25,8 +25,14 @@ from entrenar_py.doctor import Examination
 from entrenar_py.service import cli as service
 from tests.fuzz import bad_contents
 
-SECONDS_MAX, HEAVY_S, BYTES_MAX = 20, 12, 2**31
+SECONDS_MAX, HEAVY_S, BYTES_MAX = 20, 18, 2**31
 SPARSE_BYTES = 2**34
+# What is right as it is: no counterexample, a folder for traces, a seed of any size, and ledgers of
+# no step that say something odd, but whole.
+RIGHT = {
+    *(("known", "missing"), ("trace-dir", "folder"), ("replay", "seed"), ("rank file", "good")),
+    *(("verify", name) for name in bad_contents.TRACES),
+}
 
 Make = Callable[[Path], object]
 Door = Callable[[Path], int]
@@ -256,7 +262,7 @@ def main() -> int:
         print(f"{case}  {len(lines)}: {said[:160]}", flush=True)
         if options.v and outcome.finding:
             print(outcome.text)
-        found += bool(outcome.finding)
+        found += bool(outcome.finding) and (outcome.code != 0 or (name, kind) not in RIGHT)
     print(f"{found} findings")
     return 1 if found else 0
 

@@ -30,7 +30,7 @@ def require_distinct(paths: Mapping[str, Path | None]) -> None:
     for what, path in paths.items():
         if path is None:
             continue
-        other = known.setdefault(path.resolve(), what)
+        other = known.setdefault(Path(os.path.realpath(path)), what)
         if other != what:
             raise UsageError(f"{what}={path}: it is the {other}, too; give each a file of its own")
 
