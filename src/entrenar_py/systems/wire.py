@@ -132,9 +132,9 @@ def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
         ("payload of 2^62 bytes", 24, (2**62).to_bytes(8, "little")),
     ):
         yield name, right[:place] + value + right[place + len(value) :]
+    yield "another session's key", b"".join(Encoder(bytes(32)).encode(node, ODD_FLOATS))
     for num_bytes in (1, len(ODD_FLOATS) // 2, len(ODD_FLOATS)):
         yield f"a payload cut by {num_bytes} bytes", right[:-num_bytes]
-    yield "another session's key", b"".join(Encoder(bytes(32)).encode(node, ODD_FLOATS))
     yield TWICE, right + right
     yield "a request of another protocol", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4
     foreign = headers.dump(Heartbeat())
