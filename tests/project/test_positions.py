@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.project import positions
@@ -82,6 +82,7 @@ def _written(value: Any) -> str:
     return _quoted(value)
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=3), max_size=3))
 def test_every_key_and_element_has_a_place(tables: dict[str, dict[str, Any]]) -> None:
     """Whatever the text; and at its place stands the key."""
