@@ -216,7 +216,12 @@ def test_what_a_gate_asks_for(
     ("checks", "criteria", "clauses", "unresolved"),
     [
         ("", "F-A-001..003 pass", "F-A-001 F-A-002", "F-A-003"),
-        ("", "F-A-002 to F-A-001", "F-A-002", ""),
+        ("", "F-A-002 to F-A-001", "F-A-001", "F-A-002 to F-A-001"),  # backwards: of none
+        ("", "F-A-001 - F-A-002", "F-A-001 F-A-002", ""),
+        ("", "F-A-001, 002 and 003", "F-A-001 F-A-002", "F-A-003"),
+        ("", "F-A-001, 100% of 002", "F-A-001", ""),
+        ("", "all P0 and P1 hold", "F-A-001 F-A-002", ""),
+        ("", "all 2 clauses hold", "F-A-001 F-A-002", ""),
         ("", "F-A-001…2 and GH-9, SHA-256", "F-A-001 F-A-002", ""),
         ("", "all P0 hold", "F-A-001", ""),
         ("", "prose", "F-A-001", ""),  # as without criteria: what is P0

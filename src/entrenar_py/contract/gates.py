@@ -17,13 +17,19 @@ from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.records import Contract, FalsificationTest, Gate, Invariant
 from entrenar_py.contract.tree import ListNode, MapNode, ScalarNode
 
-# An id, or a range of them: F-DP-001..004, F-DP-001 to F-DP-004.
+# An id, or a range of them: F-DP-001..004, F-DP-001 to F-DP-004, F-DP-001 - F-DP-004.
 _IDS = re.compile(
-    r"(?<![\w-])([A-Za-z][\w-]*-)(\d{1,6})"
-    r"(?:\s*(?:\.{2,3}=?|…|–|—|\bto\b|\bthrough\b)\s*(?:\1)?(\d{1,6}))?(?!\w)"
+    r"(?<![\w-])(?P<prefix>[A-Za-z][\w-]*-)(?P<first>\d{1,6})"
+    r"(?:\s*(?:\.{2,3}=?|…|–|—|~|\bto\b|\bthrough\b)\s*(?:(?P=prefix))?(?P<last>\d{1,6})"
+    r"|\s+-\s+(?P=prefix)(?P<to>\d{1,6}))?(?!\w)"
 )
+# A number as long, behind an id or another such number, is one too: F-DP-001, 002 and 003.
+_MORE_DIGITS_MIN = 2  # of one digit it may count anything
+_MORE = re.compile(r"(?:\s*(?:,\s*(?:and|&)?|/|&|\+|\band\b)\s*)(\d{1,6})(?![\w%.]*\w|%|-)")
 _IDS_MAX = 1000  # so many of them are read, ranges counted in full
-_ALL_OF = re.compile(r"\ball\s+(P[0-2])\b", re.IGNORECASE)
+_ALL_OF = re.compile(r"\ball\s+(P[0-2](?:\s*(?:,|/|&|\+|and|or)+\s*P[0-2])*)\b", re.IGNORECASE)
+_ALL_CLAUSES = re.compile(r"\ball\s+(?:\d+\s+)?(?:clauses|invariants)\b", re.IGNORECASE)
+_SEVERITY = re.compile("P[0-2]")
 _ALL_TESTS = re.compile(r"\ball\s+(?:\d+\s+)?(?:falsification|FALSIFY)\s+tests\b", re.IGNORECASE)
 _KANI = re.compile(r"\bkani\b", re.IGNORECASE)
 _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
@@ -213,9 +219,10 @@ def _criteria(text: str, names: _Names) -> Demands:
         found.update(dict.fromkeys(ids))
         if not ids:
             unresolved.append(given)
-    severities = {one.upper() for one in _ALL_OF.findall(text)}
+    severities = {one for told in _ALL_OF.findall(text) for one in _SEVERITY.findall(told.upper())}
+    is_all = _ALL_CLAUSES.search(text) is not None
     clauses = names.clauses.values()
-    found.update(dict.fromkeys(one.id for one in clauses if one.severity in severities))
+    found.update(dict.fromkeys(one.id for one in clauses if is_all or one.severity in severities))
     if _ALL_TESTS.search(text):
         found.update(dict.fromkeys(one for ids in names.tests.values() for one in ids))
         unresolved += [test for test, ids in names.tests.items() if not ids]
@@ -226,13 +233,24 @@ def _criteria(text: str, names: _Names) -> Demands:
 
 def _prefix(text: str) -> str:
     match = _IDS.fullmatch(text)
-    return "" if match is None else match[1]
+    return "" if match is None else match["prefix"]
 
 
 def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
-    """Every id in `text` that begins like one of the contract's, those in ranges too."""
-    for prefix, first, last in _IDS.findall(text):
+    """Every id in `text` that begins like one of the contract's, those in ranges too.
+
+    A range that goes backwards is given as it is written: no clause is called so.
+    """
+    for found in _IDS.finditer(text):
+        prefix, first = found["prefix"], found["first"]
         if prefix not in prefixes:
             continue  # of an issue, a standard, ...
-        for number in range(int(first), max(int(first), int(last or first)) + 1):
+        last = found["last"] or found["to"] or first
+        if int(last) < int(first):
+            yield " ".join(found[0].split())
+        for number in range(int(first), int(last) + 1):
             yield f"{prefix}{number:0{len(first)}d}"
+        more = _MORE.match(text, found.end())
+        while more and len(more[1]) == len(first) >= _MORE_DIGITS_MIN:
+            yield f"{prefix}{more[1]}"
+            more = _MORE.match(text, more.end())
