@@ -214,3 +214,15 @@ def test_a_draft_is_refused_until_its_guesses_are_read_and_loads_after(tmp_path:
     assert clauses["all-workers-identical-output"].check == "same_bits"
     assert clauses["fast"].binding is not None
     assert clauses["fast"].binding.untried == "no check decides this"
+
+
+def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
+    """The bound is on all bindings of a contract, so several of them can't get around it."""
+    seeds = list(range(99))
+    parts = (
+        f"- {{test: T-1, part: {part}, check: same_bits, reason: r,"
+        f" scenarios: [{{seed: {seeds}, repeat: {seeds}}}]}}\n"
+        for part in "abc"
+    )
+    (problem,) = _errors(tmp_path, "".join(parts))
+    assert problem.endswith("lists multiply to over 10000 scenarios; use shorter lists")

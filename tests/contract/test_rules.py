@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entrenar_py import contract
-from entrenar_py.contract import layout, rules
+from entrenar_py.contract import layout, scenario_counts
 from entrenar_py.errors import ContractError
 from entrenar_py.scenario import Scenario
 from tests.contract import known
@@ -78,6 +78,8 @@ def test_every_error_comes_out_at_once() -> None:
         (HEAD + "c: [{id: }]", "id is empty"),
         (HEAD + "c: [{id: [1]}]", "id is empty; give one text"),
         (HEAD + "c: [&a {id: A}]\nd: [*a]", "id 'A' stands twice, on lines 2 and 2"),
+        (HEAD + "c: [{id: A}]\ninvariants: {A: {statement: s}}", "id 'A' stands twice"),
+        (HEAD + "invariants: {A: {statement: s, scenarios: [{sed: 1}]}}", "clause A: scenarios: "),
         (HEAD + "c: [{id: A, name: {a: 1}}]", "name is text or a list of texts"),
         (HEAD + "c: [{id: A, severity: [P0]}]", "given is a list"),
         (HEAD + "c: [{id: A, tolerance: {a: 1}}]", "given is a mapping"),
@@ -119,7 +121,10 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
     entry = f"{{seed: {seeds}, repeat: {seeds}}}"
     text = HEAD + f"c: [{{id: A, scenarios: [{entry}, {entry}]}}, {{id: B, scenarios: [{entry}]}}]"
     (problem,) = _problems_of(tmp_path, text)
-    assert f"over {rules.SCENARIOS_MAX} scenarios" in problem
+    assert f"over {scenario_counts.SCENARIOS_MAX} scenarios" in problem
+    text = f"{HEAD}invariants: {{B: {{statement: s, scenarios: [{entry}, {entry}]}}}}"
+    (problem,) = _problems_of(tmp_path, text)
+    assert "clause B: scenarios: the contract's lists multiply to over" in problem
 
 
 def test_a_message_is_one_printable_line(tmp_path: Path) -> None:

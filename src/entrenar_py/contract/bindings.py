@@ -54,11 +54,12 @@ def bind(
     """
     chosen = _choose(known, files, problems)
     made: list[Invariant] = []
+    room = scenario_counts.Room(problems)
     for item in known:
         bound = chosen.get((item.kind, item.id), ())
         if not bound and item.counts:
             made.append(item.clause)
-        made += [_clause(item, one, terms, problems) for one in bound]
+        made += [_clause(item, one, terms, room, problems) for one in bound]
     return tuple(made)
 
 
@@ -181,7 +182,13 @@ def _require_parts(bound: Sequence[_Bound], problems: Problems) -> None:
         parts.setdefault(part, one.entry.position)
 
 
-def _clause(item: Item, bound: _Bound, terms: Vocabulary, problems: Problems) -> Invariant:
+def _clause(
+    item: Item,
+    bound: _Bound,
+    terms: Vocabulary,
+    room: scenario_counts.Room,
+    problems: Problems,
+) -> Invariant:
     """The clause that `bound` makes of `item`, or of a part of it."""
     entry = bound.entry
     binding = Binding(
@@ -208,7 +215,8 @@ def _clause(item: Item, bound: _Bound, terms: Vocabulary, problems: Problems) ->
         mutants=entry.mutants or clause.mutants,
     )
     vocabulary.check_names(entry.record, clause, terms, problems)
-    scenario_counts.check(entry, problems)
+    for node, record in zip(entry.record.maps("scenarios"), entry.scenarios, strict=True):
+        room.take(node, record, entry.record.what)
     if check is not None:
         _check_tolerance(item, clause, check, entry, problems)
     return clause

@@ -6,18 +6,12 @@ parts of the contract may refer to.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
-from entrenar_py import scenario
-from entrenar_py.contract import layout
+from entrenar_py.contract import layout, scenario_counts
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.tree import MapNode, ScalarNode, plain
-from entrenar_py.errors import UsageError
-
-# A contract whose lists multiply to more than this would never end.
-SCENARIOS_MAX = 10_000
 
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
@@ -102,47 +96,30 @@ _RULES_ON_IDS = {
 def unique_ids(root: MapNode, problems: Problems) -> None:
     """Clauses, tests, obligations, harnesses and the gate share one space of ids."""
     quiet = Problems()  # the shape of these blocks is reported by who reads them
+    gate = block(root, "qa_gate", quiet)
     nodes = [("", node) for _, node in layout.clauses(root)]
     nodes += [(name, node) for name in _RULES_ON_IDS for node in entries(root, name, quiet)]
-    gate = block(root, "qa_gate", quiet)
+    nodes += [("", gate)] if gate else []
+    given = [(block_name, node.fields.get("id")) for block_name, node in nodes]
+    ids = [(name, one.text.strip(), one.at) for name, one in given if isinstance(one, ScalarNode)]
+    ids += [("", name, node.at) for name, node in layout.named_invariants(root)]
     first: dict[str, tuple[str, Position]] = {}
-    for name, node in [*nodes, ("", gate)] if gate else nodes:
-        found = node.fields.get("id")
-        if not isinstance(found, ScalarNode) or not found.text.strip():
-            continue
-        given = found.text.strip()
-        if given in first:
-            before, at = first[given]
-            message = (
-                f"id {given!r} stands twice, on lines {at.line} and {found.at.line}; rename one"
-            )
+    for name, text, here in ids:
+        if text in first:
+            before, at = first[text]
+            message = f"id {text!r} stands twice, on lines {at.line} and {here.line}; rename one"
             rule = _RULES_ON_IDS[name] if name and name == before else ""
-            problems.error(found.at, message, rule=rule)
-        first.setdefault(given, (name, found.at))
+            problems.error(here, message, rule=rule)
+        elif text:
+            first[text] = (name, here)
 
 
 def scenarios(root: MapNode, problems: Problems) -> None:
     """Every entry of every clause expands to valid scenarios, SCENARIOS_MAX in all."""
-    left = SCENARIOS_MAX
+    room = scenario_counts.Room(problems)
     quiet = Problems()  # the shape of a clause is reported by who reads it
-    for _, clause in layout.clauses(root):
+    clauses = [(None, node) for _, node in layout.clauses(root)]
+    for name, clause in [*clauses, *layout.named_invariants(root)]:
         record = Record(clause, what="", known=(), problems=quiet)
-        what = f"clause {record.text('id')}: scenarios"
         for node in record.maps("scenarios"):
-            left -= _num_scenarios(node, limit=left + 1, what=what, problems=problems)
-            if left < 0:
-                message = f"the contract's lists multiply to over {SCENARIOS_MAX} scenarios"
-                problems.error(node.at, f"{what}: {message}; use shorter lists")
-                return
-
-
-def _num_scenarios(node: MapNode, *, limit: int, what: str, problems: Problems) -> int:
-    expanded = scenario.expand(plain(node))
-    num = 0
-    try:
-        num = sum(1 for _ in islice(expanded, limit))
-        if num == 0:
-            problems.error(node.at, f"{what}: a list is empty, so nothing would run; fill it")
-    except UsageError as error:
-        problems.error(node.at, f"{what}: {error}")
-    return num
+            room.take(node, plain(node), f"clause {name or record.text('id')}")

@@ -1,26 +1,39 @@
-"""How many scenarios the entries of a list stand for, and whether each of them is one."""
+"""How many scenarios a contract's entries stand for, and whether each of them is one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 from entrenar_py import scenario
-from entrenar_py.contract.binding_file import Entry
 from entrenar_py.contract.problems import Problems
-from entrenar_py.contract.rules import SCENARIOS_MAX
+from entrenar_py.contract.tree import MapNode
 from entrenar_py.errors import UsageError
 
+SCENARIOS_MAX = 10_000  # a contract whose lists multiply to more than this would never end
 
-def check(entry: Entry, problems: Problems) -> None:
-    """Says where an entry of a binding's scenarios is none, or stands for too many."""
-    what = f"{entry.record.what}: scenarios"
-    nodes = entry.record.maps("scenarios")
-    for node, record in zip(nodes, entry.scenarios, strict=True):
+
+class Room:
+    """Room for SCENARIOS_MAX scenarios, shared by all entries that are looked at."""
+
+    def __init__(self, problems: Problems) -> None:
+        self._problems = problems
+        self._left = SCENARIOS_MAX
+
+    def take(self, node: MapNode, record: Mapping[str, Any], what: str) -> None:
+        """Tells where an entry, `record` as plain data, is no scenario, or there is no room."""
+        if self._left < 0:
+            return  # it was told
+        num = 0
         try:
-            count = sum(1 for _ in islice(scenario.expand(record), SCENARIOS_MAX + 1))
+            num = sum(1 for _ in islice(scenario.expand(record), self._left + 1))
+            if num == 0:
+                message = "a list is empty, so nothing would run; fill it"
+                self._problems.error(node.at, f"{what}: scenarios: {message}")
         except UsageError as error:
-            problems.error(node.at, f"{what}: {error}")
-            continue
-        if not 0 < count <= SCENARIOS_MAX:
-            message = f"stand for {'over ' if count else ''}{count and SCENARIOS_MAX}"
-            problems.error(node.at, f"{what}: {message}; use 1 to {SCENARIOS_MAX}")
+            self._problems.error(node.at, f"{what}: scenarios: {error}")
+        self._left -= num
+        if self._left < 0:
+            message = f"the contract's lists multiply to over {SCENARIOS_MAX} scenarios"
+            self._problems.error(node.at, f"{what}: scenarios: {message}; use shorter lists")
