@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from entrenar_py import console
+from entrenar_py import console, printing
 
 
 def printed(text: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -48,3 +48,15 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         output.print("lost")
         output.print("lost too")
         print("not even here", flush=True)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`>&-` in a shell: nothing is printed, nothing is lost that somebody wanted to read."""
+    monkeypatch.setattr(sys, stream, None)
+    printing.say("x")
+    printing.warn("x")
+    console.standard_output(color=False).print("x")
+    assert not printing.lost()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -110,6 +112,19 @@ def test_list(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split() == ["F-DP-001", "identical", "P0", "replica_identity", f"{contract}:3"]
     assert check("--contract", contract, "--list", "--only", "F-DP-002") == 0
     assert "F-DP-001" not in capsys.readouterr().out
+
+
+def test_a_contract_through_a_pipe(
+    contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is read once, so that `<(command)` gives what the command wrote."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(Path(contract).read_bytes(),))
+    writer.start()
+    assert check("--contract", pipe, "--list") == 0
+    writer.join()
+    assert "F-DP-001" in capsys.readouterr().out
 
 
 def test_list_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,8 @@ def give_up(error: OSError) -> None:
 def lost() -> bool:
     """Whether something that was to be read was not written; asks once, and forgets."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         give_up(error)
     found = bool(_lost)
@@ -63,7 +64,9 @@ def lost() -> bool:
     return found
 
 
-def _print(text: str, stream: TextIO) -> None:
+def _print(text: str, stream: TextIO | None) -> None:
+    if stream is None:  # closed when the process began (`>&-`): nobody wants to read it
+        return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -71,7 +71,8 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
 
 def _look(options: argparse.Namespace) -> None:
     """Raises what can be told of a wrong call at once: the planted bugs take seconds to load, and
-    only the names that contracts have for them need these.
+    only the names that contracts have for them need these. What comes through a pipe can be read
+    once, and so waits.
     """
     if options.mode in (None, "judge"):
         _plan(options)
@@ -83,7 +84,8 @@ def _look(options: argparse.Namespace) -> None:
     for own in _each(options):
         with suppress(ContractError):  # of all its problems at once, later
             path = shipped.contract_path(own.contract)
-            found.append((own, contract.load(path, vocabulary=light, bind=own.bind)))
+            if all(one.is_file() for one in (path, *own.bind)):
+                found.append((own, contract.load(path, vocabulary=light, bind=own.bind)))
     if len(found) == len(options.contract):
         list(_chosen(options, found))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
-from entrenar_py.errors import UsageError
-from entrenar_py.project import location
+from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.project import init, location, reading
 
 TABLE = "[tool.entrenar-check]\n"
 
@@ -77,3 +78,17 @@ def test_a_foreign_file_that_is_broken_is_of_no_concern(tmp_path: Path) -> None:
     """A pyproject.toml that does not name this command may be whatever it likes."""
     (tmp_path / location.SHARED).write_bytes(b"[broken \xff")
     assert location.find(tmp_path) is None
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 2000 + "]" * 2000])
+def test_what_tomllib_itself_can_not_read(tmp_path: Path, value: str) -> None:
+    """A number, or a nesting, beyond what Python takes is no TOML, wherever it is read."""
+    for name in (location.OWN, location.SHARED):
+        path = tmp_path / name
+        path.write_text(f"{TABLE}steps = {value}\n")
+        assert location.find(tmp_path) == path
+        with pytest.raises(ContractError, match="no TOML: "):
+            reading.load(path)
+        with chdir(tmp_path), pytest.raises(UsageError):
+            init.run([])
+        path.unlink()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,8 +70,8 @@ def _file(folder: Path) -> tuple[Path, str | None]:
             continue
         text = location.read(path)
         try:
-            tools = tomllib.loads(text).get("tool", {})
-        except tomllib.TOMLDecodeError as error:
+            tools = location.parse(text).get("tool", {})
+        except ValueError as error:
             raise UsageError(f"{name} is no TOML ({error}); mend it first") from error
         if name == location.OWN or (isinstance(tools, dict) and location.TABLE in tools):
             raise UsageError(
@@ -128,10 +127,10 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         text = ("" if before.endswith("\n") else end) + end + text
     try:
         encoded = text.encode()
-        tomllib.loads((before or "") + text)
+        location.parse((before or "") + text)
     except UnicodeEncodeError as error:
         raise UsageError("the command holds bytes that are no UTF-8; put it in a script") from error
-    except tomllib.TOMLDecodeError as error:  # `tool` is an inline table, say
+    except ValueError as error:  # `tool` is an inline table, say
         raise UsageError(
             f"{path.name}: a table can't be added at its end ({error}); write one into "
             f"{location.OWN} by hand (nothing was written)"

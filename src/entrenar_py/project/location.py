@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from entrenar_py import given_files
 from entrenar_py.errors import UsageError
@@ -51,6 +52,18 @@ def read(path: Path) -> str:
         raise UsageError(f"configuration {path}: is no UTF-8 text ({error.reason})") from error
 
 
+def parse(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; ValueError, which ends with the place, for what is none."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("nested too deeply (at line 1, column 1)") from None
+    except ValueError:  # Python reads no number of that many digits
+        raise ValueError("a number has too many digits (at line 1, column 1)") from None
+
+
 def _counts(path: Path) -> bool:
     """Whether `path` configures this command. A pyproject.toml that can't be read may be of no
     concern here; one that names this command and is no TOML is: reading it says what is wrong.
@@ -63,8 +76,8 @@ def _counts(path: Path) -> bool:
     except OSError:
         return False
     try:
-        tools = tomllib.loads(text.decode("utf-8", "replace")).get("tool")
-    except (tomllib.TOMLDecodeError, RecursionError):
+        tools = parse(text.decode("utf-8", "replace")).get("tool")
+    except ValueError:
         return True
     return isinstance(tools, dict) and TABLE in tools
 

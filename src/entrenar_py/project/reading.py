@@ -7,7 +7,6 @@ import datetime
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,11 +69,9 @@ def load(path: Path) -> Project:
     text = location.read(path)
     shown = os.path.relpath(path)
     try:
-        whole = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        whole = location.parse(text)
+    except ValueError as error:
         raise ContractError([_undecodable(shown, text, str(error))]) from error
-    except RecursionError as error:
-        raise ContractError([f"{shown}:1:1: error: nested too deeply"]) from error
     where: positions.Path = ("tool", location.TABLE)
     table = whole.get("tool", {})
     table = table.get(location.TABLE) if isinstance(table, dict) else None
