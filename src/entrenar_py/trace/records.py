@@ -12,8 +12,8 @@ import sys
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.kinds import EVENTS
@@ -138,10 +138,17 @@ def _tensor(value: Any) -> TensorRecord:
     return TensorRecord(digest, data, dtype)
 
 
-@lru_cache(2**16)
+# Ranks that agree share most of their records. A record goes when no trace holds it: a coordinator
+# reads events for weeks.
+_SHARED: WeakValueDictionary[str, TensorRecord] = WeakValueDictionary()
+
+
 def _digest(digest: str) -> TensorRecord:
-    """One record for all that have this digest: ranks that agree share most of theirs."""
-    return TensorRecord(digest)
+    """Return the one record of all tensors that have this digest."""
+    record = _SHARED.get(digest)
+    if record is None:
+        record = _SHARED[digest] = TensorRecord(digest)
+    return record
 
 
 def _tensors(value: Any) -> dict[str, TensorRecord]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class TensorRecord:
     """A tensor as a trace keeps it: its digest, and its values where the scenario asks for them.
 
