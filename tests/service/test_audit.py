@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from entrenar_py import backends, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
@@ -20,6 +21,15 @@ from entrenar_py.trace import Attempt, Trace
 from tests.service.members import host_of, meet, record, scenario_of, train
 
 CPU = Attempt(backend="cpu", served=True, device="here")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in the service: how a sum is split over threads is part of its order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def ledger(path: Path, *, steps: int = 4, end: Finish | None = None, **changes: Any) -> Path:
