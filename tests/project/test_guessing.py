@@ -67,6 +67,34 @@ def guess(line: str) -> guessing.Guess:
         ),
         ("mpirun -np 2 python train.py", "mpirun -np {world_size} python train.py", None),
         ("mpiexec python train.py", "mpiexec -n {world_size} python train.py", None),
+        ("mpirun -n4 python train.py", "mpirun -n{world_size} python train.py", 4),
+        (
+            "accelerate launch --num-processes 2 train.py",
+            "accelerate launch --num-processes {world_size} train.py",
+            None,
+        ),
+        (
+            "accelerate-launch --num_processes=4 train.py",
+            "accelerate-launch --num_processes={world_size} train.py",
+            4,
+        ),
+        (
+            "python -m accelerate.commands.launch --num_processes 2 -m train",
+            "python -m accelerate.commands.launch --num_processes {world_size} -m train",
+            None,
+        ),
+        ("srun --ntasks=3 python train.py", "srun --ntasks={world_size} python train.py", 3),
+        (
+            "srun -N1 torchrun --nproc_per_node=2 train.py",
+            "srun -N1 torchrun --nproc_per_node={world_size} train.py",
+            None,
+        ),
+        ("deepspeed --num_gpus 2 train.py", "deepspeed --num_gpus {world_size} train.py", None),
+        (
+            "uv run torchrun --nproc_per_node=2 train.py",
+            "uv run torchrun --nproc_per_node={world_size} train.py",
+            None,
+        ),
         ("my launch {world_size} train.py", "my launch {world_size} train.py", None),
         ("python train.py --nproc_per_node=2", "python train.py --nproc_per_node=2", None),
     ],
@@ -131,12 +159,62 @@ def test_restarts(options: str, restarts: bool) -> None:
 
 
 def test_no_script() -> None:
-    """A module, a shell script, something that is no Python: nothing is made up."""
+    """A module that lies elsewhere, something that is no Python: nothing is made up."""
     Path("broken.py").write_text("print 1")
-    for line, told in (("torchrun -m train", "no script (*.py)"), ("torchrun broken.py", "broken")):
+    for line, told in (
+        ("torchrun -m trl.sft", "no script (*.py)"),
+        ("torchrun broken.py", "broken"),
+    ):
         assert any(one.startswith(told) for one in guess(line).look)
     found = guess("no-such-program train.py")
     assert found.look[0] == "there is no program 'no-such-program' here: nothing can be run yet"
+
+
+@pytest.mark.parametrize("module", ["pkg.train", "pkg"])
+def test_a_module(module: str) -> None:
+    """Found as Python finds it from the folder of the command."""
+    place = Path("pkg", "train.py" if module == "pkg.train" else "__main__.py")
+    place.parent.mkdir()
+    place.write_text(SCRIPT)
+    found = guess(f"torchrun --nproc_per_node=2 -m {module} --seed 3")
+    assert found.command[3:7] == [module, "--seed", "{seed}", "--max-steps"]
+
+
+def test_options_that_argparse_does_not_know() -> None:
+    """What a script reads by itself is seen where it is given."""
+    Path("train.py").write_text("import sys, entrenar_py\nentrenar_py.observe(1, 2)\n")
+    found = guess("torchrun train.py config.py --max_iters=20 --out_dir out --compile=False")
+    assert found.command[-5:] == [
+        *("config.py", "--max_iters={steps}", "--out_dir", "{workdir}"),
+        "--compile=False",
+    ]
+
+
+def test_as_typed_in_a_shell() -> None:
+    """Variables in front, one text in quotes; what a shell is given to read is not touched."""
+    assert guess("OMP_NUM_THREADS=1 torchrun train.py").command[:3] == [
+        *("env", "OMP_NUM_THREADS=1", "torchrun")
+    ]
+    line = "torchrun --nproc_per_node=2 train.py --name 'two words'"
+    found = guessing.guess([line], Path.cwd())
+    assert found.command[:5] == [
+        *("torchrun", "--nproc_per_node={world_size}", "train.py", "--name", "two words")
+    ]
+    shell = ["bash", "-lc", "cd x && torchrun --nproc_per_node=2 train.py"]
+    found = guessing.guess(shell, Path.cwd())
+    assert found.command == shell
+    assert found.look == [
+        "what bash is given is not read: put {world_size}, {steps}, {workdir} and {seed} into it, "
+        "or give init the command alone, without bash"
+    ]
+
+
+def test_several_machines() -> None:
+    """A first look is taken on one."""
+    told = guess("torchrun --nnodes=2 --nproc_per_node=4 train.py").look
+    assert any(one.startswith("2 machines: ") for one in told)
+    told = guess("torchrun --nnodes=1 --nproc_per_node=4 train.py").look
+    assert not any("machines" in one for one in told)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import tomllib
@@ -101,6 +102,16 @@ def test_refused(
     assert check("init", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not Path("entrenar-check.toml").exists()
+
+
+def test_the_command_is_shown_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the quotes that a shell wants, and placeholders without."""
+    words = ("torchrun", "--nproc_per_node=2", "other.py", "--name", "Ann's two", "")
+    assert check("init", "--", *words) == 0
+    typed = "torchrun --nproc_per_node={world_size} other.py --name 'Ann'\"'\"'s two' ''"
+    assert f"command: {typed}\n" in capsys.readouterr().out
+    written = tomllib.loads(Path("entrenar-check.toml").read_text())
+    assert shlex.split(written["command"]) == [*typed.split()[:4], "Ann's two", ""]
 
 
 @pytest.mark.slow

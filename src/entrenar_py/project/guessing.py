@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from entrenar_py.project import launchers
 from entrenar_py.project import script as scripts
 from entrenar_py.project.script import Script
 
@@ -37,15 +38,6 @@ _KNOBS = {
 }
 _WEAK = ("dir",)  # may as well be where the data lies
 _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
-# Launcher -> its options for the number of workers, the first of which is added where none is.
-_LAUNCHERS = {
-    "torchrun": ("--nproc_per_node", "--nproc-per-node"),
-    "torch.distributed.run": ("--nproc_per_node", "--nproc-per-node"),
-    "torch.distributed.launch": ("--nproc_per_node", "--nproc-per-node"),
-    "launch": ("--num_processes",),  # accelerate launch
-    "mpirun": ("-np", "-n", "--np"),
-    "mpiexec": ("-n", "-np", "--np"),
-}
 _RESTARTS = ("--max-restarts", "--max_restarts")
 _WORKERS_MAX = 64
 
@@ -66,16 +58,25 @@ class Guess:
 
 def guess(command: Sequence[str], folder: Path) -> Guess:
     """What is made of `command`, which is to run in `folder`."""
-    found = Guess(command=list(command), folder=folder)
-    if "{" not in command[0] and shutil.which(command[0], path=None) is None:
-        found.look.append(f"there is no program {command[0]!r} here: nothing can be run yet")
-    place = _script_place(command)
-    path = folder / command[place] if place is not None else None
-    _guess_workers(found, len(command) if place is None else place)
+    found = Guess(command=launchers.split(command), folder=folder)
+    if launchers.sets_variable(found.command):
+        found.command.insert(0, "env")
+        found.taken.append("env was put in front, since no shell reads the command")
+    program = found.command[0]
+    if "{" not in program and shutil.which(program, path=None) is None:
+        found.look.append(f"there is no program {program!r} here: nothing can be run yet")
+    if launchers.is_for_shell(found.command):
+        found.look.append(
+            f"what {program} is given is not read: put {{world_size}}, {{steps}}, {{workdir}} and "
+            f"{{seed}} into it, or give init the command alone, without {program}"
+        )
+        return found
+    place, path = launchers.script(found.command, folder)
+    _guess_workers(found, place)
     script = scripts.read(path) if path is not None else None
     if script is None:
         named = (
-            "no script (*.py) was found in the command"
+            "no script (*.py) or module (-m) that lies here was found in the command"
             if path is None
             else (f"{path.name} can't be read as Python")
         )
@@ -94,36 +95,36 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
     return found
 
 
-def _script_place(command: Sequence[str]) -> int | None:
-    return next((at for at, word in enumerate(command) if word.endswith(".py")), None)
-
-
 def _guess_workers(found: Guess, end: int) -> None:
     """Puts {world_size} where the launcher, among the words before `end`, is told how many."""
     command = found.command
+    found.restarts = _restarts(command, end)
+    nodes = launchers.num_nodes(command, end)
+    if nodes is not None:
+        found.look.append(
+            f"{nodes} machines: {{world_size}} counts the workers of all; start it on one for a "
+            "first look (docs/multi-node.md)"
+        )
     if any("{world_size}" in word for word in command):
-        found.restarts = _restarts(command, end)
         return
-    for at, word in enumerate(command[:end]):
-        options = _LAUNCHERS.get(Path(word).name)
-        if options is None or (word == "launch" and Path(command[at - 1]).name != "accelerate"):
-            continue
-        found.restarts = _restarts(command, end)
-        number = _replace(command, options, "{world_size}", start=at + 1, end=end)
-        if number is None:
-            separate = options[0].startswith("--")
-            added = [f"{options[0]}={{world_size}}"] if separate else [options[0], "{world_size}"]
-            command[at + 1 : at + 1] = added
-            found.taken.append(f"{' '.join(added)} was added to {word}")
-            return
-        found.taken.append(f"{{world_size}} stands for the number of workers, instead of {number}")
-        if number.isdecimal() and 2 < int(number) <= _WORKERS_MAX:
-            found.world_size = int(number)
+    launcher = launchers.launcher(command, end)
+    if launcher is None:
+        found.look.append(
+            f"no launcher was recognised ({launchers.NAMES}): put {{world_size}} where the command "
+            "is told how many workers to start"
+        )
         return
-    found.look.append(
-        "no launcher was recognised (torchrun, accelerate launch, mpirun): put {world_size} where "
-        "the command is told how many workers to start"
-    )
+    at, options = launcher
+    number = launchers.replace(command, options, "{world_size}", start=at + 1, end=end)
+    if number is None:
+        separate = options[0].startswith("--")
+        added = [f"{options[0]}={{world_size}}"] if separate else [options[0], "{world_size}"]
+        found.taken.append(f"{' '.join(added)} was added to {command[at]}")
+        command[at + 1 : at + 1] = added
+        return
+    found.taken.append(f"{{world_size}} stands for the number of workers, instead of {number}")
+    if number.isdecimal() and 2 < int(number) <= _WORKERS_MAX:
+        found.world_size = int(number)
 
 
 def _restarts(command: Sequence[str], end: int) -> bool:
@@ -135,37 +136,18 @@ def _restarts(command: Sequence[str], end: int) -> bool:
     return False
 
 
-def _replace(
-    command: list[str],
-    options: Collection[str],
-    text: str,
-    *,
-    start: int = 0,
-    end: int | None = None,
-) -> str | None:
-    """Gives the first of `options` in the command the value `text`; what it was, or None."""
-    for at in range(start, len(command) if end is None else end):
-        name, equals, value = command[at].partition("=")
-        if name in options and equals:
-            command[at] = f"{name}={text}"
-            return value
-        if name in options and at + 1 < len(command):
-            value, command[at + 1] = command[at + 1], text
-            return value
-    return None
-
-
 def _guess_options(found: Guess, script: Script, name: str) -> None:
     """Puts in what the script is told by its own options, where the names leave no doubt."""
+    known = (*script.options, *(one for one in _given(found.command) if one not in script.options))
     for placeholder, names in _PLACES.items():
         told = "{" + placeholder + "}"
         if any(told in word for word in found.command):
             continue
-        options = [one for one in script.options if _plain(one) in names]
+        options = [one for one in known if _plain(one) in names]
         if any(_plain(one) in _WEAK and _has(found.command, one) for one in options):
             found.look.append(f"is {options[0]} where checkpoints go? then let it be {told}")
             continue
-        before = _replace(found.command, options, told)
+        before = launchers.replace(found.command, options, told)
         if before is not None:
             found.taken.append(f"{told} is what {name} is told instead of {before}")
         elif len(options) == 1:
@@ -198,6 +180,12 @@ def _guess_options(found: Guess, script: Script, name: str) -> None:
                     f"{option} {{{knob}}} could be tried, if the training stays the same whatever "
                     "it is (knobs, in docs/your-trainer.md)"
                 )
+
+
+def _given(command: Sequence[str]) -> list[str]:
+    """The options behind the script, some of which it may read without argparse."""
+    words = command[launchers.script(command, Path())[0] + 1 :]
+    return list(dict.fromkeys(word.partition("=")[0] for word in words if word[:2] == "--"))
 
 
 def _has(command: Sequence[str], option: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ STEPS = 8
 DEADLINE_S = 300
 KILLED = "F-DP-006"  # of CONTRACT: takes a launcher that starts ranks again
 _LINE_CHARS_MAX = 100
+_PLAIN = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -107,11 +109,16 @@ def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """A text where that reads well and means the same, else a list of words."""
-    text = " ".join(words)
-    if shlex.split(text) == list(words) and len(text) <= _LINE_CHARS_MAX:
+    """A text where that reads well, else a list of words."""
+    text = _typed(words)
+    if len(text) <= _LINE_CHARS_MAX:
         return _toml(text)
     return f"[\n{''.join(f'  {_toml(word)},{chr(10)}' for word in words)}]"
+
+
+def _typed(words: Sequence[str]) -> str:
+    """As they are typed in a shell: in quotes where these are needed, not for a placeholder."""
+    return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def _toml(value: str | list[str]) -> str:
@@ -150,7 +157,7 @@ def _tell(path: Path, found: Guess | None) -> None:
         told = f"it checks the reference trainers ({options.PROG} {NAME} -- ...)"
         printing.say(f"no command was given: {told}")
     else:
-        printing.say(f"command: {' '.join(found.command)}", indent=2)
+        printing.say(f"command: {_typed(found.command)}", indent=2)
         for line in found.taken:
             printing.say(f"guessed: {line}", indent=2)
         for line in found.look:

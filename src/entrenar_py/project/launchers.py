@@ -1,0 +1,109 @@
+"""What starts the workers of a command: torchrun, accelerate, mpirun, srun and others like them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+_TORCH = ("--nproc_per_node", "--nproc-per-node")
+_ACCELERATE = ("--num_processes", "--num-processes")
+_MPI = ("-n", "-np", "--np")
+# Launcher -> its options for the number of workers, the first of which is added where none is.
+_OPTIONS = {
+    "torchrun": _TORCH,
+    "torch.distributed.run": _TORCH,
+    "torch.distributed.launch": _TORCH,
+    "launch": _ACCELERATE,  # accelerate launch
+    "accelerate-launch": _ACCELERATE,
+    "accelerate.commands.launch": _ACCELERATE,
+    "mpirun": ("-np", *_MPI),
+    "mpiexec": _MPI,
+    "srun": ("-n", "--ntasks", "--ntasks-per-node"),
+    "horovodrun": ("-np", "--num-proc"),
+    "deepspeed": ("--num_gpus",),
+}
+NAMES = "torchrun, accelerate launch, mpirun, srun, deepspeed"
+_SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+_MODULE = ("-m", "--module")
+
+
+def split(command: Sequence[str]) -> list[str]:
+    """Return the words of a command that is given as one text, as it would stand in a shell."""
+    if len(command) == 1 and len(command[0].split()) > 1 and shutil.which(command[0]) is None:
+        try:
+            return shlex.split(command[0])
+        except ValueError:  # a quote that is never closed
+            pass
+    return list(command)
+
+
+def sets_variable(command: Sequence[str]) -> bool:
+    """Return whether it begins as in a shell, with the value of an environment variable."""
+    return _VARIABLE.match(command[0]) is not None
+
+
+def is_for_shell(command: Sequence[str]) -> bool:
+    """Return whether a shell is given all of it as one text (`sh -c TEXT`)."""
+    return Path(command[0]).name in _SHELLS and any(
+        re.fullmatch(r"-[a-z]*c", word) for word in command[1:-1]
+    )
+
+
+def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
+    """Return where the script or module stands, and its file; behind the end if there is none."""
+    for at, word in enumerate(command):
+        if word.endswith(".py"):
+            return at, folder / word
+        if at and command[at - 1] in _MODULE and word not in _OPTIONS:
+            base = folder.joinpath(*word.split("."))
+            files = (base.with_suffix(".py"), base / "__main__.py")
+            return at, next((file for file in files if file.is_file()), None)
+    return len(command), None
+
+
+def launcher(command: Sequence[str], end: int) -> tuple[int, Sequence[str]] | None:
+    """Return the place of the launcher next to the script, which is at `end`, and its options."""
+    for at in reversed(range(end)):
+        options = _OPTIONS.get(Path(command[at]).name)
+        if options is None or (command[at] == "launch" and _before(command, at) != "accelerate"):
+            continue
+        return at, options
+    return None
+
+
+def _before(command: Sequence[str], at: int) -> str:
+    return Path(command[at - 1]).name if at else ""
+
+
+def replace(
+    command: list[str],
+    options: Collection[str],
+    text: str,
+    *,
+    start: int = 0,
+    end: int | None = None,
+) -> str | None:
+    """Give the first of `options` in the command the value `text`; what it was, or None."""
+    for at in range(start, len(command) if end is None else end):
+        name, equals, value = command[at].partition("=")
+        short = re.fullmatch(r"(-[a-z])(\d+)", command[at])  # -n2
+        if name in options and equals:
+            command[at] = f"{name}={text}"
+            return value
+        if short and short[1] in options:
+            command[at] = f"{short[1]}{text}"
+            return short[2]
+        if name in options and at + 1 < len(command) and not command[at + 1].startswith("--"):
+            value, command[at + 1] = command[at + 1], text
+            return value
+    return None
+
+
+def num_nodes(command: Sequence[str], end: int) -> str | None:
+    """Return how many machines the launcher is told to use, where these are several."""
+    told = replace(list(command), ("--nnodes", "--num_machines", "--nodes"), "", end=end)
+    return None if told in (None, "1", "1:1") else told
