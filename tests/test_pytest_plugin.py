@@ -176,6 +176,16 @@ def test_a_mark_may_leave_all_to_the_configuration(run: type[Run]) -> None:
     assert (
         "'F-DP-009' is not in the contracts of pyproj" in run(test.format("F-DP-009") + body).text
     )
+    run.pytester.path.joinpath("b.yaml").write_text(
+        "entrenar_bindings: 1\ncontract: small-v1\nbindings:\n"
+        "- {clause: F-DP-002, not_tried: nobody looks}\n"
+    )
+    run.pytester.makepyprojecttoml(
+        '[tool.entrenar-check]\ncontract = "small-v1.yaml"\nbind = "b.yaml"'
+    )
+    found = run(test.format("F-DP-002") + body)
+    assert "INCONCLUSIVE: nothing was compared: nobody looks" in found.text
+    assert "--only F-DP-002 --bind b.yaml" in found.text
     run.pytester.makepyprojecttoml(
         '[tool.entrenar-check]\ncontract = "small-v1.yaml"\ncommand = "true"'
     )

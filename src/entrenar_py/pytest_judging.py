@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from entrenar_py import contract, falsify, interrupts, plan, session, shipped, visible
-from entrenar_py.contract import Contract
+from entrenar_py.contract import Contract, binding_file
 from entrenar_py.errors import EntrenarError
 from entrenar_py.project import exclusions, location, reading
 from entrenar_py.reports import evidence
@@ -31,6 +32,7 @@ class Wish:
     world_size: tuple[int, ...] = ()
     seed: int = 0
     examples: int = 20
+    bind: tuple[Path, ...] = ()
     left_out: str = ""  # why the project's configuration has it skipped
 
     def of(self, clause: str) -> Wish:
@@ -49,6 +51,7 @@ class Wish:
     def command(self) -> str:
         """What does the same in a shell."""
         words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
+        words += [word for path in self.bind for word in ("--bind", str(path))]
         words += ["--system", self.system] if self.system else []
         words += ["--world-size", ",".join(map(str, self.world_size))] if self.world_size else []
         words += ["--seed", str(self.seed)] if self.seed else []
@@ -125,7 +128,9 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
                 f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
                 "does not; say system=NAME for a trainer of entrenar-py"
             )
-        loaded = {name: load(name) for name in project.values["contract"]}
+        contracts, files = project.values["contract"], project.values.get("bind", ())
+        bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
+        loaded = {name: load(name, bind[name]) for name in contracts}
         ids = {one: name for name, found in loaded.items() for one in plan.ids_of(found)}
         plan.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
         name = ids[mark.args[0]]
@@ -136,7 +141,7 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
     why = [f"is excluded {one.why}" for one in standing.excluded]
     why += [f"does not apply: {one.reason}" for one in standing.not_applying]
     told = {one: project.values[one] for one in _CONFIGURABLE if one in project.values}
-    return {"contract": name, "left_out": why[0] if why else "", **told}
+    return {"contract": name, "bind": bind[name], "left_out": why[0] if why else "", **told}
 
 
 def judge(wish: Wish) -> Judged:
@@ -145,7 +150,7 @@ def judge(wish: Wish) -> Judged:
         pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
     started = time.monotonic()
     try:
-        loaded = load(wish.contract)
+        loaded = load(wish.contract, wish.bind)
         tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
         for one in not_applying:
             why = f"{wish.clause} does not apply to {wish.system}: {one.reason}"
@@ -164,18 +169,23 @@ def judge(wish: Wish) -> Judged:
         elapsed_s=time.monotonic() - started,
         interrupted=False,
         command=wish.command(),
+        bindings_given=tuple(map(str, wish.bind)),
     )
     return Judged(entry=entry, report=report)
 
 
 def require_possible(wish: Wish) -> None:
     """Returns if every clause of the contract can be tried so; UsageError, naming the place."""
-    plan.divide(load(wish.contract).invariants, wish.plan())
+    plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
 
 
-def load(given: str) -> Contract:
-    """The contract at a path, or the shipped one of that name; ContractError, UsageError."""
-    return contract.load(shipped.contract_path(given), vocabulary=session.vocabulary())
+def load(given: str, bind: Sequence[Path] = ()) -> Contract:
+    """The contract at a path, or the shipped one of that name, with files of bindings.
+
+    Raises ContractError and UsageError.
+    """
+    path = shipped.contract_path(given)
+    return contract.load(path, vocabulary=session.vocabulary(), bind=bind)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -20,7 +20,7 @@ from entrenar_py import given_files
 from entrenar_py.observing.rank_file import STACK_SUFFIX, SUFFIX
 
 PATIENCE_S = 3.0
-_HEADER_BYTES_MAX = 2**20
+_HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 # What waits for the other ranks: the files in which such calls are, and the engine, which waits in
@@ -59,14 +59,21 @@ def ask(folder: Path, alive: Collection[int]) -> None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a stack goes down to the script: the outermost frame is `<module>`'s."""
-    return path.exists() and "in <module>" in path.read_text(errors="replace")
+    return "in <module>" in _text(path)
+
+
+def _text(path: Path) -> str:
+    """What stands there so far; "" for what is no file, or longer than any stack."""
+    with suppress(OSError):
+        return given_files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
+    return ""
 
 
 def places(folder: Path) -> dict[int, Place]:
     """Rank -> where it stood when it was asked, of those that answered."""
     found = {}
     for path in sorted(folder.glob(f"*{STACK_SUFFIX}")):
-        place = _place(path.read_text(errors="replace"))
+        place = _place(_text(path))
         if place is not None:
             found[int(path.name.partition("-")[0])] = place
     return found
