@@ -16,12 +16,15 @@ from tests.contract import known
 SAME = CheckTerms(
     name="same_bits", id="F-1", tolerance_kinds=("bitwise", "exact"), takes_tolerance=False
 )
+EITHER = CheckTerms(
+    name="either", id="F-3", tolerance_kinds=("relative", "absolute"), takes_tolerance=True
+)
 NEAR = CheckTerms(name="nearly", id="F-2", tolerance_kinds=("relative",), takes_tolerance=True)
 HEAD = "metadata: {version: 1, references: [a paper]}\nqa_gate: {id: G}\nc:\n"
 
 
 def _vocabulary(mutants: Collection[str] | None = ("ga-mean", "sum-not-mean")) -> Vocabulary:
-    return Vocabulary(checks=(SAME, NEAR), mutants=lambda: mutants)
+    return Vocabulary(checks=(SAME, NEAR, EITHER), mutants=lambda: mutants)
 
 
 def _warnings(
@@ -46,7 +49,8 @@ def test_an_unknown_check_is_an_error_where_it_stands(tmp_path: Path) -> None:
     where = "(docs/contract-format.md has the list)"
     assert found == [
         f"4:20: error: clause F-1: check 'same_bit' is unknown; did you mean 'same_bits'? {where}",
-        f"5:18: error: clause B: check 'zz' is unknown; known are same_bits, nearly {where}",
+        "5:18: error: clause B: check 'zz' is unknown; known are same_bits, nearly, either "
+        + where,
         f"6:18: error: clause C: check 'zzz' is unknown {where}",
     ]
 
@@ -81,6 +85,12 @@ def test_a_check_is_found_by_name_before_id(tmp_path: Path) -> None:
             "4:37: warning: clause A: check nearly knows no tolerance_kind 'bitwise'; "
             "it judges by relative",
         ),
+        (
+            "check: either, tolerance: 0.01",
+            "4:37: warning: clause A: tolerance 0.01 is not looked at: of which kind is it? add "
+            "tolerance_kind: relative or absolute",
+        ),
+        ("check: either, tolerance: 0.01, tolerance_kind: absolute", None),
         (
             "check: same_bits, tolerance: 0.01",
             "4:40: warning: clause A: tolerance 0.01 is not looked at: check same_bits judges by "

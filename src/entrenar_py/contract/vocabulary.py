@@ -109,6 +109,17 @@ def _check_tolerance(
             record.place("tolerance"),
             f"{record.what}: {message} judges by {honoured} and allows no difference; use 0",
         )
+    elif clause.tolerance is not None and kind is None and _needs_kind(check):
+        message = f"tolerance {clause.tolerance:g} is not looked at: of which kind is it?"
+        problems.warn(
+            record.place("tolerance"),
+            f"{record.what}: {message} add tolerance_kind: {honoured}",
+        )
+
+
+def _needs_kind(check: CheckTerms) -> bool:
+    """Whether a number alone says nothing to `check`."""
+    return check.takes_tolerance and len(check.tolerance_kinds) > 1
 
 
 def _check_mutants(record: Record, planted: Collection[str] | None, problems: Problems) -> None:
