@@ -84,7 +84,7 @@ def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]
 
 
 def too_large(num_bytes: int, bytes_max: int) -> OSError:
-    """What is raised of a file of `num_bytes` or more."""
+    """Return the error for a file of `num_bytes` or more."""
     return OSError(errno.EFBIG, f"it has {num_bytes} bytes or more; at most {bytes_max} are read")
 
 
@@ -104,7 +104,7 @@ def _opened(path: Path) -> int:
 
 
 def _piped(handle: int, bytes_max: int) -> bytes:
-    """What comes through a pipe until its writers have closed it."""
+    """Return what comes through a pipe until its writers have closed it."""
     pieces: list[bytes] = []
     deadline, size = time.monotonic() + PIPE_S, 0
     poll = select.poll()

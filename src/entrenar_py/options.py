@@ -204,7 +204,7 @@ def _require_distinct(files: Mapping[str, Path]) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """What is this command's own, and the command behind `--`; UsageError if none is there."""
+    """Split off the command behind `--`; UsageError if none is there."""
     if "--" not in arguments:
         return arguments, ()
     place = list(arguments).index("--")
@@ -218,7 +218,7 @@ def _mode(name: str) -> str:
 
 
 def flag(name: str) -> str:
-    """What is typed for the option `name`."""
+    """Return what is typed for the option `name`."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -147,7 +147,7 @@ def _lacking(check: Check, system: str | None) -> str:
 
 
 def _elsewhere(invariant: Invariant, system: str | None) -> str:
-    """Why a clause whose binding names its systems says nothing of `system`; empty if it does."""
+    """Return why a clause bound to certain systems says nothing of `system`; empty if it does."""
     binding = invariant.binding
     if binding is None or system is None or not binding.systems or system in binding.systems:
         return ""

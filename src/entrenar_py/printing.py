@@ -1,4 +1,4 @@
-"""What is printed line by line, to standard output or error: each text visible, none a traceback.
+"""Prints line by line, to standard output or error: each text visible, none a traceback.
 
 A reader that has gone, or a full disk, ends the printing and nothing else: who printed goes on, its
 exit code says what it would have said, and `lost` why nobody can read it.

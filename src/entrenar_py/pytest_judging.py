@@ -94,7 +94,7 @@ class Judged:
 
 
 def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
-    """What a mark asks for; `usual` is the contract where it names none, and without that the
+    """Read what a mark asks for; `usual` is the contract where it names none, and without that the
     configuration of the project at `root` says what it leaves open. A wrong mark fails.
     """
     names = ("contract", "system", "world_size", "seed", "examples")
@@ -114,7 +114,7 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
 
 
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
-    """What the project's configuration says of the clause: as keywords of Wish."""
+    """Read what the project's configuration says of the clause: as keywords of Wish."""
     try:
         path = location.find(root)
         if path is None:

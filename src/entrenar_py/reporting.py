@@ -22,7 +22,7 @@ from entrenar_py.runner import Listener, ignore
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What gives the entries of a report, and what the report says about where they come from.
+    """The source of a report's entries, and what the report says about where they come from.
 
     `environment` is asked for after the entries: only then is it known which devices were opened.
     """

@@ -91,7 +91,7 @@ def _look(options: argparse.Namespace) -> None:
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """What repeats this call: the words that were typed, and the configuration by its name."""
+    """Return the command that repeats this call, with the configuration by its name."""
     named = options.project is not None and "config" not in options.typed
     told = ("--config", options.project.place.file) if named else ()
     return shlex.join((PROG, *told, *arguments))
@@ -100,7 +100,7 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 def _prepared(
     options: argparse.Namespace, called: str, loaded: Contract, output: Console
 ) -> several.Job:
-    """What is left to do for one contract."""
+    """Return what is left to do for one contract."""
     if options.mode == "suggest":
         return partial(_suggested, loaded)
     selected = plan.select(
@@ -193,7 +193,7 @@ def _load(options: argparse.Namespace) -> Contract:
 
 
 def _told(loaded: Contract) -> Iterator[str]:
-    """What there is to say about the file: the first warnings, and how to get all.
+    """Yield the first warnings about the file, and how to get all.
 
     Contracts that were written for other tools may give rise to hundreds of lines.
     """
@@ -274,7 +274,7 @@ def _plan(options: argparse.Namespace) -> plan.Plan:
 
 
 def _saved_folder(options: argparse.Namespace) -> Path:
-    """Where counterexamples are kept: below the configuration's folder, else the current one."""
+    """Return where counterexamples are kept: below the configuration's folder, else this one."""
     if options.project is None:
         return counterexamples.FOLDER
     return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))

@@ -27,7 +27,7 @@ def prepare(
     command: str,
     output: Console,
 ) -> Callable[[], int]:
-    """What is left to do, and then gives the exit code: 0 where all contracts are valid, else 2.
+    """Return what is left to do. It gives the exit code: 0 where all contracts are valid, else 2.
 
     `contracts` are paths, each with its files of bindings.
     Raises UsageError for unknown rules, levels and suppressions, and files that can't be written.
@@ -48,7 +48,7 @@ def prepare(
 
 
 def policy(options: argparse.Namespace) -> Policy:
-    """What the configuration and the command line make of the rules; UsageError for what is wrong.
+    """Return the policy of configuration and command line; UsageError for what is wrong.
 
     A level that was typed counts before the configuration's; suppressions add up.
     """
@@ -65,7 +65,7 @@ def policy(options: argparse.Namespace) -> Policy:
 
 
 def _unrunnable(clause: Invariant) -> str:
-    """Why a scenario of `clause` could not be run; "" if all can."""
+    """Return why a scenario of `clause` could not be run; "" if all can."""
     try:
         plan.require_runnable([clause])
     except UsageError as error:

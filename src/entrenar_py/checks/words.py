@@ -1,4 +1,4 @@
-"""What statements of others call the things that each check looks at: hints for `--suggest`."""
+"""Words that statements of others use for what each check looks at: hints for `--suggest`."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Leash:
         raise SystemFailure(f"{shlex.join(command)}: the process in front of it has died")
 
     def _next(self, word: str, seconds: float) -> str | None:
-        """What the subreaper says after `word`, which it says once; None if it does not in time."""
+        """Return what the subreaper says after `word`, once; None if it does not in time."""
         deadline = time.monotonic() + seconds
         while True:
             for line in self._lines:

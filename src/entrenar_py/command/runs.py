@@ -47,7 +47,7 @@ Launcher = Callable[..., Ended]  # what `launch.launch` does
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a command is to be run, for the checks that `wanted` names.
+    """The runs of a command for the checks that `wanted` names.
 
     `spelled` says what stands in the command for the values of its knobs, by knob and value; a
     value that is not there stands for itself.

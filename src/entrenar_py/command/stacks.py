@@ -63,7 +63,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    """What stands there so far; "" for what is no file, or longer than any stack."""
+    """Return what stands there so far; "" for what is no file, or longer than any stack."""
     with suppress(OSError):
         return given_files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
     return ""

@@ -33,7 +33,7 @@ _TURNED = {
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
-    """What can be said of a trainer: without clauses that probes of the harness itself decide, or
+    """The clauses that say something of a trainer: none that probes of the harness decide, or
     that are bound as statements about systems of the harness (`elsewhere`).
     """
     others = {one.invariant.id for one in elsewhere(selected)}

@@ -20,7 +20,7 @@ _ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # what alone in a rule can only 
 
 
 class Targets:
-    """What a test may attack, by everything that it may be called."""
+    """The targets that a test may attack, by everything that they may be called."""
 
     def __init__(
         self,

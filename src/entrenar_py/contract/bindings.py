@@ -1,4 +1,4 @@
-"""What files of bindings make of a contract's statements: clauses that a check tries, or none.
+"""Applies files of bindings to a contract's statements: clauses that a check tries, or none.
 
 Three places are looked at, the later wins: what is shipped for a contract of that name, the file
 beside the contract, the files that were given.
@@ -34,7 +34,7 @@ class Files:
 
 
 def files(contract: Path, given: Sequence[Path]) -> Files:
-    """Where the bindings of `contract` are to be read."""
+    """Return the files in which the bindings of `contract` are to be read."""
     stem = binding_file.stem(contract.name)
     beside = contract.with_name(f"{stem}{SUFFIX}")
     return Files(

@@ -40,7 +40,7 @@ _TRIES_MAX, _WORDS_MAX = 1000, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Demands:
-    """What must hold for a pass: ids of `clauses`, and what is `unresolved`, which none decides."""
+    """The demands of a gate: ids of `clauses`, and what is `unresolved`, which none decides."""
 
     clauses: tuple[str, ...] = ()
     unresolved: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
 
 
 def demands(contract: Contract) -> Demands:
-    """What the contract's gate asks for; nothing if it has none.
+    """Return what the contract's gate asks for; nothing if it has none.
 
     Without `checks` that is what `pass_criteria` names, or else every clause that is P0 or
     critical.
@@ -207,7 +207,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _criteria(text: str, names: _Names) -> Demands:
-    """What the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
+    """Return what the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
     prefixes = {_prefix(one) for one in names.ids} - {""}
     found: dict[str, None] = {}
     unresolved = []

@@ -1,4 +1,4 @@
-"""What a binding may name in a contract: clauses, falsification tests, obligations, equations."""
+"""The statements that a binding may name: clauses, falsification tests, obligations, equations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Item:
 
     @property
     def id(self) -> str:
-        """What it is called in a run: its own id, that of its property, or `equation:name`."""
+        """Its id in a run: its own, that of its property, or `equation:name`."""
         return self.clause.id
 
     @property

@@ -1,4 +1,4 @@
-"""What there is to say about a contract, and where: collected first, told or raised once.
+"""The problems of a contract, with their places: collected first, told or raised once.
 
 Three levels. An error makes the contract invalid. A warning is an error under `--strict`. A note
 says what was made of something that is right as it is, and is never an error. Decides nothing: the

@@ -1,4 +1,4 @@
-"""What a contract says in formulas: equations, proof obligations, and harnesses that prove them."""
+"""The formulas of a contract: equations, proof obligations, and harnesses that prove them."""
 
 from __future__ import annotations
 

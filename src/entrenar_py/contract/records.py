@@ -21,7 +21,7 @@ EQUALITY_KINDS = ("bitwise", "exact")
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """What a file of bindings says of a statement: which check tries it and why, or why none does.
+    """A binding of a statement: which check tries it and why, or why none does.
 
     `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is where the
     binding stands. `untried` is the reason why nothing is compared; empty where a check is bound.

@@ -1,4 +1,4 @@
-"""How many scenarios a contract's entries stand for, and whether each of them is one."""
+"""Counts the scenarios that a contract's entries stand for, and checks that each of them is one."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Places(Generic[Guest]):
         self._lingering[guest] = None
 
     def _first_to_go(self, address: str, now: float) -> Guest | None:
-        """Who makes room for one from `address`; None if everyone has yet to have its chance."""
+        """Return the guest that makes room for one from `address`; None if all have to wait."""
         if self._lingering:
             return next(iter(self._lingering))
         counts = {one: len(there) for one, there in self._waiting.items()}
@@ -84,7 +84,7 @@ class Places(Generic[Guest]):
 
 
 def shared_address(host: str) -> str:
-    """What one end may be thought to hold: an IPv4 address, or a /64 of IPv6."""
+    """Return what one end may be thought to hold: an IPv4 address, or a /64 of IPv6."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:

@@ -156,7 +156,7 @@ class CoordinatorServer:
 
     @property
     def strangers(self) -> tuple[int, list[tuple[str, str]]]:
-        """How many connections ended so far that had proved nothing; from where the last of them
+        """The number of connections that ended with nothing proved; from where the last of them
         came, and why each of these ended.
         """
         return (0, []) if self._door is None else (self._door.num_ended, list(self._door.ended))

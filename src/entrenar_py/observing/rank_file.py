@@ -125,7 +125,7 @@ def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
 
 
 def load(path: Path) -> RankTrace:
-    """What is in the file of one rank, to its last whole line; a line in memory at a time.
+    """Read the file of one rank, to its last whole line; a line in memory at a time.
 
     Raises TraceError, with the line, for what no rank wrote, and for more than may be read
     (FILE_BYTES_MAX, EVENTS_MAX). A last line that was cut off is none.
@@ -234,7 +234,7 @@ def _arranged(
 
 
 def life_of(path: Path) -> int:
-    """Which life of its rank a file is of, from 0; TraceError for one that is called otherwise."""
+    """Return which life of its rank a file is of, from 0; TraceError for another kind of name."""
     found = _NAME.fullmatch(path.name)
     if found is None:
         raise TraceError(f"rank file {path}: no rank's file is called so, as 00000-000{SUFFIX} is")

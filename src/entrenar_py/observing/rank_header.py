@@ -39,7 +39,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Of an optimizer: a number, some numbers, or none."""
+    """Whether `value` is one of an optimizer's constants: a number, some numbers, or none."""
     if isinstance(value, list):
         return all(map(_is_number, value))
     return value is None or _is_number(value)

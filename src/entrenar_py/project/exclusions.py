@@ -1,4 +1,4 @@
-"""Which of a contract's clauses a configuration leaves out today, and which it no longer does."""
+"""Applies a configuration's exclusions to a contract: which clauses it leaves out today."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def apply(
     asked: Collection[str] = (),
     today: datetime.date | None = None,
 ) -> Standing:
-    """What `exclusions` make of the clauses that were selected.
+    """Apply `exclusions` to the clauses that were selected.
 
     Those that were `asked` for by their ids on the command line are tried all the same. `today` is
     this machine's date, unless given.

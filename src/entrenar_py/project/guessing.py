@@ -1,4 +1,4 @@
-"""What a command that trains is made into, so that it can be checked: each change is told.
+"""Makes a command that trains into one that can be checked: each change is told.
 
 Nothing is run. What may be another training (micro-batches, clipping) is pointed out, not changed.
 """
@@ -57,7 +57,7 @@ class Guess:
 
 
 def guess(command: Sequence[str], folder: Path) -> Guess:
-    """What is made of `command`, which is to run in `folder`."""
+    """Return what is made of `command`, which is to run in `folder`."""
     found = Guess(command=launchers.split(command), folder=folder)
     if launchers.sets_variable(found.command):
         found.command.insert(0, "env")

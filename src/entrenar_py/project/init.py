@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _file(folder: Path) -> tuple[Path, str | None]:
-    """Where to write, and what is there already; UsageError where that is a configuration."""
+    """Return where to write, and what is there already; UsageError for a configuration."""
     for name in (location.OWN, location.SHARED):
         path = folder / name
         if not path.exists():

@@ -1,4 +1,4 @@
-"""How a script spells the values of knobs, as its configuration says."""
+"""Reads how a script spells the values of knobs, as its configuration says."""
 
 from __future__ import annotations
 

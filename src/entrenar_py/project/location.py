@@ -1,4 +1,4 @@
-"""Where a project's configuration is found: from the current folder upwards, as far as the project.
+"""Finds a project's configuration: from the current folder upwards, as far as the project.
 
 Imports nothing heavy: a command line without a configuration pays for a few calls of the system.
 """

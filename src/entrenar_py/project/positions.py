@@ -1,4 +1,4 @@
-"""Where each key and each element of a TOML text stands. `tomllib` reads, but gives no places.
+"""Finds the place of each key and element of a TOML text. `tomllib` reads, but gives no places.
 
 Takes for granted that `tomllib` has read the text: what is wrong with it is not seen here.
 """
@@ -51,7 +51,7 @@ class _Scan:
         return self._at
 
     def _take(self, *patterns: re.Pattern[str]) -> str:
-        """What one of `patterns` matches here; a character that none does is passed over."""
+        """Take what one of `patterns` matches here; a character that none does is passed over."""
         for pattern in patterns:
             if found := pattern.match(self._text, self._at):
                 self._at = found.end()

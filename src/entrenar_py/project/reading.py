@@ -44,7 +44,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """What a configuration says. `values` are by the names that parsed options have (`world_size`),
+    """A configuration. `values` are by the names that parsed options have (`world_size`),
     as these have them; paths in them are seen from the current folder. `places` says where each
     stands. `folder` is the file's, `command` empty where it names none.
     """
@@ -108,7 +108,7 @@ class _Reader:
         self._options = {one.dest: one for one in options.parser()._actions}
 
     def project(self, folder: Path) -> Project:
-        """What the table says; where it is wrong the problem is noted, and the rest read."""
+        """Read the table; where it is wrong the problem is noted, and the rest read."""
         if not isinstance(self._table, dict):
             self._problems.error(self._at(), f"{self._name('')} is a table of {', '.join(KEYS)}")
             self._table = {}
@@ -156,7 +156,7 @@ class _Reader:
         )
 
     def _at(self, *path: str | int) -> Position:
-        """Where `path` of the table stands, or else the nearest thing around it."""
+        """Return where `path` of the table stands, or else the nearest thing around it."""
         whole = (*self._where, *path)
         while whole and whole not in self._places:
             whole = whole[:-1]

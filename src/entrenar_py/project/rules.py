@@ -1,4 +1,4 @@
-"""What a configuration makes of the rules for contracts: levels, and suppressions."""
+"""Reads what a configuration makes of the rules for contracts: levels, and suppressions."""
 
 from __future__ import annotations
 

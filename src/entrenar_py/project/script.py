@@ -1,4 +1,4 @@
-"""What can be read of a training script without running it: its options, and if it is observed.
+"""Reads a training script without running it: its options, and whether it is observed.
 
 Options that a library adds, or that are put together at run time, are not seen.
 """
@@ -29,7 +29,7 @@ class Script:
 
 
 def read(path: Path) -> Script | None:
-    """What the script at `path` says of itself; None where it can't be read as Python."""
+    """Read what the script at `path` says of itself; None where it can't be read as Python."""
     try:
         if not path.is_file() or path.stat().st_size > BYTES_MAX:
             return None

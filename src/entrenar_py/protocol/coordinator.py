@@ -94,7 +94,7 @@ class Coordinator(Dealing):
         return self._drop(peer, reason, now) if peer in self.peers else []
 
     def broken(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """What came over the connection made no sense."""
+        """Throw out a peer whose bytes made no sense."""
         return self._throw_out(peer, reason, now) if peer in self.peers else []
 
     def reduced(

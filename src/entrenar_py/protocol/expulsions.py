@@ -1,4 +1,4 @@
-"""How often a worker was thrown out for the same reason: who counts that can end a loop."""
+"""Counts how often a worker was thrown out for the same reason, so that a loop can be ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Expulsions:
 
 
 def problem(rank: int | None, step: int, times: int, reason: str) -> str:
-    """What both sides say when they give up."""
+    """Return what both sides say when they give up."""
     return (
         f"worker {rank} was thrown out {times} times before step {step} was made, each time for "
         f"the same reason: {reason}"

@@ -114,7 +114,7 @@ class Worker:
         return [] if self.phase in (Phase.AWAY, Phase.OVER) else self._drop(reason)
 
     def broken(self, reason: str) -> list[Effect]:
-        """What came over the connection made no sense: says so to a coordinator that is one."""
+        """Object to bytes that made no sense, if they came from a coordinator."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             return []
         return self._object(reason)

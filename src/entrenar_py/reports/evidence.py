@@ -1,4 +1,4 @@
-"""What stands behind an entry, as labelled text: the terminal and JUnit XML print the same."""
+"""The evidence behind an entry, as labelled text: the terminal and JUnit XML print the same."""
 
 from __future__ import annotations
 

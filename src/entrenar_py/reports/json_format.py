@@ -131,7 +131,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
 
 
 def _binding(clause: Invariant) -> dict[str, Any] | None:
-    """Which statement the clause was made of, and by which file; None if it is no one's binding."""
+    """Return of which statement the clause was made, and by which file; None if none binds it."""
     binding = clause.binding
     if binding is None:
         return None

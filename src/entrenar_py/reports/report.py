@@ -77,7 +77,7 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """Where a project's configuration stands, and which of its keys took part in a run.
+    """A project's configuration: its place, and which of its keys took part in a run.
 
     `overruled` are those of which the command line said otherwise; `command` is the command that it
     brought, empty if it brought none.
@@ -131,7 +131,7 @@ class Report:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Which selected clauses are excluded, a line each; then which do not apply to the system,
+        """The excluded clauses that were selected, a line each; then those that do not apply,
         a line for each reason.
         """
         clauses: dict[str, list[str]] = {}
@@ -173,7 +173,7 @@ class Report:
 
     @property
     def gate_unresolved(self) -> tuple[str, ...]:
-        """What the contract's gate asks for that no clause of the contract says."""
+        """The demands of the contract's gate that no clause of the contract answers."""
         return self._asked.unresolved
 
     @property
@@ -212,7 +212,7 @@ class Report:
 
     @property
     def gate_why(self) -> str:
-        """What keeps the gate from passing; empty if it passed or there is none."""
+        """The reasons that keep the gate from passing; empty if it passed or there is none."""
         if self.contract.gate is None or self.gate_passed:
             return ""
         if self.gate_broken:
@@ -229,7 +229,7 @@ class Report:
 
     @property
     def gate_open(self) -> str:
-        """Why the gate is undecided though the whole contract ran; empty if it is not.
+        """The reason why the gate is undecided though the whole contract ran; empty if it is not.
 
         A run of some of the clauses leaves the gate aside: then it is empty too. A clause that the
         configuration excludes makes no such run of the others.

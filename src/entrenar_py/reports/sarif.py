@@ -117,7 +117,7 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
 
 
 def _notes(report: Report) -> Iterator[dict[str, Any]]:
-    """What is worth saying beside the verdicts, and why clauses were left out; with their rules."""
+    """Return the notes beside the verdicts, and why clauses were left out; with their rules."""
     notes = [evidence.note_lines(entry) for entry in report.entries]
     for excluded in report.excluded:
         notes.append([evidence.one_line(f"{excluded.named} excluded {excluded.why}")])

@@ -1,4 +1,4 @@
-"""What validation found, as lines to read, and as JSON: schema `entrenar-check-validation/1`."""
+"""Findings of validation as lines to read, and as JSON: schema `entrenar-check-validation/1`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What validation found, for GitHub's runners: annotations at the contracts' lines, a summary."""
+"""Findings of validation for GitHub's runners: annotations at the contracts' lines, a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What validation found, as SARIF 2.1.0: all rules of the table, a result for each finding.
+"""Findings of validation as SARIF 2.1.0: all rules of the table, a result for each finding.
 
 A finding that is put aside is a result with a suppression, which readers show as closed.
 """

@@ -125,7 +125,7 @@ def _sign(file: int) -> None:
 
 
 def _holder(file: int) -> str:
-    """Who signed the file; others may have written what they like into it."""
+    """Return who signed the file; others may have written what they like into it."""
     try:
         match json.loads(os.pread(file, _HOLDER_BYTES_MAX, 0)):
             case {"pid": int(pid), "host": str(host), "since": str(since)} if (

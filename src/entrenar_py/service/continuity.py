@@ -24,12 +24,12 @@ _NOT_THERE = "the ledger that the checkpoint names was not there"
 
 
 def to_record(last: Mark | None) -> Mapping[str, Any] | None:
-    """What a checkpoint says of `last`, as JSON can hold it."""
+    """Return what a checkpoint says of `last`, as JSON can hold it."""
     return None if last is None else {"line": last.line, "chain": last.chain}
 
 
 def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
-    """What a ledger lacks that begins at the checkpoint at `path`, whose progress this is.
+    """Return what a ledger lacks that begins at the checkpoint at `path`, whose progress this is.
 
     CheckpointError for one that names a line as no checkpoint does.
     """
@@ -51,7 +51,7 @@ def _is_mark(line: object, digest: str) -> bool:
 
 
 def say(gap: trace.Gap) -> str:
-    """What a ledger with this gap lacks, in words."""
+    """Return in words what a ledger with this gap lacks."""
     steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
     if gap.digest is None:
         return f"{steps}, {visible.shortened(gap.reason)}"

@@ -11,7 +11,7 @@ from entrenar_py.service import continuity
 
 @dataclass
 class Extent:
-    """What of a run is in a ledger, whose first line has the digest `first`.
+    """The part of a run that is in a ledger, whose first line has the digest `first`.
 
     `made` are stretches of steps, first and last, in the order that they were made: a resume begins
     a new one. `num_lines` and `last` are of all lines read.
@@ -56,7 +56,7 @@ class Extent:
             reached = max(reached, last)
 
     def sentences(self) -> Iterator[str]:
-        """Where it begins and what is made twice, if there is anything to say of that."""
+        """Yield where it begins and what is made twice, if there is anything to say of that."""
         yield (
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"

@@ -143,7 +143,7 @@ class Host(Server):
         return first
 
     def notes(self) -> Mapping[str, Any]:
-        """Of a checkpoint: the last line of the ledger, which is synced by then; null without."""
+        """Return the ledger's last line, which is synced by then; null where there is none."""
         last = None if self._ledger is None else self._ledger.last
         return {continuity.KEY: continuity.to_record(last)}
 

@@ -13,7 +13,7 @@ STEPS_AVERAGED = 20
 
 
 class Times(NamedTuple):
-    """Of one step. `exchange_ms` lie between the last shard computed and everyone holding the
+    """Times of one step. `exchange_ms` lie between the last shard computed and everyone holding the
     average; `reduce_ms` were spent adding and averaging here. Each is None where it was not seen.
     """
 

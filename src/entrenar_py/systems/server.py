@@ -281,7 +281,7 @@ class Server(Replicas):
         self.recorder.emit(saved)
 
     def notes(self) -> Mapping[str, Any]:
-        """What else a checkpoint says, as JSON can hold it; `read_notes` is given it back."""
+        """Return what else a checkpoint says, as JSON; `read_notes` is given it back."""
         return {}
 
     def read_notes(self, progress: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which way gradients go in a run over the protocol: to the coordinator, or from worker to worker.
+"""The way of gradients in a run over the protocol: to the coordinator, or from worker to worker.
 
 The one place that knows it of a system by its name, for harness and service alike.
 """
@@ -27,5 +27,5 @@ def coordinator_of(scenario: Scenario) -> type[Coordinator]:
 
 
 def num_owners(scenario: Scenario) -> int:
-    """How many average blocks: of a star the server alone, elsewhere every worker its share."""
+    """Return how many average blocks: in a star the server, elsewhere every worker its share."""
     return 1 if of(scenario) == STAR else scenario.world_size

@@ -40,7 +40,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a file ends: who had started and not left, in which step; whether the run is over.
+    """The end of a file: who had started and not left, in which step; whether the run is over.
 
     `num_made` steps have an update in it, or precede one. `is_new`: it was just begun.
     """
@@ -166,7 +166,7 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
 
 
 def _lacking(since: Gap, reader: ledger.Reader, num_made: int, there: str | None) -> str:
-    """What of the way to the checkpoint `since` is not in the file."""
+    """Return what of the way to the checkpoint `since` is not in the file."""
     if since.digest is None:
         return (
             f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "

@@ -54,7 +54,7 @@ def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint stands until it is whole: beside `path`, so that a rename is enough."""
+    """Return where a checkpoint stands until it is whole: beside `path`, for a rename."""
     return path.with_name(path.name + ".partial")
 
 

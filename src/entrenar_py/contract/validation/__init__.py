@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a project makes of the rules: a level for each, and what is put aside."""
+    """A project's policy on the rules: a level for each, and what is put aside."""
 
     levels: Mapping[str, Level]
     suppressions: tuple[Suppression, ...] = ()
@@ -70,7 +70,7 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What was found in contracts, under the `levels` of rules; `stale` is of suppressions."""
+    """The findings in contracts, under the `levels` of rules; `stale` is of suppressions."""
 
     contracts: tuple[Judged, ...]
     levels: Mapping[str, Level]
@@ -88,7 +88,7 @@ class Validation:
 
 
 def count(findings: Iterable[RuleFinding], level: Level) -> int:
-    """How many of `findings` count, at this level."""
+    """Return the number of `findings` that count, at this level."""
     return sum(one.counts and one.level is level for one in findings)
 
 
@@ -104,7 +104,7 @@ def validate(
     unrunnable: Callable[[Invariant], str] = _any_runs,
     today: datetime.date | None = None,
 ) -> Validation:
-    """What the rules find in `contracts`, under `policy`; nothing is executed.
+    """Return what the rules find in `contracts`, under `policy`; nothing is executed.
 
     These are paths, each with its files of bindings. A file that can't be read is a finding, too.
     `unrunnable` says why a clause could not be tried as it is written, "" if it could. `today` is

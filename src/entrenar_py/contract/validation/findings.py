@@ -1,4 +1,4 @@
-"""What rules find in one contract, with the level that counts and what put it aside."""
+"""The findings of rules in one contract, with the level that counts and what put each aside."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def stale(
 def _of_reader(
     problems: Iterable[Problem], by_rules: Sequence[RuleFinding]
 ) -> Iterator[tuple[Rule, Breach]]:
-    """What the reader says that no rule says better.
+    """Yield what the reader says that no rule says better.
 
     What makes the contract unreadable stays said, unless a rule says it as loudly.
     """

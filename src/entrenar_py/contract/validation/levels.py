@@ -1,4 +1,4 @@
-"""How loudly a rule is told: its own level, what a project makes of it, and `--strict`."""
+"""Levels of rules: a rule's own, what a project makes of it, and `--strict`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from entrenar_py.errors import UsageError, did_you_mean
 
 
 class Level(StrEnum):
-    """What a finding does to the verdict: an error makes the contract invalid, nothing else."""
+    """The effect of a finding on the verdict: an error makes the contract invalid, nothing else."""
 
     OFF = "off"
     INFO = "info"

@@ -58,7 +58,7 @@ class Item:
         return found.text.strip() if isinstance(found, ScalarNode) else ""
 
     def at(self, key: str) -> Position:
-        """Where the value of `key` stands, even an empty one; else where the item does."""
+        """Return where the value of `key` stands, even an empty one; else where the item does."""
         if isinstance(self.node, MapNode):
             for name in (key, *_ALSO.get(key, ())):
                 if name in self.node.fields:
@@ -85,7 +85,7 @@ class Outline:
         return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
 
     def at(self, block: str) -> Position:
-        """Where the value of a top-level key stands; the file's beginning if it is missing."""
+        """Return where the value of a top-level key stands; the file's beginning without it."""
         found = self.root.fields.get(block)
         return self.root.at if found is None else found.at
 

@@ -41,7 +41,7 @@ def _known_kind(contract: Outline) -> Iterator[Breach]:
 
 
 def _nothing(contract: Outline) -> Iterator[Breach]:
-    """What breaks the rule is found elsewhere."""
+    """Yield nothing: breaches of the rule are found elsewhere."""
     yield from ()
 
 
