@@ -82,10 +82,11 @@ def report(
 
 def _noted(entry: Entry, notes: Mapping[str, str]) -> Entry:
     """`entry`, with what there is to say of its clause."""
-    note = notes.get(entry.invariant.id)
-    if note is None:
-        return entry
-    return replace(entry, finding=replace(entry.finding, notes=(*entry.finding.notes, note)))
+    binding = entry.invariant.binding
+    told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
+    if (note := notes.get(entry.invariant.id)) is not None:
+        told.append(note)
+    return replace(entry, finding=replace(entry.finding, notes=(*entry.finding.notes, *told)))
 
 
 def _configuration(options: argparse.Namespace) -> Configuration | None:

@@ -132,6 +132,36 @@ def test_a_clause_is_bound_otherwise_than_by_its_id(tmp_path: Path) -> None:
     assert not [line for line in loaded.warnings if "has no check" in line]
 
 
+def test_what_a_binding_demands_less_is_told(tmp_path: Path) -> None:
+    """A severity that takes a clause out of the gate, another check, a wider tolerance."""
+    loaded = _load(
+        tmp_path,
+        "- {clause: F-2, check: same_bits, severity: P2, reason: so}\n"
+        "- {clause: X, check: nearly, tolerance: 9, tolerance_kind: absolute, severity: P1,"
+        " reason: so}\n",
+        text=CONTRACT
+        + "c:\n- {id: F-2, invariant: near, severity: P0, check: nearly}\n"
+        + "- {id: X, invariant: x, severity: P1, tolerance: 3, tolerance_kind: relative}\n",
+    )
+    lower, wider = (one.binding for one in loaded.invariants[-2:])
+    assert lower is not None
+    assert lower.departures == (
+        "severity P2 in place of the clause's P0",
+        "check same_bits in place of the clause's nearly",
+    )
+    assert wider is not None
+    assert wider.departures == (
+        "tolerance_kind absolute in place of the clause's relative",
+        "tolerance 9 is wider than the 3 of the clause",
+    )
+    told = [line for line in loaded.warnings if "binding of" in line]
+    assert {line.split("warning: ")[1] for line in told} == {
+        f"binding of {clause}: {one}"
+        for clause, made in (("F-2", lower), ("X", wider))
+        for one in made.departures
+    }
+
+
 def test_an_edited_sentence_makes_its_binding_stale(tmp_path: Path) -> None:
     """A binding names the wording that it was made for; another one is not tried by it."""
     bindings = '- {obligation: fast, statement: "574edaa3", check: same_bits, reason: so}\n'

@@ -15,7 +15,7 @@ from entrenar_py.contract import binding_file, scenario_counts, vocabulary
 from entrenar_py.contract.binding_file import SUFFIX, BindingFile, Entry
 from entrenar_py.contract.items import Item
 from entrenar_py.contract.problems import Position, Problems
-from entrenar_py.contract.records import EQUALITY_KINDS, Binding, Invariant
+from entrenar_py.contract.records import EQUALITY_KINDS, SEVERITIES, Binding, Invariant
 from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 from entrenar_py.errors import ContractError
 
@@ -218,8 +218,11 @@ def _clause(
     for node, record in zip(entry.record.maps("scenarios"), entry.scenarios, strict=True):
         room.take(node, record, entry.record.what)
     if check is not None:
-        _check_tolerance(item, clause, check, entry, problems)
-    return clause
+        _check_tolerance(clause, check, entry, problems)
+    departures = _departures(item, entry)
+    for key, told in departures.items():
+        problems.warn(entry.record.place(key), f"{entry.record.what}: {told}")
+    return replace(clause, binding=replace(binding, departures=tuple(departures.values())))
 
 
 def _bare(item: Item, binding: Binding, *, part: str = "") -> Invariant:
@@ -231,10 +234,36 @@ def _bare(item: Item, binding: Binding, *, part: str = "") -> Invariant:
     return replace(clause, binding=binding, aliases=aliases)
 
 
+def _departures(item: Item, entry: Entry) -> dict[str, str]:
+    """What `entry` demands less than the contract does, or otherwise, by its key: a person who
+    sees the verdict is to know of it.
+    """
+    said, found = item.clause, {}
+    if entry.severity is not None and _rank(entry.severity) > _rank(said.severity):
+        found["severity"] = (
+            f"severity {entry.severity} in place of the {item.kind}'s {said.severity}"
+        )
+    if said.check is not None and entry.check != said.check:
+        found["check"] = f"check {entry.check} in place of the {item.kind}'s {said.check}"
+    if said.tolerance_kind not in (None, entry.tolerance_kind) and entry.tolerance_kind is not None:
+        found["tolerance_kind"] = (
+            f"tolerance_kind {entry.tolerance_kind} in place of the {item.kind}'s "
+            f"{said.tolerance_kind}"
+        )
+    stated, given = said.tolerance, entry.tolerance
+    if stated is not None and given is not None and given > stated:
+        found["tolerance"] = f"tolerance {given:g} is wider than the {stated:g} of the {item.kind}"
+    return found
+
+
+def _rank(severity: str) -> int:
+    return SEVERITIES.index(severity)
+
+
 def _check_tolerance(
-    item: Item, clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
+    clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
 ) -> None:
-    """A tolerance says of which kind it is where its check knows several, and is no wider one."""
+    """A tolerance says of which kind it is where its check knows several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)
@@ -244,7 +273,3 @@ def _check_tolerance(
         message = f"tolerance {clause.tolerance:g} is of which kind? add tolerance_kind: "
         at = entry.record.place("tolerance")
         problems.error(at, f"{entry.record.what}: {message}{' or '.join(kinds)}")
-    stated = item.clause.tolerance
-    if stated is not None and entry.tolerance is not None and entry.tolerance > stated:
-        message = f"tolerance {entry.tolerance:g} is wider than the {stated:g} of the {item.kind}"
-        problems.warn(entry.record.place("tolerance"), f"{entry.record.what}: {message}")

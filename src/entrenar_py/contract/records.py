@@ -25,7 +25,8 @@ class Binding:
 
     `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is where the
     binding stands. `untried` is the reason why nothing is compared; empty where a check is bound.
-    `systems` are those that the statement is about; empty means all.
+    `systems` are those that the statement is about; empty means all. `departures` are what it puts
+    in the place of what the contract says, in words (`severity P2 in place of P0`).
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Binding:
     reason: str = ""
     untried: str = ""
     systems: tuple[str, ...] = ()
+    departures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
