@@ -221,6 +221,9 @@ def test_what_a_gate_asks_for(
         ("", "F-A-001, 002 and 003", "F-A-001 F-A-002", "F-A-003"),
         ("", "F-A-001, 100% of 002", "F-A-001", ""),
         ("", "all P0 and P1 hold", "F-A-001 F-A-002", ""),
+        ("", "F-A-001-002, GH-1-2", "F-A-001", "F-A-001-002"),  # a range, or no id of these
+        ("", "every P1 holds", "F-A-002", ""),
+        ("", "each clause holds", "F-A-001 F-A-002", ""),
         ("", "all 2 clauses hold", "F-A-001 F-A-002", ""),
         ("", "F-A-001…2 and GH-9, SHA-256", "F-A-001 F-A-002", ""),
         ("", "all P0 hold", "F-A-001", ""),

@@ -26,9 +26,14 @@ _IDS = re.compile(
 # A number as long, behind an id or another such number, is one too: F-DP-001, 002 and 003.
 _MORE_DIGITS_MIN = 2  # of one digit it may count anything
 _MORE = re.compile(r"(?:\s*(?:,\s*(?:and|&)?|/|&|\+|\band\b)\s*)(\d{1,6})(?![\w%.]*\w|%|-)")
+_NUMBERED = re.compile(r"(.*-)\d{1,6}-")
 _IDS_MAX = 1000  # so many of them are read, ranges counted in full
-_ALL_OF = re.compile(r"\ball\s+(P[0-2](?:\s*(?:,|/|&|\+|and|or)+\s*P[0-2])*)\b", re.IGNORECASE)
-_ALL_CLAUSES = re.compile(r"\ball\s+(?:\d+\s+)?(?:clauses|invariants)\b", re.IGNORECASE)
+_ALL_OF = re.compile(
+    r"\b(?:all|every|each)\s+(P[0-2](?:\s*(?:,|/|&|\+|and|or)+\s*P[0-2])*)\b", re.IGNORECASE
+)
+_ALL_CLAUSES = re.compile(
+    r"\b(?:all|every|each)\s+(?:\d+\s+)?(?:clause|invariant)s?\b", re.IGNORECASE
+)
 _SEVERITY = re.compile("P[0-2]")
 _ALL_TESTS = re.compile(r"\ball\s+(?:\d+\s+)?(?:falsification|FALSIFY)\s+tests\b", re.IGNORECASE)
 _KANI = re.compile(r"\bkani\b", re.IGNORECASE)
@@ -244,6 +249,8 @@ def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
     for found in _IDS.finditer(text):
         prefix, first = found["prefix"], found["first"]
         if prefix not in prefixes:
+            if (more := _NUMBERED.fullmatch(prefix)) and more[1] in prefixes:
+                yield found[0]  # F-DP-001-004: a range, or the id of nothing here
             continue  # of an issue, a standard, ...
         last = found["last"] or found["to"] or first
         if int(last) < int(first):
