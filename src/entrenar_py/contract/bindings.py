@@ -40,9 +40,14 @@ def files(contract: Path, given: Sequence[Path]) -> Files:
     return Files(
         stem=stem,
         shipped=shipped.bindings(stem),
-        beside=beside if beside.is_file() else None,
+        beside=beside if _says_something(beside) else None,
         given=tuple(dict.fromkeys(given)),
     )
+
+
+def _says_something(beside: Path) -> bool:
+    """Whether there is a file, and not the empty one that a shell makes for `--suggest > FILE`."""
+    return beside.is_file() and beside.stat().st_size > 0
 
 
 def bind(
