@@ -62,7 +62,8 @@ def _path(typed: argparse.Namespace) -> Path | None:
     if given is None:
         return location.find(Path.cwd())
     if not given.is_file():
-        raise UsageError(f"--config {given}: no such file; give a TOML file")
+        problem = "it is no regular file" if given.exists() else "no such file"
+        raise UsageError(f"--config {given}: {problem}; give a TOML file")
     return given.absolute()
 
 

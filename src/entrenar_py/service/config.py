@@ -18,6 +18,7 @@ from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode, Node, plain
 from entrenar_py.drivers import tls
+from entrenar_py.drivers.tcp import SECRET_BYTES_MIN
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import DEFAULTS, Scenario
@@ -25,7 +26,7 @@ from entrenar_py.service import address, keys
 from entrenar_py.service.address import Address
 from entrenar_py.systems import audited, topology, updates
 
-SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 2**16
+SECRET_BYTES_MAX = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
