@@ -6,7 +6,7 @@ Imports nothing heavy, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -150,7 +150,7 @@ def require_sensible(options: argparse.Namespace, *, mode: str = "") -> None:
     for name in () if options.mode == "validate" else _RULES:
         if name in options.typed:
             raise UsageError(f"{flag(name)} means something with --validate alone")
-    _require_distinct({name: path for name in FILES if (path := getattr(options, name))})
+    _require_distinct(options)
     _require_apart(options)
 
 
@@ -193,14 +193,16 @@ def _stem(contract: str) -> str:
     return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")
 
 
-def _require_distinct(files: Mapping[str, Path]) -> None:
-    """Returns if no report would be written over another; else UsageError."""
+def _require_distinct(options: argparse.Namespace) -> None:
+    """Returns if no output would be written over another, or over what is read; else UsageError."""
+    read = [(name, one) for name in ("contract", "bind") for one in getattr(options, name)]
+    single = ("config", "replay", *_OUTPUTS)
+    given = [(name, one) for name in single if (one := getattr(options, name)) is not None]
     by_path: dict[Path, str] = {}
-    for name, path in files.items():
-        if path in by_path:
-            both = f"{flag(by_path[path])} and {flag(name)}"
-            raise UsageError(f"{both} are both {path}; give two files")
-        by_path[path] = name
+    for name, path in (*read, *given):
+        other = by_path.setdefault(Path(path).absolute(), name)
+        if other != name:
+            raise UsageError(f"{flag(other)} and {flag(name)} are both {path}; give two files")
 
 
 def split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
