@@ -214,3 +214,22 @@ def test_over_tls(tmp_path: Path) -> None:
                 assert isinstance(told, do.Finish)
 
     go(story())
+
+
+def test_closed_in_the_handshake(tmp_path: Path) -> None:
+    """As by a proxy in front of a coordinator that is not there yet: why is said all the same."""
+    authority = Authority(tmp_path, "ca")
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(2**16)
+        writer.close()
+
+    async def story() -> None:
+        async with await asyncio.start_server(hang_up, LOOPBACK) as server:
+            port = server.sockets[0].getsockname()[1]
+            context = client_context(authority, None)
+            finished = await ask(port, context=context, patience_s=0.0)
+        assert isinstance(finished, do.Finish)
+        assert finished.reason.endswith(f"{LOOPBACK}:{port}: closed by the other end")
+
+    go(story())

@@ -73,7 +73,7 @@ def reason(error: Exception, host: str) -> str:
     """Why `host` could not be asked, in words that say which part of an address is wrong."""
     if isinstance(error, socket.gaierror):
         return f"unknown host {host!r} ({error.strerror})"
-    return str(error)
+    return str(error) or "closed by the other end"  # as asyncio says it of a handshake: not at all
 
 
 async def _connect(
