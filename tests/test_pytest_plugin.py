@@ -181,11 +181,13 @@ def test_a_mark_may_leave_all_to_the_configuration(run: type[Run]) -> None:
         "- {clause: F-DP-002, not_tried: nobody looks}\n"
     )
     run.pytester.makepyprojecttoml(
-        '[tool.entrenar-check]\ncontract = "small-v1.yaml"\nbind = "b.yaml"'
+        '[tool.entrenar-check]\ncontract = "small-v1.yaml"\nbind = "b.yaml"\n'
+        'exclude = [{clause = "F-DP-002", reason = "late", until = 2020-01-01}]'
     )
     found = run(test.format("F-DP-002") + body)
     assert "INCONCLUSIVE: nothing was compared: nobody looks" in found.text
     assert "--only F-DP-002 --bind b.yaml" in found.text
+    assert "its exclusion ended with 2020-01-01, so it is tried again: late" in found.text
     run.pytester.makepyprojecttoml(
         '[tool.entrenar-check]\ncontract = "small-v1.yaml"\ncommand = "true"'
     )

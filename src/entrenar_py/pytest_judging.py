@@ -33,6 +33,7 @@ class Wish:
     seed: int = 0
     examples: int = 20
     bind: tuple[Path, ...] = ()
+    note: str = ""  # what the configuration has to say beside the verdict
     left_out: str = ""  # why the project's configuration has it skipped
 
     def of(self, clause: str) -> Wish:
@@ -141,7 +142,9 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
     why = [f"is excluded {one.why}" for one in standing.excluded]
     why += [f"does not apply: {one.reason}" for one in standing.not_applying]
     told = {one: project.values[one] for one in _CONFIGURABLE if one in project.values}
-    return {"contract": name, "bind": bind[name], "left_out": why[0] if why else "", **told}
+    note = "; ".join(standing.notes.values())
+    left_out = why[0] if why else ""
+    return {"contract": name, "bind": bind[name], "left_out": left_out, "note": note, **told}
 
 
 def judge(wish: Wish) -> Judged:
@@ -159,6 +162,9 @@ def judge(wish: Wish) -> Judged:
             (entry,) = falsify.falsify(tasks, wish.plan())
     except EntrenarError as error:
         _refuse(str(error))
+    if wish.note:
+        notes = (*entry.finding.notes, wish.note)
+        entry = replace(entry, finding=replace(entry.finding, notes=notes))
     report = Report(
         contract=loaded,
         contract_given=wish.contract,
