@@ -72,7 +72,11 @@ BAD_ARGUMENTS: dict[str, tuple[tuple[str, ...], str]] = {
     "json folder": (("--json", "no/where.json"), "--json no/where.json: the folder"),
     "json is folder": (("--json", "."), "--json .: is a directory"),
     "junit folder": (("--junit", "no/where.xml"), "--junit no/where.xml: the folder"),
-    "trace-dir": (("--trace-dir", "small-v1.yaml"), "--trace-dir small-v1.yaml: File exists"),
+    "trace-dir": (("--trace-dir", __file__), f"--trace-dir {__file__}: File exists"),
+    "over input": (
+        *(("--trace-dir", "small-v1.yaml"),),
+        "--contract and --trace-dir are both small-v1.yaml; give two files",
+    ),
     "no trace": (("--judge", "none.jsonl"), "trace file none.jsonl: can't be read (No such file"),
     "no traces": (("--judge", "."), "trace folder .: holds no *.jsonl file"),
     "trace is text": (("--judge", "small-v1.yaml"), "small-v1.yaml:1: not a line of a trace"),
