@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -143,6 +145,17 @@ def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
     first.close()
     second, _ = writer.reopen(tmp_path / "l", HEAD)
     second.close()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a ledger all the same: nobody is writing it."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    writer.create(tmp_path / "l", HEAD).close()
+    writer.reopen(tmp_path / "l", HEAD)[0].close()
 
 
 def test_where_none_can_be_written(tmp_path: Path) -> None:

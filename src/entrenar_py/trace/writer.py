@@ -220,7 +220,8 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _kept(file: FileIO, path: Path) -> Iterator[None]:
-    """While inside, `file` is closed if anything fails; it is locked, for good.
+    """While inside, `file` is closed if anything fails; it is locked, for good,
+    where its file system has locks.
 
     Two writers would break the chain for both.
     """
@@ -228,8 +229,10 @@ def _kept(file: FileIO, path: Path) -> Iterator[None]:
         failing.callback(file.close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             problem = "another process is writing it; stop that first"
             raise UsageError(f"ledger {path}: {problem}") from error
+        except OSError:  # such a file system: nothing can be known
+            pass
         yield
         failing.pop_all()
