@@ -229,6 +229,24 @@ def test_no_file(tmp_path: Path) -> None:
         config.load(tmp_path / "absent.yaml")
 
 
+def test_a_nul_is_in_no_path(folder: Path) -> None:
+    """Each is told at its place."""
+    text = SMALL + 'ledger: "a\\0"\nmetrics: "\\0"\ncheckpoint: {path: "b\\0", every_steps: 1}\n'
+    assert problems(folder, text) == [
+        "run.yaml:5:9: error: ledger='a\\x00': no path holds a NUL",
+        "run.yaml:6:10: error: metrics='\\x00': no path holds a NUL",
+        "run.yaml:7:20: error: path='b\\x00': no path holds a NUL",
+    ]
+
+
+def test_a_checkpoint_behind_a_link_is_what_the_link_leads_to(folder: Path) -> None:
+    """Both names are of one file: it has one lock, and a rename does not take the link's place."""
+    (folder / "link").symlink_to("real")
+    found = load(folder, SMALL + "checkpoint: {path: link, every_steps: 1}\n").checkpoint
+    assert found is not None
+    assert found.path == folder / "real"
+
+
 def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
     """It would be guessed; nothing of it is shown."""
     path = tmp_path / "secret"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from entrenar_py import visible
 from entrenar_py.errors import UsageError
 
 PORT_MAX = 2**16 - 1
@@ -36,4 +37,10 @@ def parse(text: str, *, port_min: int) -> Address:
     port = int(found["port"])
     if not port_min <= port <= PORT_MAX:
         raise UsageError(f"address={text!r}: port {port}: use {port_min} to {PORT_MAX}")
-    return Address(found["bracketed"] or found["plain"], port)
+    host = found["bracketed"] or found["plain"]
+    try:
+        host.encode("idna")  # as whoever resolves it will
+    except UnicodeError as error:
+        shown = visible.shortened(text)
+        raise UsageError(f"address={shown!r}: no host can be called so ({error})") from error
+    return Address(host, port)

@@ -6,6 +6,7 @@ served.
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -233,10 +234,14 @@ class _Reader:
         if record is None:
             return None
         path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)
-        for name, value in (("path", path), ("every_steps", every)):
+        for name, value in (("path", record.text("path")), ("every_steps", every)):
             if not value:
                 self._problems.error(record.place(name), f"checkpoint: {name} is missing; give it")
-        return Checkpoint(path=path, every_steps=every) if path is not None and every else None
+        if path is None or not every:
+            return None
+        # Of a link what it leads to is written, and locked: a rename would take the link's place.
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        return Checkpoint(path=target, every_steps=every)
 
     def _block(self, name: str, known: Mapping[str, Any]) -> Record | None:
         node = self._root.present(name)
@@ -251,6 +256,9 @@ class _Reader:
 
     def _path(self, record: Record, name: str) -> Path | None:
         text = record.text(name)
+        if "\0" in text:
+            self._problems.error(record.place(name), f"{name}={text!r}: no path holds a NUL")
+            return None
         return self._folder / text if text else None
 
     def _whole(self, record: Record, name: str, *, default: int) -> int:
