@@ -181,6 +181,20 @@ def test_problems(tmp_path: Path, text: str, problem: str) -> None:
     assert found.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        r'json = "a\u0000b"',
+        r'command = ["true", "a\u0000b"]',
+        r'exclude = [{clause = "F", reason = "\u0000", until = 2027-01-31}]',
+    ],
+)
+def test_a_nul_is_in_no_path_and_no_word(tmp_path: Path, line: str) -> None:
+    """It is refused where it stands, not where a file or a process can't be made."""
+    (found,) = problems(tmp_path, f'contract = "c"\n{line}')
+    assert found.startswith(f"3:1: error: {line.split()[0]} holds a NUL")
+
+
 def test_a_table_that_is_none(tmp_path: Path) -> None:
     """Its name given to something else."""
     path = write(tmp_path, "[tool]\nentrenar-check = 1\n")

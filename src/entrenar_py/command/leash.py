@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from entrenar_py import visible
 from entrenar_py.command import subreaper
 from entrenar_py.errors import SystemFailure, UsageError
 
@@ -128,4 +129,4 @@ class Leash:
 
 
 def _refused(command: Sequence[str], problem: str | None) -> UsageError:
-    return UsageError(f"{shlex.join(command)}: can't be started ({problem})")
+    return UsageError(f"{visible.shortened(shlex.join(command))}: can't be started ({problem})")

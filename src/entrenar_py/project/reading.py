@@ -125,7 +125,9 @@ class _Reader:
                 continue
             given, dest = self._table[name], name.replace("-", "_")
             places[dest] = self._at(name)
-            if key.form == "command":
+            if _has_nul(given):
+                self._error(f"{name} holds a NUL, which is in no path, word or id", name)
+            elif key.form == "command":
                 command = self._command(given, name)
             elif key.form == "exclusions":
                 exclusions += self._exclusions(given, name)
@@ -256,6 +258,14 @@ class _Reader:
             self._error(f'kind = "{KINDS[1]}" has no end date; leave until out', *path, "until")
         excluded = partial(Exclusion, reason=str(reason), until=until, place=self._at(*path))
         return [excluded(clause=clause) for clause in clauses or ()]
+
+
+def _has_nul(given: Any) -> bool:
+    if isinstance(given, dict):
+        return any(map(_has_nul, (*given, *given.values())))
+    if isinstance(given, list):
+        return any(map(_has_nul, given))
+    return isinstance(given, str) and "\0" in given
 
 
 def _words(given: Any, form: Form) -> list[str] | None:
