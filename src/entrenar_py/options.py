@@ -201,7 +201,7 @@ def _require_distinct(options: argparse.Namespace) -> None:
     by_path: dict[Path, str] = {}
     for name, path in (*read, *given):
         other = by_path.setdefault(Path(path).absolute(), name)
-        if other != name:
+        if other != name and name in _OUTPUTS:
             raise UsageError(f"{flag(other)} and {flag(name)} are both {path}; give two files")
 
 
