@@ -115,6 +115,16 @@ def test_a_rule_may_name_clause_equation_or_obligation(tmp_path: Path, rule: str
     assert test.rule == rule
 
 
+@pytest.mark.parametrize("key", ["prediction", "claim"])
+def test_a_test_may_claim_what_it_predicts(tmp_path: Path, key: str) -> None:
+    """As others write it: the contract is read, and the clause is the test."""
+    path = tmp_path / "c.yaml"
+    path.write_text(HEAD + f"falsification_tests: [{{id: F-1, {key}: losses agree, test: t}}]\n")
+    loaded = contract.load(path, vocabulary=known.OURS)
+    assert [test.prediction for test in loaded.falsification_tests] == ["losses agree"]
+    assert [clause.id for clause in loaded.invariants] == ["F-1"]
+
+
 def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
     """The bound is on the whole contract, so several entries can't get around it."""
     seeds = list(range(99))

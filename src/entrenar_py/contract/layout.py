@@ -40,7 +40,7 @@ OBLIGATION_KEYS = (
     *("id", "type", "property", "statement", "formal", "tolerance", "applies_to"),
     *("equation", "lean"),
 )
-TEST_KEYS = ("id", "rule", "obligation", "prediction", "test", "if_fails")
+TEST_KEYS = ("id", "rule", "obligation", "prediction", "claim", "test", "if_fails")
 HARNESS_KEYS = ("id", "obligation", "property", "bound", "strategy", "solver", "harness")
 GATE_KEYS = (
     *("id", "name", "description", "checks", "required_tests"),
