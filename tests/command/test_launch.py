@@ -152,6 +152,16 @@ def test_a_daemon(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_a_command_that_stops_what_watches_it(tmp_path: Path) -> None:
+    """It is woken at the end, and ends the daemon as ever."""
+    stop = "os.kill(os.getppid(), 19)"  # SIGSTOP
+    ended = launched(daemon(tmp_path / "pid", then=stop), tmp_path / "run", deadline_s=0.5)
+    assert ended.code is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 def test_the_harness_is_killed(tmp_path: Path) -> None:
     """SIGKILL to whoever launched it: the command and the daemon that it left end all the same."""
     code = daemon(tmp_path / "pid", then="time.sleep(600)")

@@ -79,6 +79,7 @@ class Leash:
         try:
             os.close(self._control)
             self._control = -1
+            self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
             line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
             return 0 if line is None else int(line)
         except BaseException:  # an interrupt: at once, then
