@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -233,3 +235,36 @@ def test_closed_in_the_handshake(tmp_path: Path) -> None:
         assert finished.reason.endswith(f"{LOOPBACK}:{port}: closed by the other end")
 
     go(story())
+
+
+def test_a_refused_certificate_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reason for no answer. asyncio has nothing to add, whichever of its objects is freed
+    first: without the finalizer of one it is as if that came too late.
+    """
+    monkeypatch.delattr(asyncio.StreamReaderProtocol, "__del__")
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    listener = socket.create_server((LOOPBACK, 0))
+    logged: list[object] = []
+
+    def refuse() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection, pytest.raises(ssl.SSLError):
+                server_context(ours).wrap_socket(connection, server_side=True)
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: logged.append(told))
+        refusing = asyncio.create_task(asyncio.to_thread(refuse))
+        for context in (client_context(ours, None), client_context(ours, theirs)):
+            port = listener.getsockname()[1]
+            told = await ask(port, context=context, patience_s=0.0)
+            assert isinstance(told, do.Finish)
+            assert " alert " in told.reason
+            gc.collect()
+        await refusing
+
+    go(story())
+    listener.close()
+    assert logged == []

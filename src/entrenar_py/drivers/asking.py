@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import ssl
@@ -26,6 +27,7 @@ from entrenar_py.protocol.handshake import NONCE_BYTES
 from entrenar_py.protocol.messages import Message, Offer
 
 ANSWER_S = 10.0  # from connecting to the answer
+CLOSE_S = 1.0  # until a connection that was given up is gone
 SCENARIO_BYTES_MAX = 2**16
 
 
@@ -85,6 +87,9 @@ async def _connect(
         return await _talk(reader, writer, Applicant(0, nonce, secret=secret, backend=backend))
     finally:
         writer.transport.abort()
+        with contextlib.suppress(OSError):  # what ended it, which asyncio logs if no one takes it
+            async with asyncio.timeout(CLOSE_S):
+                await writer.wait_closed()
 
 
 async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
