@@ -91,18 +91,23 @@ def summary(made: StepMade) -> str:
     """One step in a line: loss, pace, workers, traffic, exchange, and who was waited for."""
     parts = [f"loss {made.loss:.6g}"]
     if made.steps_per_s is not None:
-        parts.append(f"{made.steps_per_s:.3g} steps/s")
+        parts.append(f"{_digits(made.steps_per_s)} steps/s")
     parts += [
         f"workers {','.join(map(str, made.workers))}",
         f"in {_size(made.bytes_in)} out {_size(made.bytes_out)}",
     ]
     if made.exchange_ms is not None:
-        parts.append(f"exchange {made.exchange_ms:.3g} ms")
+        parts.append(f"exchange {_digits(made.exchange_ms)} ms")
     if made.reduce_ms is not None:
-        parts.append(f"reduce {made.reduce_ms:.2g} ms")
+        parts.append(f"reduce {_digits(made.reduce_ms)} ms")
     if made.last is not None:
-        parts.append(f"last worker {made.last.rank}, {made.last.behind_ms:.2g} ms behind")
+        parts.append(f"last worker {made.last.rank}, {_digits(made.last.behind_ms)} ms behind")
     return "  ".join(parts)
+
+
+def _digits(number: float) -> str:
+    """In three digits, or all of those before the point: never with an exponent."""
+    return f"{number:.3g}" if 1e-4 <= abs(number) < 999.5 else f"{number:.0f}"
 
 
 def _size(num_bytes: float) -> str:
