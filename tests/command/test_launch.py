@@ -211,7 +211,10 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("code", "reason"),
     [
         ("", "nothing was recorded: add `obs = entrenar_py.observe"),
-        ("raise SystemExit(7)", "nothing was recorded: .*exit code 7"),
+        (
+            "raise SystemExit(7)",
+            "nothing was recorded: exit code 7: .*; the script that trains calls",
+        ),
         ("import time; time.sleep(600)", "not finished after .* s: no rank had begun"),
         (
             "import os; open(os.environ['ENTRENAR_TRACE_DIR'] + '/00000-000.rank.jsonl', 'w')"

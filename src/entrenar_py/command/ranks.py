@@ -158,6 +158,8 @@ def _ending(
     if ended.code is None and closed != set(range(asked.world_size)):
         return "failed", f"{ended.how}: {_hanging(made, asked, ended)} (output: {ended.output})"
     if not ranks:
+        if ended.code:  # why it failed comes first: most such scripts have the line
+            return "failed", f"nothing was recorded: {how}; the script that trains calls `{LINE}`"
         return "failed", f"nothing was recorded: add `{LINE}` to the script; {how}"
     world_sizes = {one.header["world_size"] for one in ranks}
     if world_sizes != {asked.world_size}:
