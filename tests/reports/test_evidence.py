@@ -33,6 +33,15 @@ def test_scenario_of_another_release_is_still_shown() -> None:
     assert evidence.describe_scenario({"seed": 3, "rings": 2}) == "seed=3, rings=2"
 
 
+def test_one_reason_of_many_clauses_is_told_once(full: Report) -> None:
+    """A run that failed leaves every clause inconclusive alike; what compared anything is apart."""
+    one = full.entries[1]  # inconclusive, after runs
+    assert evidence.alike([one]) == {}
+    assert evidence.alike([one, one, full.entries[3]]) == {one.finding.reason: [one, one]}
+    compared = replace(one, finding=replace(one.finding, compared=3))
+    assert evidence.alike([one, compared]) == {}
+
+
 def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:
     """A counterexample without a place or values prints only what the contract says of it."""
     entry = full.entries[3]

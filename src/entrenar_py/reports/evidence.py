@@ -76,15 +76,14 @@ def note_lines(entry: Entry) -> list[str]:
     return [one_line(f"note {entry.invariant.id}: {note}") for note in notes]
 
 
-def untried(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The entries of which nothing was tried, by the reason that several of them share.
+def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """The entries in which nothing was compared, by the reason that several of them share.
 
     What stands before the reason, the clause's place, is left out of it.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
-        tried = entry.num_scenarios or entry.num_explored or entry.finding.compared
-        if entry.verdict is Verdict.INCONCLUSIVE and not tried:
+        if entry.verdict is Verdict.INCONCLUSIVE and not entry.finding.compared:
             reason = entry.finding.reason.removeprefix(f"{entry.invariant.position}: ")
             groups.setdefault(reason, []).append(entry)
     return {reason: found for reason, found in groups.items() if len(found) > 1}

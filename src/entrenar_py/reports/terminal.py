@@ -45,10 +45,10 @@ def render(report: Report, console: Console, *, quiet: bool) -> None:
         _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
     if shown:
         _print_entries(console, shown)
-    untried = evidence.untried(shown)
-    for why, entries in untried.items():
-        _print_untried(console, why, entries)
-    together = {id(entry) for entries in untried.values() for entry in entries}
+    alike = evidence.alike(shown)
+    for why, entries in alike.items():
+        _print_alike(console, why, entries)
+    together = {id(entry) for entries in alike.values() for entry in entries}
     for entry in shown:
         if entry.verdict is not Verdict.HELD and id(entry) not in together:
             _print_evidence(console, report, entry)
@@ -163,8 +163,8 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
     return widths
 
 
-def _print_untried(console: Console, why: str, entries: list[Entry]) -> None:
-    """Prints in one paragraph what a contract of others may say a hundred times."""
+def _print_alike(console: Console, why: str, entries: list[Entry]) -> None:
+    """Prints in one paragraph what many clauses may share: none has a check, no run succeeded."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
     _line(console, "")
     _line(console, f"{len(entries)} clauses {word}: {why}", style=style)
