@@ -255,6 +255,10 @@ def test_batch_normalisation_is_another_run_on_one_worker() -> None:
     [
         ([{}], "one worker to compare with: record one with world_size=1, and all else equal"),
         ([{"world_size": 1}], "no run on several workers: record the same training with a larger"),
+        (
+            [{}, {"world_size": 1, "num_shards": 1, "batch_size": 4}],
+            "one worker trains on batches of 4 samples, 3 on ",
+        ),
         ([{}, {"world_size": 1, "seed": 9}], "nearest other trace differs in seed (9, needed 4)"),
     ],
 )

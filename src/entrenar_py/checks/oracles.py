@@ -73,7 +73,23 @@ def missing_model(traces: Sequence[Trace]) -> str:
     why = "no run of the same training on one worker to compare with: record one with world_size=1"
     if others and all(trace.scenario.world_size == 1 for trace in others):
         why = "no run on several workers: record the same training with a larger world_size"
-    return f"{why}, and all else equal{missing.but_for(traces, family)}"
+    nearly = f"{why}, and all else equal{missing.but_for(traces, family)}"
+    return _other_batches(traces) or nearly
+
+
+def _other_batches(traces: Sequence[Trace]) -> str:
+    """Why one worker's run of somebody's own trainer is another training, where its batch is; else
+    empty. Most scripts are told the batch of each worker.
+    """
+    own = [trace.scenario for trace in traces if trace.scenario.workload == "own"]
+    alone = next((one for one in own if one.world_size == 1), None)
+    several = next((one for one in own if one.world_size > 1), None)
+    if alone is None or several is None or alone.batch_size == several.batch_size:
+        return ""
+    return (
+        f"one worker trains on batches of {alone.batch_size} samples, {several.world_size} on "
+        f"{several.batch_size}: divide the global batch by the number of workers"
+    )
 
 
 def model_of(trace: Trace, group: Sequence[Trace]) -> Trace | None:
