@@ -16,6 +16,7 @@ from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
 from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import Ended
+from entrenar_py.command.printed import error as error_in
 from entrenar_py.faults import Fault
 from entrenar_py.observing import assembly, rank_file
 from entrenar_py.observing.rank_file import SUFFIX, RankTrace
@@ -144,7 +145,8 @@ def _ending(
     told = visible.shortened(next((one.problem for one in ranks if one.problem), ""))
     printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
     last = printed[-1] if printed else "it printed nothing"
-    ended_by = f"{ended.how}: {told or last}"
+    error = visible.shortened(error_in(ended.output)) if ended.code else ""
+    ended_by = f"{ended.how}: {told or error or last}"
     how = f"{ended_by} (its output is in {ended.output})"
     folder = ended.output.parent
     if not folder.is_dir():
@@ -157,6 +159,8 @@ def _ending(
     closed = {one.rank for one in ranks if one.ended and not one.problem}
     if ended.code is None and closed != set(range(asked.world_size)):
         return "failed", f"{ended.how}: {_hanging(made, asked, ended)} (output: {ended.output})"
+    if not ranks and error:
+        return "failed", f"nothing was recorded before it failed: {how}"
     if not ranks:
         if ended.code:  # why it failed comes first: most such scripts have the line
             return "failed", f"nothing was recorded: {how}; the script that trains calls `{LINE}`"
