@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from entrenar_py.drivers import tls
 from entrenar_py.drivers.link import BULK_BYTES, Link
 from entrenar_py.drivers.meddling import Fate, Meddling
-from tests.drivers.fakes import go, until
+from tests.drivers.certificates import Authority, client_context, server_context
+from tests.drivers.fakes import LOOPBACK, go, until
 from tests.drivers.test_link import link_on
 
 LARGE = 4 * BULK_BYTES
@@ -47,11 +49,29 @@ def parts(sizes: tuple[int, ...], seed: int) -> list[bytes]:
     return [random.Random(seed + place).randbytes(size) for place, size in enumerate(sizes)]
 
 
-def test_large_and_small_go_both_ways_at_once() -> None:
+async def _ends(authority: Authority | None) -> list[socket.socket]:
+    """Two ends of one connection, over TLS if there is an `authority`."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    if authority is None:
+        return [*ends]
+    listening, calling = server_context(authority), client_context(authority, authority)
+    return [
+        *await asyncio.gather(
+            tls.secured(ends[0], listening, server_side=True, patience_s=10.0),
+            tls.secured(ends[1], calling, server_side=False, host=LOOPBACK, patience_s=10.0),
+        )
+    ]
+
+
+@pytest.mark.parametrize("over_tls", [False, True])
+def test_large_and_small_go_both_ways_at_once(authority: Authority, over_tls: bool) -> None:
     """Each part comes whole and in its place, whoever moved it."""
 
     async def story() -> None:
-        ends = [Parts(sock, SIZES) for sock in socket.socketpair()]
+        socks = await _ends(authority if over_tls else None)
+        ends = [Parts(sock, SIZES) for sock in socks]
         said = [parts(SIZES, seed) for seed in (0, 100)]
         for end, pieces in zip(ends, said, strict=True):
             for piece in pieces:

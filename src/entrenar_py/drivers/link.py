@@ -2,8 +2,8 @@
 from memory that is queued, neither of them copied on this side of the kernel.
 
 Where there are many of them, threads beside the loop's do that, one in each direction: so a tensor
-comes, another one goes, and something is computed, all at the same time. Over TLS all is done by
-the loop: OpenSSL allows one thread at a time on a connection.
+comes, another one goes, and something is computed, all at the same time. OpenSSL allows one thread
+at a time on a connection: over TLS they take turns, a record each.
 
 Which bytes these are is the business of `ends`; how the socket came about, of `tcp`.
 """
@@ -15,9 +15,11 @@ import random
 import select
 import socket
 import ssl
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import chain
 
 from entrenar_py.drivers.beside import Task
@@ -64,8 +66,8 @@ class Link:
         self._held = b""  # of a message that is to come after the next one
         self._paused = self._closing = self._mute = False
         self._awaits_reading = self._awaits_writing = False
-        # None over TLS. No thread is started before there is work for one.
-        self._threads = None if isinstance(sock, ssl.SSLSocket) else ThreadPoolExecutor(2)
+        self._turn = threading.Lock() if isinstance(sock, ssl.SSLSocket) else nullcontext()
+        self._threads = ThreadPoolExecutor(2)  # none is started before there is work for one
         self._filling: Task[tuple[int, str | None]] | None = None
         self._sending: Task[tuple[bool, str | None]] | None = None
         self._farewell: asyncio.TimerHandle | None = None
@@ -113,12 +115,13 @@ class Link:
         left = TURN_BYTES
         while left > 0 and self._socket is not None and not self._mute:
             place = self._buffer(self)
-            if place is not None and place.nbytes >= BULK_BYTES and self._threads is not None:
+            if place is not None and place.nbytes >= BULK_BYTES:
                 self._await_reading(False)
-                self._fill(self._socket, self._threads, place)
+                self._fill(self._socket, place)
                 return
             try:
-                num_bytes = self._socket.recv_into(_WASTE if place is None else place)
+                with self._turn:
+                    num_bytes = self._socket.recv_into(_WASTE if place is None else place)
             except _NOT_NOW:
                 break
             except OSError as error:
@@ -131,12 +134,18 @@ class Link:
                 break  # one piece a turn: who says what nobody hears has no claim to more
             self._filled(self, num_bytes)
             left -= num_bytes
-        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
-            # The rest of a record that is already decrypted: the kernel knows nothing of it.
+        if self._is_pending():
             self._loop.call_soon(self._read)
         self._await_reading(not self._mute)
 
-    def _fill(self, sock: socket.socket, threads: ThreadPoolExecutor, place: memoryview) -> None:
+    def _is_pending(self) -> bool:
+        """Whether the rest of a decrypted record waits: the kernel knows nothing of it."""
+        if not isinstance(self._socket, ssl.SSLSocket):
+            return False
+        with self._turn:
+            return self._socket.pending() > 0
+
+    def _fill(self, sock: socket.socket, place: memoryview) -> None:
         """Fills `place` in a thread."""
 
         def work(task: Task[tuple[int, str | None]]) -> tuple[int, str | None]:
@@ -144,7 +153,8 @@ class Link:
             try:
                 while filled < place.nbytes and not task.stopped:
                     try:
-                        num_bytes = sock.recv_into(place[filled:])
+                        with self._turn:
+                            num_bytes = sock.recv_into(place[filled:])
                     except _NOT_NOW:
                         if not _is_ready(sock, select.POLLIN):
                             break
@@ -170,7 +180,7 @@ class Link:
                 else:  # it may be long before more comes: no thread waits for that
                     self._await_reading(not self._mute)
 
-        self._filling = Task(threads, work, done)
+        self._filling = Task(self._threads, work, done)
 
     def _await_reading(self, wanted: bool) -> None:
         if self._socket is None or wanted == self._awaits_reading:
@@ -192,9 +202,9 @@ class Link:
         if self._sending is not None:
             return  # it comes here again when that is done
         while left > 0 and self._socket is not None and not self._paused and self._gather():
-            if self._threads is not None and self._pieces[-1].nbytes >= BULK_BYTES:
+            if self._pieces[-1].nbytes >= BULK_BYTES:
                 self._await_writing(False)
-                self._send_beside(self._socket, self._threads)
+                self._send_beside(self._socket)
                 return
             try:
                 num_bytes = self._send(self._socket)
@@ -208,7 +218,7 @@ class Link:
         self._await_writing(not self._paused and bool(self._pieces or self._queue))
         self._say_farewell()
 
-    def _send_beside(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
+    def _send_beside(self, sock: socket.socket) -> None:
         """Sends what is queued in a thread, also what is queued meanwhile."""
 
         def work(task: Task[tuple[bool, str | None]]) -> tuple[bool, str | None]:
@@ -216,7 +226,7 @@ class Link:
             try:
                 while not task.stopped and self._gather():
                     try:
-                        self._drop(sock.sendmsg(self._pieces))
+                        self._drop(self._send(sock))
                         stalled = False
                     except _NOT_NOW:
                         if not _is_ready(sock, select.POLLOUT):
@@ -235,16 +245,19 @@ class Link:
             else:
                 self._pump()
 
-        self._sending = Task(threads, work, done)
+        self._sending = Task(self._threads, work, done)
 
     def _gather(self) -> bool:
-        """Asks for as many pieces as are sent at once; whether there are any."""
+        """Ask for as many pieces as are sent at once; return whether there are any.
+
+        Empty ones are left out: sending one would never get anywhere.
+        """
         waiting = sum(piece.nbytes for piece in self._pieces)
         while self._queue and waiting < GATHERED_BYTES and len(self._pieces) < PIECES_MAX:
             piece = next(self._queue[0], None)
             if piece is None:
                 self._queue.popleft()
-            elif not self._mute:
+            elif not self._mute and memoryview(piece).nbytes:
                 self._pieces.append(memoryview(piece).cast("B"))
                 waiting += self._pieces[-1].nbytes
         return bool(self._pieces)
@@ -252,7 +265,8 @@ class Link:
     def _send(self, sock: socket.socket) -> int:
         """Sends the first of the pieces; how many bytes were taken."""
         if isinstance(sock, ssl.SSLSocket):
-            return sock.send(self._pieces[0])  # it can't gather
+            with self._turn:
+                return sock.send(self._pieces[0])  # it can't gather
         return sock.sendmsg(self._pieces)
 
     def _drop(self, num_bytes: int) -> None:
@@ -300,8 +314,7 @@ class Link:
         for task in (self._filling, self._sending):
             if task is not None:
                 task.stop()
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._threads.shutdown()
         sock.close()
         self._queue.clear()
         self._pieces.clear()
