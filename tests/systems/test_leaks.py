@@ -96,8 +96,10 @@ def test_connections_leave_nothing_open() -> None:
 
 
 async def _story() -> None:
+    tasks = len(asyncio.all_tasks())
     await _one_run()
-    before, tasks = holdings(), len(asyncio.all_tasks())
+    await until(lambda: len(asyncio.all_tasks()) == tasks)  # none that is about to end is counted
+    before = holdings()
     for _ in range(NUM_RUNS):
         await _one_run()
     # A thread that has nothing to do any more takes a moment to end.

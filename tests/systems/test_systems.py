@@ -114,7 +114,7 @@ def _code(names: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are none"),
+        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are terms"),
         ({"system": "matmul", "options": {"rows": 3}}, "'rows' on system matmul: allowed are m, k"),
         ({"system": "matmul", "faults": (GONE,)}, "'absent' on system matmul: allowed are none"),
         ({"system": "backend_chain", "options": {"shapes": []}}, "option='shapes' on system back"),

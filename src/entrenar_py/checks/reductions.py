@@ -103,7 +103,8 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
-        allowed = _roundings_allowed(invariant, trace.scenario)
+        stated = invariant.tolerance, invariant.tolerance_kind
+        allowed = _roundings_allowed(*stated, trace.scenario)
         _is_whole(tally, trace)
         seen = {(one.step, one.rank): one for one in trace.of(Reduced)}
         for step, by_rank in evidence.ranks_by_step(trace):
@@ -129,9 +130,8 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
-def _roundings_allowed(invariant: Invariant, scenario: Scenario) -> float | None:
+def _roundings_allowed(stated: float | None, kind: str | None, scenario: Scenario) -> float | None:
     """Units of 2^-24 of the terms' mean size; None where the clause allows an absolute error."""
-    stated, kind = invariant.tolerance, invariant.tolerance_kind
     if stated is None or kind not in ("absolute", "relative", "ulp"):
         return roundings_max(scenario)
     if kind == "absolute":
