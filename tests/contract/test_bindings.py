@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py import checks, contract, plan, shipped
-from entrenar_py.contract import CheckTerms, Contract, Vocabulary, suggest
+from entrenar_py.contract import CheckTerms, Contract, Vocabulary, bindings, suggest
 from entrenar_py.errors import ContractError
 
 SAME = CheckTerms(
@@ -256,3 +256,14 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
     )
     (problem,) = _errors(tmp_path, "".join(parts))
     assert problem.endswith("lists multiply to over 10000 scenarios; use shorter lists")
+
+
+def test_a_folder_in_the_place_of_bindings_is_told(tmp_path: Path) -> None:
+    """What can't be read isn't passed over; the empty file that a shell makes is."""
+    beside = tmp_path / "own.bindings.yaml"
+    beside.mkdir()
+    assert bindings._says_something(beside)
+    beside.rmdir()
+    assert not bindings._says_something(beside)
+    beside.touch()
+    assert not bindings._says_something(beside)

@@ -92,3 +92,9 @@ def test_what_tomllib_itself_can_not_read(tmp_path: Path, value: str) -> None:
         with chdir(tmp_path), pytest.raises(UsageError):
             init.run([])
         path.unlink()
+
+
+def test_a_configuration_that_links_to_itself_is_told(tmp_path: Path) -> None:
+    """It stands there, so that nobody may think that none does."""
+    (tmp_path / location.OWN).symlink_to(location.OWN)
+    assert location._counts(tmp_path / location.OWN)

@@ -6,6 +6,7 @@ beside the contract, the files that were given.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,8 +47,12 @@ def files(contract: Path, given: Sequence[Path]) -> Files:
 
 
 def _says_something(beside: Path) -> bool:
-    """Whether there is a file, and not the empty one that a shell makes for `--suggest > FILE`."""
-    return beside.is_file() and beside.stat().st_size > 0
+    """Return whether something is there, but for the empty file of a shell's `--suggest > FILE`.
+
+    A pipe, a folder or a link to itself is something: reading it says what is wrong.
+    """
+    is_empty = beside.is_file() and beside.stat().st_size == 0
+    return os.path.lexists(beside) and not is_empty
 
 
 def bind(
@@ -240,8 +245,9 @@ def _bare(item: Item, binding: Binding, *, part: str = "") -> Invariant:
 
 
 def _departures(item: Item, entry: Entry) -> dict[str, str]:
-    """What `entry` demands less than the contract does, or otherwise, by its key: a person who
-    sees the verdict is to know of it.
+    """Return where `entry` demands less than the contract, or otherwise, by its key.
+
+    A person who sees the verdict is to know of it.
     """
     said, found = item.clause, {}
     if entry.severity is not None and _rank(entry.severity) > _rank(said.severity):

@@ -65,12 +65,17 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def _counts(path: Path) -> bool:
-    """Whether `path` configures this command. A pyproject.toml that can't be read may be of no
-    concern here; one that names this command and is no TOML is: reading it says what is wrong.
+    """Return whether `path` configures this command.
+
+    A pyproject.toml that can't be read may be of no concern here; one that names this command and
+    is no TOML is: reading it says what is wrong. So does reading a file of this command's own name
+    that is a pipe, a folder or a link to itself.
     """
     try:
-        if not path.is_file() or path.name == OWN:
-            return path.is_file()
+        if path.name == OWN:
+            return os.path.lexists(path)
+        if not path.is_file():
+            return False
         if path.stat().st_size > BYTES_MAX or TABLE.encode() not in (text := path.read_bytes()):
             return False
     except OSError:
