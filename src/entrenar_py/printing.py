@@ -53,7 +53,7 @@ def give_up(error: OSError) -> None:
 
 
 def lost() -> bool:
-    """Whether something that was to be read was not written; asks once, and forgets."""
+    """Return whether something that was to be read was not written; asks once, and forgets."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a command that failed has printed: the error of the script, not that of its launcher."""
+"""Finds the script's own error in what a failed command printed, not its launcher's."""
 
 from __future__ import annotations
 

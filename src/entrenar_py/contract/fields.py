@@ -148,7 +148,7 @@ class Record:
         return data if isinstance(found, MapNode) else {key: data}
 
     def is_percentage(self, key: str) -> bool:
-        """Whether the text of `key` is a number of percent (`1%`)."""
+        """Return whether the text of `key` is a number of percent (`1%`)."""
         found = self.present(key)
         return isinstance(found, ScalarNode) and _percentage(found) is not None
 

@@ -65,7 +65,7 @@ _NOTHING = object()
 
 
 def is_clause(item: MapNode, *, group: str) -> bool:
-    """Whether a mapping with an id, in the list `group`, states something that must hold.
+    """Return whether a mapping with an id, in the list `group`, states something that must hold.
 
     It does if it has a statement, a tolerance, or what else only clauses have; if its list is named
     after them (`invariants`); or if it has a severity, or nothing that a clause has not, and no
@@ -186,7 +186,7 @@ def _without_clauses(node: Node, *, group: str) -> Any:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Whether the file lists which function implements which equation, and is no contract."""
+    """Return whether the file is a registry of which function implements which equation."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False

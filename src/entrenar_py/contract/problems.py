@@ -83,7 +83,7 @@ class Problems:
         keys[key] += 1
 
     def is_near(self, given: str, known: Collection[str]) -> bool:
-        """Whether a name that is not `known` looks like a slip of one that is."""
+        """Return whether a name that is not `known` looks like a slip of one that is."""
         if len(known) > self._comparisons_left:
             return False
         self._comparisons_left -= len(known)

@@ -57,7 +57,7 @@ def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
 
 
 def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) -> bool:
-    """Whether a check decides a clause by name or id; or a test attacks one, and is its own."""
+    """Return whether a check decides the clause by name or id, or a test attacks one."""
     if item.kind == "clause":
         return item.clause.check is not None or item.id in {check.id for check in checks}
     targets = {test.id: test.target for test in contract.falsification_tests}

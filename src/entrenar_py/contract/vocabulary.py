@@ -118,7 +118,7 @@ def _check_tolerance(
 
 
 def _needs_kind(check: CheckTerms) -> bool:
-    """Whether a number alone says nothing to `check`."""
+    """Return whether a number alone says nothing to `check`."""
     return check.takes_tolerance and len(check.tolerance_kinds) > 1
 
 

@@ -139,7 +139,7 @@ class Link:
         self._await_reading(not self._mute)
 
     def _is_pending(self) -> bool:
-        """Whether the rest of a decrypted record waits: the kernel knows nothing of it."""
+        """Return whether the rest of a decrypted record waits: the kernel knows nothing of it."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return False
         with self._turn:

@@ -128,7 +128,7 @@ def _guess_workers(found: Guess, end: int) -> None:
 
 
 def _restarts(command: Sequence[str], end: int) -> bool:
-    """Whether the launcher is told to start ranks again."""
+    """Return whether the launcher is told to start ranks again."""
     for at, word in enumerate(command[:end]):
         name, _, value = word.partition("=")
         if name in _RESTARTS:

@@ -38,7 +38,7 @@ class Exclusion:
     place: Position
 
     def is_void(self, today: datetime.date) -> bool:
-        """Whether its end date has passed."""
+        """Return whether its end date has passed."""
         return self.until is not None and self.until < today
 
 

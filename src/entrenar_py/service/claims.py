@@ -110,7 +110,7 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
 
 
 def _is_at(file: int, lock: Path) -> bool:
-    """Whether the open file is the one that stands there."""
+    """Return whether the open file is the one that stands there."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), lock.stat())
     return False

@@ -1,4 +1,4 @@
-"""Whether what is in a checkpoint can be gone on with: a right digest says only who wrote it."""
+"""Requires that a checkpoint's contents fit the run: a right digest says only who wrote it."""
 
 from __future__ import annotations
 

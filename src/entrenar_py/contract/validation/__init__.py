@@ -83,7 +83,7 @@ class Validation:
 
     @property
     def is_valid(self) -> bool:
-        """Whether no finding counts as an error."""
+        """Return whether no finding counts as an error."""
         return not count(self.findings, Level.ERROR)
 
 

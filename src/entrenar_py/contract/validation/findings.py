@@ -42,7 +42,7 @@ class RuleFinding:
 
     @property
     def counts(self) -> bool:
-        """Whether it is told as what its level says."""
+        """Return whether it is told as what its level says."""
         return self.suppressed is None
 
 

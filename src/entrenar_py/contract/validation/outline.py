@@ -81,7 +81,7 @@ class Outline:
 
     @property
     def must_be_proved(self) -> bool:
-        """Whether the rules for kernels hold for it."""
+        """Return whether the rules for kernels hold for it."""
         return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
 
     def at(self, block: str) -> Position:

@@ -40,7 +40,7 @@ class Suppression:
     at: Position | None = None
 
     def covers_file(self, path: str) -> bool:
-        """Whether it says anything of the contract at `path`."""
+        """Return whether it says anything of the contract at `path`."""
         if not self.file:
             return True
         given, parts = PurePath(path).as_posix(), PurePath(self.file).parts
@@ -55,7 +55,7 @@ class Suppression:
         return not self.item or below or fnmatchcase(item, self.item)
 
     def is_over(self, today: datetime.date) -> bool:
-        """Whether its last day has passed."""
+        """Return whether its last day has passed."""
         return self.until < today
 
     def __str__(self) -> str:
