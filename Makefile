@@ -47,12 +47,12 @@ soak: setup
 	$(MAKE) --no-print-directory --jobs=2 soak-schedules soak-others
 
 soak-schedules: setup
-	$(BIN)/python -m tests.test_schedules 10000 --mutants
+	$(BIN)/python -m tests.falsification.test_schedules 10000 --mutants
 
 soak-others: setup
 	$(BIN)/entrenar-check --contract reduction-v1.yaml
 	$(BIN)/python -m tests.systems.soak_hour
-	$(BIN)/python -m tests.test_no_false_alarm 1000
+	$(BIN)/python -m tests.harness.test_no_false_alarm 1000
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten
 # thousand strangers at a coordinator's door in the middle of a run, and as many over TLS.

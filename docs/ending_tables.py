@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.mesh import ProcessMesh
-from entrenar_py.systems.parameter_server import ProcessStar
-from entrenar_py.systems.ring import ProcessRing
+from entrenar_py.systems.star.mesh import ProcessMesh
+from entrenar_py.systems.star.parameter_server import ProcessStar
+from entrenar_py.systems.star.ring import ProcessRing
 from tests.service.cluster import LONG, Cluster, cluster, weights
 
 Training: TypeAlias = dict[str, Any]

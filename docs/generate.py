@@ -10,8 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import kill_matrix, mutants, options_page, scenario
+from entrenar_py import kill_matrix, mutants, scenario
 from entrenar_py.checks import CHECKS, Check
+from entrenar_py.cli import option_reference
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.validation import RULES
 from entrenar_py.drivers import door
@@ -25,7 +26,7 @@ from entrenar_py.protocol.messages import MESSAGES, Accept, Message
 from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
-from entrenar_py.service import exits, keys
+from entrenar_py.service import config_keys, exit_codes
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Counterexample
 
@@ -107,7 +108,7 @@ PAYLOADS = {
 def pages(rows: Sequence[Row]) -> dict[str, str]:
     """File name -> text: of every page that is generated, or has tables that are."""
     return {
-        "cli.md": options_page.reference(),
+        "cli.md": option_reference.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
         "contract-rules.md": contract_rules(CONTRACT_RULES.read_text(encoding="utf-8")),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
@@ -181,16 +182,16 @@ def service(page: str) -> str:
     head = ("key", "holds", "left out", "means")
     waits = [
         (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
-        for name, meaning in keys.TIMING.items()
+        for name, meaning in config_keys.TIMING.items()
     ]
     tables = {
         "training": _table(head, _training()),
-        "service": _table(head, _keys(keys.SERVICE)),
-        "checkpoint": _table(head, _keys(keys.CHECKPOINT)),
-        "tls": _table(head, _keys(keys.TLS)),
+        "service": _table(head, _keys(config_keys.SERVICE)),
+        "checkpoint": _table(head, _keys(config_keys.CHECKPOINT)),
+        "tls": _table(head, _keys(config_keys.TLS)),
         "timing": _table(head, waits),
         "exits": _table(
-            ("code", "means"), [(str(code), text) for code, text in exits.MEANINGS.items()]
+            ("code", "means"), [(str(code), text) for code, text in exit_codes.MEANINGS.items()]
         ),
     }
     return _filled(page, tables)
@@ -219,9 +220,9 @@ def configuration(page: str) -> str:
 def _training() -> list[tuple[str, ...]]:
     """A row for each field of a scenario that a configuration may hold."""
     rows = []
-    for name in keys.TRAINING:
+    for name in config_keys.TRAINING:
         field = Scenario.__dataclass_fields__[name]
-        default = "required" if name in keys.REQUIRED else _default(field)
+        default = "required" if name in config_keys.REQUIRED else _default(field)
         holds = _holds(field).removesuffix(", `own`")
         rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
     return rows

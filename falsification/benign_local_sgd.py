@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import local_sgd
-from entrenar_py.systems.local_sgd import Worker
+from entrenar_py.systems.torch import local_sgd
+from entrenar_py.systems.torch.local_sgd import Worker
 
 from .local_sgd import LOCAL, local
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 
 from .subjects import SERVER, star
 

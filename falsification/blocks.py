@@ -16,8 +16,8 @@ from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Welcome
 from entrenar_py.protocol.phases import Stage
 from entrenar_py.protocol.worker import Worker
-from entrenar_py.systems.member import Member
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import reduction
 from entrenar_py.training.blocks import Sums
 

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import reference as trainer
-from entrenar_py.systems import replicas, textbook_replica
-from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.systems import replicas
+from entrenar_py.systems.single import reference as trainer
+from entrenar_py.systems.single import textbook_replica
+from entrenar_py.systems.single.textbook_replica import Replica, Setup
 from entrenar_py.training import checkpoint, sharding
 from entrenar_py.training.tensors import Array
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import reference as coordinator
+from entrenar_py.systems.single import reference as coordinator
 from entrenar_py.training import sharding
 
 from .subjects import REFERENCE, TEXTBOOK, TRAINING, reference, textbook, visit

@@ -20,7 +20,7 @@ from entrenar_py.backends.steps import DropFunction, Model, Stepper
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import memory
+from entrenar_py.systems.probes import memory
 from entrenar_py.training import reduction
 from entrenar_py.training.tensors import Array, TensorSpec
 
@@ -232,7 +232,7 @@ VARIANTS = (
         name="estimate-of-weights",
         summary="the estimate counts weights and gradients, and forgets what is made of them",
         source="classic",
-        plants={"entrenar_py.systems.memory.estimate_bytes": weights_only},
+        plants={"entrenar_py.systems.probes.memory.estimate_bytes": weights_only},
         scenario=_MEMORY.with_(world_size=1, num_steps=2, optimizer="adamw"),
         invariants=("F-HET-002",),
         place={"rank": 0, "expected": f"0 to {8 * 5_483_594}"},  # the elements of that model

@@ -16,14 +16,14 @@ from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.outer import Outer
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import local_sgd
-from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
-from entrenar_py.systems.local_sgd import Worker
+from entrenar_py.systems.torch import local_sgd
+from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch.local_sgd import Worker
 from entrenar_py.training import sharding
 
 from .subjects import textbook
 
-LOCAL = "entrenar_py.systems.local_sgd"
+LOCAL = "entrenar_py.systems.torch.local_sgd"
 DILOCO = "Douillard et al. 2023, arXiv:2311.08105"
 _pseudo_gradient, _average = local_sgd.pseudo_gradient, local_sgd.average
 _outer_step, _go_on = local_sgd.outer_step, local_sgd.go_on_from_outer
@@ -298,7 +298,7 @@ VARIANTS = (
         name="alone-without-guard",
         summary="nobody looks for a NaN in a worker's round, and the mean spreads it",
         source="classic (the guard stands where gradients are reduced, and there is none)",
-        plants={"entrenar_py.systems.finite_guard.FiniteGuard.found": finds_nothing},
+        plants={"entrenar_py.systems.torch.finite_guard.FiniteGuard.found": finds_nothing},
         scenario=local(faults=(_NAN,)),
         invariants=("F-LS-005",),
         place={"step": 2, "rank": 1},

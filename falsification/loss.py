@@ -9,7 +9,7 @@ from torch import Tensor
 from entrenar_py import trace
 from entrenar_py.mutants import Variant
 from entrenar_py.systems import replicas
-from entrenar_py.systems.textbook_replica import Setup
+from entrenar_py.systems.single.textbook_replica import Setup
 from entrenar_py.training import decoder, reduction, sharding
 
 from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook

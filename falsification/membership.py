@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import reference as trainer
 from entrenar_py.systems import replicas
+from entrenar_py.systems.single import reference as trainer
 from entrenar_py.training import reduction, sharding
 from entrenar_py.training.tensors import Array
 

@@ -1,6 +1,6 @@
 """Bugs in how the workers of a mesh exchange blocks with each other, whatever befalls them.
 
-Random schedules of faults (`entrenar_py.schedules`) find every one of them, too.
+Random schedules of faults (`falsification.schedules`) find every one of them, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from entrenar_py.protocol.messages import (
     Unreachable,
 )
 from entrenar_py.protocol.phases import PeerPhase, Stage, WorkerPhase
-from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.systems.star.mesh_member import MeshMember
 from entrenar_py.training import reduction
 from entrenar_py.training.blocks import Sums
 

@@ -12,8 +12,8 @@ from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.systems import replicas
-from entrenar_py.systems import textbook as trainer
-from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.systems.single import textbook as trainer
+from entrenar_py.systems.single.textbook_replica import Replica, Setup
 from entrenar_py.training import engine, layout, reduction, sharding
 from entrenar_py.training.tensors import Array
 

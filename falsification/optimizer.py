@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import textbook_replica
-from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.systems.single import textbook_replica
+from entrenar_py.systems.single.textbook_replica import Replica, Setup
 from entrenar_py.training import optimizer, workload
 from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
 

@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import pipeline_parallel, tensor_parallel, torch_layers
+from entrenar_py.systems.torch import pipeline_parallel, tensor_parallel, workload_layers
 from entrenar_py.training import sharding
 
-TENSOR = "entrenar_py.systems.tensor_parallel"
-PIPELINE = "entrenar_py.systems.pipeline_parallel"
-LAYERS = "entrenar_py.systems.torch_layers"
-CHECKPOINT = "entrenar_py.systems.whole_checkpoint"
+TENSOR = "entrenar_py.systems.torch.tensor_parallel"
+PIPELINE = "entrenar_py.systems.torch.pipeline_parallel"
+LAYERS = "entrenar_py.systems.torch.workload_layers"
+CHECKPOINT = "entrenar_py.systems.torch.whole_checkpoint"
 STYLES = "torch.distributed.tensor.parallel"
 
 _add_terms, _build, _reduce = (
     tensor_parallel.add_terms,
-    torch_layers.build,
+    workload_layers.build,
     pipeline_parallel.reduce,
 )
 
@@ -111,7 +111,7 @@ def divide_in_every_stage(stage: pipeline_parallel.Pipeline, weight: float) -> N
 
 def draw_adapters_anew(
     scenario: Scenario, units: Iterable[int] | None = None
-) -> torch_layers.Layers:
+) -> workload_layers.Layers:
     """Draws A from each rank's own generator, after the weights were loaded."""
     model = _build(scenario, units)
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """Bugs in how workers and a parameter server go through a step together, whatever befalls them.
 
 Each shows only when something goes wrong on the way: random schedules of faults
-(`entrenar_py.schedules`) find every one of them, too.
+(`falsification.schedules`) find every one of them, too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.protocol.worker import Worker
-from entrenar_py.systems.member import Member
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import checkpoint, state
 
 from .subjects import COORDINATOR, FRAMES, MEMBER, SERVER, TRAINING, WORKER, star

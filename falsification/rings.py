@@ -17,7 +17,7 @@ from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.mesh_worker import Exchanged, MeshWorker
 from entrenar_py.protocol.messages import Average, Group, Hello, Message, Partial, TreeNode
 from entrenar_py.protocol.ring_worker import RingWorker
-from entrenar_py.systems.ring_member import RingMember
+from entrenar_py.systems.star.ring_member import RingMember
 from entrenar_py.training import blocks, reduction
 
 from .subjects import MESH_COORDINATOR, MESH_WORKER, RING_MEMBER, RING_WORKER, mesh, vectors

@@ -6,8 +6,8 @@ import torch
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import textbook_replica
-from entrenar_py.systems.textbook_replica import Replica, Setup
+from entrenar_py.systems.single import textbook_replica
+from entrenar_py.systems.single.textbook_replica import Replica, Setup
 from entrenar_py.training import schedule
 
 from .subjects import REPLICA, TEXTBOOK, TRAINING, reference, textbook

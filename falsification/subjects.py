@@ -11,24 +11,24 @@ from typing import Any
 from entrenar_py.scenario import Scenario
 from entrenar_py.training import sharding
 
-REFERENCE = "entrenar_py.systems.reference"
+REFERENCE = "entrenar_py.systems.single.reference"
 REPLICAS = "entrenar_py.systems.replicas"
 COORDINATOR = "entrenar_py.protocol.coordinator"
 WORKER = "entrenar_py.protocol.worker"
 MESH_COORDINATOR = "entrenar_py.protocol.mesh_coordinator.MeshCoordinator"
 MESH_WORKER = "entrenar_py.protocol.mesh_worker.MeshWorker"
 RING_WORKER = "entrenar_py.protocol.ring_worker.RingWorker"
-RING_MEMBER = "entrenar_py.systems.ring_member.RingMember"
-MESH_MEMBER = "entrenar_py.systems.mesh_member.MeshMember"
+RING_MEMBER = "entrenar_py.systems.star.ring_member.RingMember"
+MESH_MEMBER = "entrenar_py.systems.star.mesh_member.MeshMember"
 FRAMES = "entrenar_py.protocol.frames"
-SERVER = "entrenar_py.systems.server"
-MEMBER = "entrenar_py.systems.member"
-TEXTBOOK = "entrenar_py.systems.textbook"
-REPLICA = "entrenar_py.systems.textbook_replica"
+SERVER = "entrenar_py.systems.star.server"
+MEMBER = "entrenar_py.systems.star.member"
+TEXTBOOK = "entrenar_py.systems.single.textbook"
+REPLICA = "entrenar_py.systems.single.textbook_replica"
 TRAINING = "entrenar_py.training"
-DDP = "entrenar_py.systems.ddp"
-FSDP = "entrenar_py.systems.fsdp"
-TORCH_MODULE = "entrenar_py.systems.torch_module"
+DDP = "entrenar_py.systems.torch.ddp"
+FSDP = "entrenar_py.systems.torch.fsdp"
+TORCH_MODULE = "entrenar_py.systems.torch.workload_module"
 
 
 def textbook(**changes: Any) -> Scenario:

@@ -14,10 +14,10 @@ from torch.utils.data import DistributedSampler
 import entrenar_py
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
-from entrenar_py.systems import ddp as trainer
-from entrenar_py.systems import finite_guard, torch_module
-from entrenar_py.systems.finite_guard import FiniteGuard, NotFinite
-from entrenar_py.systems.torch_ranks import Rank
+from entrenar_py.systems.torch import ddp as trainer
+from entrenar_py.systems.torch import finite_guard, workload_module
+from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch.ranks import Rank
 from entrenar_py.training import sharding
 
 from .subjects import DDP, ddp, visit
@@ -30,7 +30,7 @@ _forward: Any = DistributedDataParallel.forward
 _hooked: WeakSet[DistributedDataParallel] = WeakSet()
 
 WRAPPER = "torch.nn.parallel.DistributedDataParallel"
-GUARD = "entrenar_py.systems.finite_guard"
+GUARD = "entrenar_py.systems.torch.finite_guard"
 
 
 def bypassed(self: DistributedDataParallel, *inputs: Any) -> Any:
@@ -118,7 +118,7 @@ def of_rank_0(rank: Rank, *state: Any) -> Any:
     return loaded
 
 
-def own_statistics(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> None:
+def own_statistics(rank: Rank, model: workload_module.Model, ids: sharding.Ids) -> None:
     """Moves the running means by the mean of this rank's samples."""
     local = sharding.cut(ids, rank.world_size)[rank.index]
     model.move_buffers(model.statistics(local), max(len(local), 1))

@@ -13,22 +13,22 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import fsdp as trainer
-from entrenar_py.systems import torch_batches, torch_module
-from entrenar_py.systems.torch_ranks import Rank
+from entrenar_py.systems.torch import batches, workload_module
+from entrenar_py.systems.torch import fsdp as trainer
+from entrenar_py.systems.torch.ranks import Rank
 from entrenar_py.training import sharding
 
 from .subjects import FSDP, TORCH_MODULE, fsdp
 
 _shard, _save, _load = trainer.shard, trainer.save, trainer.load
-_weight = torch_batches.total_weight
-_optimizer_of = torch_module.optimizer_of
+_weight = batches.total_weight
+_optimizer_of = workload_module.optimizer_of
 _synchronise = FSDPModule.set_requires_gradient_sync
 
 _DEAD_STEP = 2  # liveness is decided after three steps
 
 
-def unlike(rank: Rank, model: torch_module.Model) -> trainer.Sharded:
+def unlike(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
     """Each rank has made weights of its own: the whole is put together of different models."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,14 +36,14 @@ def unlike(rank: Rank, model: torch_module.Model) -> trainer.Sharded:
     return _shard(rank, model)
 
 
-def halved(rank: Rank, model: torch_module.Model) -> trainer.Sharded:
+def halved(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
     """Parameters are made in the precision that was meant for computing."""
     return _shard(rank, model.to(torch.bfloat16))
 
 
-def stale(scenario: Scenario, model: torch_module.Model) -> torch.optim.Optimizer:
+def stale(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
     """Holds the parameters that there were before sharding."""
-    return _optimizer_of(scenario, torch_module.Model(scenario))
+    return _optimizer_of(scenario, workload_module.Model(scenario))
 
 
 def never_reduced(self: FSDPModule, requires: bool, **more: Any) -> None:
@@ -51,7 +51,7 @@ def never_reduced(self: FSDPModule, requires: bool, **more: Any) -> None:
     _synchronise(self, False, **more)
 
 
-def divided_again(rank: Rank, model: torch_module.Model, ids: sharding.Ids) -> float:
+def divided_again(rank: Rank, model: workload_module.Model, ids: sharding.Ids) -> float:
     """Divides by the number of ranks what `fully_shard` has divided."""
     return _weight(rank, model, ids) * rank.world_size
 

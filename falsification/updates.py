@@ -12,7 +12,7 @@ from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Prepare
 from entrenar_py.protocol.messages import Weights
 from entrenar_py.systems import updates
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import engine, optimizer
 from entrenar_py.training.tensors import Array
 

@@ -16,7 +16,7 @@ from entrenar_py.protocol.effects import Left
 from entrenar_py.protocol.messages import Challenge, Hello, Message, Refuse
 from entrenar_py.protocol.terms import Admission, Answer, Terms
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 
 PROTOCOL = "entrenar_py.protocol"
 _encode, _due_first = frames.Encoder.encode, frames.Decoder._due_first
@@ -163,8 +163,8 @@ VARIANTS = (
         summary="after a worker's death the server makes the step again, though it was made",
         source="classic (a second optimizer step after one that already stepped)",
         plants={
-            "entrenar_py.systems.server.Server.left": bereaved,
-            "entrenar_py.systems.server.Server.apply_average": stepped_twice,
+            "entrenar_py.systems.star.server.Server.left": bereaved,
+            "entrenar_py.systems.star.server.Server.apply_average": stepped_twice,
         },
         scenario=_STAR,
         invariants=("F-WP-005",),

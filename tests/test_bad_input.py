@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import counterexamples, systems
+from entrenar_py import systems
+from entrenar_py.harness import counterexamples
 from tests.command_line import check, contract_file, repeat_a_sample
 
 CONTRACT_SECONDS_MAX, CONTRACT_KIB_MAX = 5.0, 500 * 1024

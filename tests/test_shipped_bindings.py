@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from entrenar_py import checks, contract, kill_matrix, plan, runner, scenario, shipped
+from entrenar_py import checks, contract, kill_matrix, scenario, shipped
 from entrenar_py.contract import Contract, Invariant, Vocabulary
+from entrenar_py.harness import plan, runner
 from entrenar_py.verdict import Verdict
 
 OURS = Vocabulary(checks=checks.terms(), mutants=kill_matrix.planted_bugs)

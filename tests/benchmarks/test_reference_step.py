@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
 from entrenar_py import trace
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import reference
+from entrenar_py.systems.single import reference
 
 NUM_STEPS = 50
 ROUNDS = 40

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from entrenar_py import checks, runner, systems
+from entrenar_py import checks, systems
 from entrenar_py.checks import local_sgd
 from entrenar_py.checks.oracles import oracle
+from entrenar_py.harness import runner
 from entrenar_py.trace import (
     End,
     Halt,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from entrenar_py import kill_matrix
-from entrenar_py.command import runs, watched
+from entrenar_py.command import judging, runs
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding
 
@@ -47,9 +47,9 @@ def record(
 def findings(traces: dict[Path, Trace], wanted: Collection[str] = ()) -> dict[str, Finding]:
     """By check what is found on the runs."""
     found = {}
-    for task in watched.tasks([*kill_matrix.invariants().values()]):
+    for task in judging.tasks([*kill_matrix.invariants().values()]):
         assert task.check is not None
         if not wanted or task.check.name in wanted:
-            for entry in watched.judge([task], traces):
+            for entry in judging.judge([task], traces):
                 found[task.check.name] = entry.finding
     return found

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import interrupts
 from entrenar_py.command import launch, runs
 from entrenar_py.command.launch import Ended
 from entrenar_py.errors import UsageError
+from entrenar_py.harness import interrupts
 from tests.command import scripts
 
 

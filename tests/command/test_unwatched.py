@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import stored, trace
+from entrenar_py import trace
 from entrenar_py.checks import CHECKS
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import TraceError
-from entrenar_py.observing.rank_file import RankFile
-from entrenar_py.plan import Task
+from entrenar_py.harness import stored
+from entrenar_py.harness.plan import Task
+from entrenar_py.rank_files.rank_file import RankFile
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks.traces import run

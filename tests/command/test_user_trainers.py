@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import knobs, runs, watched
+from entrenar_py.command import judging, knobs, runs
 from entrenar_py.contract import Binding, Position
 from entrenar_py.verdict import Verdict
 from falsification import user_knobs
@@ -79,20 +79,20 @@ def test_what_nothing_tries_is_said_of_a_command_too() -> None:
     ours = Binding(kind="test", item="B", position=place, systems=("ring", "mesh"))
     unbound = replace(clause("parity"), id="F-NEW", check=None)
     clauses = [replace(unbound, binding=why), unbound, replace(clause("parity"), binding=ours)]
-    tasks = watched.tasks(clauses)
-    entries = [*watched.judge(tasks, {})]
+    tasks = judging.tasks(clauses)
+    entries = [*judging.judge(tasks, {})]
     reasons = [one.finding.reason for one in entries]
     assert reasons[0] == "nothing was compared: no check measures time"
     assert "no check covers it: nothing was compared" in reasons[1]
     assert len(reasons) == 2
-    (other,) = watched.elsewhere(clauses)
+    (other,) = judging.elsewhere(clauses)
     assert other.reason == "it is bound as a statement about ring, mesh"
 
 
 def test_knobs_that_a_command_does_not_have() -> None:
     """Are named where they would decide something, beside what was found."""
     trace = traces.hand_written(subject=scenario(system="command", workload="own"))
-    (task,) = [one for one in watched.tasks([clause("parity")]) if one.check is not None]
-    (entry,) = watched.judge([task], {Path("2-workers.jsonl"): trace})
+    (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
+    (entry,) = judging.judge([task], {Path("2-workers.jsonl"): trace})
     (note,) = [note for note in entry.finding.notes if "put" in note]
     assert all(f"{{{name}}}" in note for name in knobs.KNOBS)

@@ -13,7 +13,7 @@ from entrenar_py.checks import CHECKS
 from entrenar_py.kill_matrix import Row
 from entrenar_py.protocol import messages, phases
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import keys
+from entrenar_py.service import config_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -122,6 +122,12 @@ def test_every_key_of_a_configuration_has_a_row(generate: ModuleType) -> None:
     """In the table of the mapping that it stands in."""
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
-    tables = (keys.TRAINING, keys.SERVICE, keys.CHECKPOINT, keys.TLS, keys.TIMING)
+    tables = (
+        config_keys.TRAINING,
+        config_keys.SERVICE,
+        config_keys.CHECKPOINT,
+        config_keys.TLS,
+        config_keys.TIMING,
+    )
     names = [name for table in tables for name in table]
     assert [row.split("`")[1] for row in page.splitlines() if row.startswith("| `")] == names

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Any
 
-from entrenar_py.drivers.meddling import Meddle, unmeddled
+from entrenar_py.drivers.message_faults import Meddle, unmeddled
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.protocol.frames import Buffer

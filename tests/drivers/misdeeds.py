@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.frames import FIELDS, MAGIC
 from entrenar_py.protocol.messages import VERSION, Hello
-from entrenar_py.systems import strangers
+from entrenar_py.systems.star import strangers
 from tests.drivers.fakes import LOOPBACK, SECRET, TERMS
 
 TURNS_MAX = 5  # of the loop: more than lie between any two moves of a door

@@ -12,7 +12,7 @@ import pytest
 
 from entrenar_py.drivers import link
 from entrenar_py.drivers.link import Link
-from entrenar_py.drivers.meddling import Fate, Meddling
+from entrenar_py.drivers.message_faults import Fate, Meddling
 from entrenar_py.protocol.frames import Buffer
 from tests.drivers.fakes import go, until
 

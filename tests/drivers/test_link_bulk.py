@@ -11,7 +11,7 @@ import pytest
 
 from entrenar_py.drivers import tls
 from entrenar_py.drivers.link import BULK_BYTES, Link
-from entrenar_py.drivers.meddling import Fate, Meddling
+from entrenar_py.drivers.message_faults import Fate, Meddling
 from tests.drivers.certificates import Authority, client_context, server_context
 from tests.drivers.fakes import LOOPBACK, go, until
 from tests.drivers.test_link import link_on

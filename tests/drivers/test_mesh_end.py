@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from entrenar_py.drivers.connections import feed
 from entrenar_py.drivers.mesh_end import MeshEnd
+from entrenar_py.drivers.simulated_connections import feed
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import handshake

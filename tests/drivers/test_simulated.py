@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrenar_py.drivers.guests import Guest
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, unmeddled
+from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, unmeddled
 from entrenar_py.drivers.simulated import LATENCY_S, Simulation
+from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import MESSAGES, Message
 from entrenar_py.protocol.terms import Run, Timing

@@ -13,7 +13,7 @@ import pytest
 
 from entrenar_py.drivers import tls
 from entrenar_py.drivers.door import Door, Visit
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling
+from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling
 from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py import counterexamples, trace
+from entrenar_py import trace
+from entrenar_py.harness import counterexamples
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import checkpoint
 from entrenar_py.verdict import Finding, Verdict
 from tests.command_line import contract_file

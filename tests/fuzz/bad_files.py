@@ -244,9 +244,9 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
-    from entrenar_py import session  # noqa: F401
+    from entrenar_py.cli import session  # noqa: F401
     from entrenar_py.doctor import visit
-    from entrenar_py.service import audit, coordinator, worker  # noqa: F401
+    from entrenar_py.service import coordinator, ledger_verification, worker  # noqa: F401
 
     torch.set_num_threads(1)
     visit.examine = visit_nothing  # takes seconds, and devices

@@ -35,7 +35,7 @@ from entrenar_py.protocol.messages import (
     Weights,
     Welcome,
 )
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import checkpoint
 from tests.fuzz import bad_contents
 from tests.fuzz.door import CHALLENGE, SCENARIO, SECRET, hello_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from entrenar_py.drivers.ends import CoordinatorEnd, WorkerEnd
+from entrenar_py.drivers.endpoints import CoordinatorEnd, WorkerEnd
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import handshake
 from entrenar_py.protocol.coordinator import Coordinator
@@ -19,8 +19,8 @@ from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Message
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.member import Member
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.star.server import Server
 from tests.drivers.fakes import AtOnce
 
 SCENARIO = Scenario(

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from entrenar_py import contract, counterexamples, plan, scenario, stored, trace
+from entrenar_py import contract, scenario, trace
 from entrenar_py.checks import CHECKS
 from entrenar_py.contract import Invariant, Vocabulary, validation
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
-from entrenar_py.plan import Task
+from entrenar_py.harness import counterexamples, plan, stored
+from entrenar_py.harness.plan import Task
 from entrenar_py.project import reading
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import frames, headers
@@ -29,7 +30,7 @@ from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decode
 from entrenar_py.protocol.messages import VERSION, Hello, Message
 from entrenar_py.protocol.phases import WorkerPhase
 from entrenar_py.service import config
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import checkpoint
 from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (

@@ -148,7 +148,7 @@ def test_show(
     clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())
     monkeypatch.setattr(kill_matrix, "invariants", lambda: {clause.id: clause})
     monkeypatch.setattr(mutants, "catalogue", lambda: {variant.name: variant})
-    monkeypatch.setattr("entrenar_py.runner.Runner.try_scenario", lambda *_: finding)
+    monkeypatch.setattr("entrenar_py.harness.runner.Runner.try_scenario", lambda *_: finding)
     console = Console(file=io.StringIO(), width=40)
     assert kill_matrix.show(console) == code
     assert isinstance(console.file, io.StringIO)
@@ -169,7 +169,7 @@ def test_show_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr("entrenar_py.runner.Runner.try_scenario", interrupted)
+    monkeypatch.setattr("entrenar_py.harness.runner.Runner.try_scenario", interrupted)
     console = Console(file=io.StringIO(), width=80)
     assert kill_matrix.show(console) == 4
     assert isinstance(console.file, io.StringIO)

@@ -12,14 +12,15 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from entrenar_py.drivers.meddling import Meddling
+from entrenar_py.drivers.message_faults import Meddling
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.protocol.effects import Left
 from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import parameter_server, preloaded, worker_process
-from entrenar_py.systems.parameter_server import ProcessStar
+from entrenar_py.systems import preloaded
+from entrenar_py.systems.star import parameter_server, worker_process
+from entrenar_py.systems.star.parameter_server import ProcessStar
 from entrenar_py.trace import Trace
 from tests.network.hosts import Host, enter
 from tests.systems import stars

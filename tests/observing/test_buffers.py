@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import entrenar_py
-from entrenar_py.observing import FOLDER, assembly, rank_file
+from entrenar_py.observing import FOLDER
 from entrenar_py.observing.buffers import Buffers
-from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.rank_files import assembly, rank_file
+from entrenar_py.rank_files.rank_file import RankTrace
 from entrenar_py.trace import Start, Tensors, Update
 
 

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
 from entrenar_py.errors import TraceError
-from entrenar_py.observing import FAULTS, FOLDER, Observation, rank_file
-from entrenar_py.observing.draws import InOrder
-from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.observing import FAULTS, FOLDER, Observation
+from entrenar_py.observing.samplers import InOrder
+from entrenar_py.rank_files import rank_file
+from entrenar_py.rank_files.rank_file import RankTrace
 from entrenar_py.trace import Shard, Start, Update
 
 

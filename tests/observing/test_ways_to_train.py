@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
-from entrenar_py.observing import FOLDER, assembly, wholes
-from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.observing import FOLDER
+from entrenar_py.rank_files import assembly, whole_tensors
+from entrenar_py.rank_files.rank_file import RankTrace
 from entrenar_py.trace import Event, Shard, Start, Update
 
 TOO_LARGE = 2.0**127
@@ -230,7 +231,7 @@ def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
         (step // 2, step % 2, (step,)) for step in range(4)
     ]
     for step, update in enumerate(updates(folder)):
-        summed = wholes.total(one.gradient for one in shards if one.step == step)
+        summed = whole_tensors.total(one.gradient for one in shards if one.step == step)
         assert summed.keys() == update.gradient.keys() == dict(model.named_parameters()).keys()
         for name, record in update.gradient.items():
             got, due = record.values(), summed[name].values()

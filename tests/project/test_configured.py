@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import counterexamples
-from entrenar_py.project import several
+from entrenar_py.harness import counterexamples
+from entrenar_py.project import several_contracts
 from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
 BASE = '[tool.entrenar-check]\ncontract = "small-v1.yaml"\n'
@@ -240,17 +240,17 @@ def test_two_contracts_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_the_worst_exit_code(codes: tuple[int, ...], worst: int) -> None:
     """Falsified, inconclusive, nothing selected, held."""
-    assert several.run([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
+    assert several_contracts.run([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
 
 
 def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     """What comes after the contract that was interrupted is not begun, and that is said."""
 
     def stopped() -> int:
-        raise several.Interrupted(4)
+        raise several_contracts.Interrupted(4)
 
     def begun() -> int:
         raise AssertionError
 
-    assert several.run([lambda: 0, stopped, begun]) == 4
+    assert several_contracts.run([lambda: 0, stopped, begun]) == 4
     assert "interrupted: 1 other contract was not begun" in capsys.readouterr().err

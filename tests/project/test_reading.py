@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py import options
+from entrenar_py.cli import options
 from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.project import reading
 from entrenar_py.project.keys import KEYS

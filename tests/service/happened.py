@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from entrenar_py.service.happenings import Last, StepMade
+from entrenar_py.service.run_events import Last, StepMade
 
 
 def made(step: int = 0, **changes: Any) -> StepMade:

@@ -8,8 +8,8 @@ from typing import Any
 
 from entrenar_py import trace
 from entrenar_py.scenario import Scenario
-from entrenar_py.service.happenings import Happening
 from entrenar_py.service.host import Host
+from entrenar_py.service.run_events import Happening
 from entrenar_py.systems import environment
 from entrenar_py.trace import writer
 from entrenar_py.trace.writer import Writer

@@ -116,7 +116,7 @@ def _nursery() -> Nursery:
 
 def serve(asked: socket.socket) -> None:
     """Forks until nobody asks any more."""
-    from entrenar_py.service import coordinator, replaying, worker  # noqa: F401  (bring torch)
+    from entrenar_py.service import coordinator, retraining, worker  # noqa: F401  (bring torch)
 
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)

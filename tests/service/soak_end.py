@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from entrenar_py.service import exits
+from entrenar_py.service import exit_codes
 from tests.service.cluster import Cluster, cluster
 
 LATEST_S = 0.2  # by then most have ended
@@ -29,7 +29,7 @@ def once(star: Cluster, chance: random.Random) -> None:
         time.sleep(chance.random() * LATEST_S)
         number = chance.choice((signal.SIGTERM, signal.SIGINT))
         process.signal(number)
-        assert process.code() == exits.DONE, f"{number.name}: {process.text}"
+        assert process.code() == exit_codes.DONE, f"{number.name}: {process.text}"
 
 
 def main(times: int) -> None:

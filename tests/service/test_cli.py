@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from entrenar_py.errors import BackendUnavailable, CheckpointError
-from entrenar_py.service import audit, cli, exits
+from entrenar_py.service import cli, exit_codes, ledger_verification
 
 HEAVY = ("torch", "numpy", "rich", "yaml", "sklearn", "wgpu", "blake3", "asyncio")
 
@@ -49,7 +49,7 @@ def test_what_is_invalid(
 ) -> None:
     """Exit code 2, one line, and nothing ran."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == exits.INVALID
+    assert cli.main(arguments) == exit_codes.INVALID
     output = capsys.readouterr()
     assert output.err.startswith(said)
     assert output.err.count("\n") == 1
@@ -59,10 +59,18 @@ def test_what_is_invalid(
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (CheckpointError("it is of another run"), exits.INVALID, "entrenar: it is of another run"),
-        (BackendUnavailable("no such device"), exits.FAILED, "entrenar: no such device"),
-        (KeyboardInterrupt(), exits.STOPPED, "entrenar: interrupted before anything had begun"),
-        (ZeroDivisionError("oh"), exits.FAILED, "Traceback"),
+        (
+            CheckpointError("it is of another run"),
+            exit_codes.INVALID,
+            "entrenar: it is of another run",
+        ),
+        (BackendUnavailable("no such device"), exit_codes.FAILED, "entrenar: no such device"),
+        (
+            KeyboardInterrupt(),
+            exit_codes.STOPPED,
+            "entrenar: interrupted before anything had begun",
+        ),
+        (ZeroDivisionError("oh"), exit_codes.FAILED, "Traceback"),
     ],
 )
 def test_what_goes_wrong(
@@ -77,6 +85,6 @@ def test_what_goes_wrong(
     def fail(path: Path, *, replay: bool) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(audit, "verify", fail)
+    monkeypatch.setattr(ledger_verification, "verify", fail)
     assert cli.main(["ledger", "verify", "l"]) == code
     assert capsys.readouterr().err.startswith(said)

@@ -11,7 +11,7 @@ from entrenar_py.drivers import tls
 from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import config, keys
+from entrenar_py.service import config, config_keys
 from entrenar_py.service.address import Address
 from tests.drivers.certificates import Authority
 
@@ -259,9 +259,9 @@ def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
 def test_every_key_has_its_place() -> None:
     """A field of a scenario is a key, or is left out on purpose; none is in both tables."""
     left_out = {"system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options"}
-    assert {*keys.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
-    assert not {*keys.TRAINING} & {*keys.SERVICE}
-    assert {*keys.TIMING} == {*Timing.__dataclass_fields__}
+    assert {*config_keys.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
+    assert not {*config_keys.TRAINING} & {*config_keys.SERVICE}
+    assert {*config_keys.TIMING} == {*Timing.__dataclass_fields__}
 
 
 def test_the_example_in_the_docs(folder: Path) -> None:

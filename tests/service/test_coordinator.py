@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import cli, exits, signals
+from entrenar_py.service import cli, exit_codes, signals
 from entrenar_py.training import checkpoint
 from tests.service.cluster import TRAINING, Cluster, cluster, weights
 
@@ -32,7 +32,7 @@ def star(tmp_path: Path) -> Iterator[Cluster]:
 
 def refusal(star: Cluster, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """What is said, in one line, of a command that is invalid."""
-    assert cli.main(["coordinator", str(star.folder / "run.yaml"), *options]) == exits.INVALID
+    assert cli.main(["coordinator", str(star.folder / "run.yaml"), *options]) == exit_codes.INVALID
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     return said
@@ -89,10 +89,10 @@ def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) ->
     path = star.configure(checkpoint=STATE, ledger="ledger.jsonl", metrics="metrics.jsonl")
     worker = star.worker()
     done = f"step 12, weights {weights(TRAINING)}"
-    assert cli.main(["coordinator", str(path)]) == exits.DONE
+    assert cli.main(["coordinator", str(path)]) == exit_codes.DONE
     assert capsys.readouterr().out.splitlines()[-1] == f"completed: {done}"
-    assert worker.code() == exits.DONE
-    assert cli.main(["coordinator", str(path), "--resume"]) == exits.DONE
+    assert worker.code() == exit_codes.DONE
+    assert cli.main(["coordinator", str(path), "--resume"]) == exit_codes.DONE
     again = capsys.readouterr().out.splitlines()[-1]
     assert again == f"completed (it was complete already): {done}"
 
@@ -101,7 +101,7 @@ def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None
     """The run is given up after `gather_s`, its state is kept, and it can be gone on with."""
     timing = {"heartbeat_s": 0.01, "dead_after_s": 1.0, "gather_s": 0.05}
     path = star.configure(checkpoint=STATE, timing=timing)
-    assert cli.main(["coordinator", str(path)]) == exits.WRONG
+    assert cli.main(["coordinator", str(path)]) == exit_codes.WRONG
     said = capsys.readouterr().out.splitlines()[-1]
     assert "s for workers; here are []): step 0, weights " in said
     assert checkpoint.load(star.folder / "state")[1]["step"] == 0
@@ -113,8 +113,8 @@ def test_a_worker_in_this_process(star: Cluster, capsys: pytest.CaptureFixture[s
     coordinator = star.coordinator()
     coordinator.until("listens at")
     given = ["--coordinator", star.address, "--secret-file", str(star.secret)]
-    assert cli.main(["worker", *given]) == exits.DONE
+    assert cli.main(["worker", *given]) == exit_codes.DONE
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("worker: backend cpu: ")
     assert said[1:] == ["worker: takes part as rank 0, from step 0 on", "worker: completed"]
-    assert coordinator.code() == exits.DONE
+    assert coordinator.code() == exit_codes.DONE

@@ -11,8 +11,8 @@ from entrenar_py import trace
 from entrenar_py.errors import CheckpointError
 from entrenar_py.protocol.effects import Finish, Left, Stop
 from entrenar_py.protocol.messages import NonFinite
-from entrenar_py.service.happenings import Happening, Noted, StepMade
 from entrenar_py.service.host import Host
+from entrenar_py.service.run_events import Happening, Noted, StepMade
 from entrenar_py.trace import writer
 from entrenar_py.trace.writer import Standing, Writer
 from entrenar_py.training import checkpoint

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from entrenar_py import trace
-from entrenar_py.drivers.asking import Told
+from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.protocol.effects import Finish, Joined
 from entrenar_py.protocol.messages import Applied, State
-from entrenar_py.service import exits, options, worker
-from entrenar_py.service.happenings import Happening, Noted, StepMade
+from entrenar_py.service import exit_codes, options, worker
 from entrenar_py.service.mesh_host import MeshHost
-from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.service.run_events import Happening, Noted, StepMade
+from entrenar_py.systems.star.mesh_member import MeshMember
 from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
 from tests.service.cluster import LARGE, LONG, Cluster, cluster, metrics, weights
@@ -39,7 +39,7 @@ def mesh(tmp_path: Path) -> Iterator[Cluster]:
 def is_verified(mesh: Cluster) -> bool:
     """Whether the ledger is whole, and training again gives its bits."""
     verified = mesh.verify("--replay")
-    return verified.code() == exits.DONE
+    return verified.code() == exit_codes.DONE
 
 
 def test_a_gradient_of_more_than_one_block(mesh: Cluster) -> None:
@@ -51,7 +51,7 @@ def test_a_gradient_of_more_than_one_block(mesh: Cluster) -> None:
     victim, other = mesh.worker("--rank", 1), mesh.worker("--rank", 0)
     serving.until(r"step 1/60")
     victim.kill()
-    assert [serving.code(), other.code()] == 2 * [exits.DONE]
+    assert [serving.code(), other.code()] == 2 * [exit_codes.DONE]
     assert "worker 1 left in step" in serving.text
     assert serving.lines[-1] == f"completed: step 60, weights {weights(LARGE)}"
     steps = [one for one in metrics(mesh.folder) if one["what"] == "step"]
@@ -77,7 +77,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(mesh: Cluster) -> None:
     first.kill()
     second = mesh.coordinator("--resume")
     assert int(second.until(r"from step (\d+) on").group(1)) > 0
-    assert [one.code() for one in (second, *workers)] == 3 * [exits.DONE]
+    assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
     assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
     assert is_verified(mesh)
 
@@ -91,14 +91,14 @@ def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
     first, early = mesh.coordinator(), mesh.worker()
     first.until(r"step 1/400")
     first.signal(signal.SIGTERM)
-    assert (first.code(), early.code()) == (exits.STOPPED, exits.WRONG)
+    assert (first.code(), early.code()) == (exit_codes.STOPPED, exit_codes.WRONG)
     _, progress = checkpoint.load(mesh.folder / "state")
     assert progress["step"] > 0
     assert f": step {progress['step']}, weights" in first.lines[-1]
     second = mesh.coordinator("--resume")
     second.until(f"from step {progress['step']} on")
     others = [mesh.worker(), mesh.worker()]
-    assert [one.code() for one in (second, *others)] == 3 * [exits.DONE]
+    assert [one.code() for one in (second, *others)] == 3 * [exit_codes.DONE]
     assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
     assert is_verified(mesh)
 
@@ -190,6 +190,6 @@ def test_a_port_that_is_taken(mesh: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = mesh.worker("--listen-port", port)
-        assert refused.code() == exits.INVALID
+        assert refused.code() == exit_codes.INVALID
     assert f"port={port}: can't listen at 127.0.0.1 (Address already in use)" in refused.text
-    assert mesh.worker("--listen-port", port).code() == serving.code() == exits.DONE
+    assert mesh.worker("--listen-port", port).code() == serving.code() == exit_codes.DONE

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.service.happenings import Noted
 from entrenar_py.service.metrics import Metrics
+from entrenar_py.service.run_events import Noted
 from tests.service.happened import made
 
 NOTE = Noted(what="left", step=3, text="worker 1 left")

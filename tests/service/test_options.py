@@ -8,7 +8,7 @@ import pytest
 
 from entrenar_py import backends
 from entrenar_py.errors import UsageError
-from entrenar_py.service import exits, options
+from entrenar_py.service import exit_codes, options
 from entrenar_py.service.address import Address
 from entrenar_py.systems import AUTO
 
@@ -63,8 +63,8 @@ def test_every_backend_can_be_asked_for() -> None:
 
 def test_every_exit_code_has_its_line() -> None:
     """And none is that of a Python that crashed in another sense."""
-    assert {*exits.OF_FINISH.values()} <= {*exits.MEANINGS}
-    assert len({*exits.MEANINGS.values()}) == len(exits.MEANINGS)
+    assert {*exit_codes.OF_FINISH.values()} <= {*exit_codes.MEANINGS}
+    assert len({*exit_codes.MEANINGS.values()}) == len(exit_codes.MEANINGS)
 
 
 @pytest.mark.parametrize(

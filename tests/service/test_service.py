@@ -15,7 +15,7 @@ import pytest
 from entrenar_py import cli
 from entrenar_py.backends import open_backend
 from entrenar_py.errors import BackendUnavailable
-from entrenar_py.service import exits
+from entrenar_py.service import exit_codes
 from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
 from tests.service.cluster import LARGE, LONG, TRAINING, Cluster, cluster, metrics, weights
@@ -36,7 +36,7 @@ def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None
     star.configure(wait_for=2, ledger="ledger.jsonl", metrics="metrics.jsonl", audit_share=0.25)
     coordinator = star.coordinator(anew=True)
     workers = [star.worker(anew=True), star.worker("--rank", 2)]
-    assert [one.code() for one in (coordinator, *workers)] == 3 * [exits.DONE]
+    assert [one.code() for one in (coordinator, *workers)] == 3 * [exit_codes.DONE]
     assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
     joined = "worker: takes part as rank 2, from step 0 on"
     assert workers[1].lines[-2:] == [joined, "worker: completed"]
@@ -45,7 +45,7 @@ def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None
     assert {tuple(one["workers"]) for one in steps} == {(0, 2)}
     assert all(one["bytes_in"] > 0 and one["bytes_out"] > 0 and one["last"] for one in steps)
     verified = star.verify("--replay")
-    assert verified.code() == exits.DONE, verified.text
+    assert verified.code() == exit_codes.DONE, verified.text
     assert verified.lines[-1].endswith("12 steps, the same bits")
     lines = (star.folder / "ledger.jsonl").read_text().splitlines()
     audits = [one for one in map(json.loads, lines) if one.get("kind") == "audit"]
@@ -73,11 +73,11 @@ def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
     first.kill()
     second = star.coordinator("--resume")
     assert int(second.until(r"from step (\d+) on").group(1)) > 0
-    assert [one.code() for one in (second, *workers)] == 3 * [exits.DONE]
+    assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
     assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
     assert "left in step" in second.text, "who was there when it died is recorded as gone"
     verified = star.verify("--replay")
-    assert verified.code() == exits.DONE, verified.text
+    assert verified.code() == exit_codes.DONE, verified.text
 
 
 @pytest.mark.slow
@@ -94,10 +94,10 @@ def test_a_killed_coordinator_that_updates_goes_on_where_it_was(star: Cluster) -
     first.until(r"checkpoint before step")
     first.kill()
     second = star.coordinator("--resume")
-    assert [one.code() for one in (second, *workers)] == 3 * [exits.DONE]
+    assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
     assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
     verified = star.verify("--replay")
-    assert verified.code() == exits.DONE, verified.text
+    assert verified.code() == exit_codes.DONE, verified.text
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_killed_worker_is_replaced(star: Cluster) -> None:
     coordinator.until(r"step 1/400")
     victim.kill()
     others = [star.worker(), star.worker()]
-    assert [one.code() for one in (coordinator, *others)] == 3 * [exits.DONE]
+    assert [one.code() for one in (coordinator, *others)] == 3 * [exit_codes.DONE]
     assert "worker 0 left in step" in coordinator.text
     assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
 
@@ -120,7 +120,7 @@ def test_a_gradient_of_more_than_one_block(star: Cluster) -> None:
     victim, other = star.worker("--rank", 1), star.worker("--rank", 0)
     coordinator.until(r"step 1/60")
     victim.kill()
-    assert [coordinator.code(), other.code()] == 2 * [exits.DONE]
+    assert [coordinator.code(), other.code()] == 2 * [exit_codes.DONE]
     assert "worker 1 left in step" in coordinator.text
     assert coordinator.lines[-1] == f"completed: step 60, weights {weights(LARGE)}"
 
@@ -133,9 +133,9 @@ def test_a_worker_says_goodbye(star: Cluster) -> None:
     leaving, other = star.worker("--rank", 1), star.worker("--rank", 0)
     coordinator.until(r"step 1/400")
     leaving.signal(signal.SIGTERM)
-    assert leaving.code() == exits.STOPPED
+    assert leaving.code() == exit_codes.STOPPED
     assert leaving.lines[-1] == "worker: stopped: by SIGTERM"
-    assert [coordinator.code(), other.code()] == 2 * [exits.DONE]
+    assert [coordinator.code(), other.code()] == 2 * [exit_codes.DONE]
     assert "left: stopped by SIGTERM" in coordinator.text
     assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
 
@@ -154,9 +154,9 @@ def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Si
     worker = star.worker()
     first.until(r"step 1/400")
     first.signal(number)
-    assert first.code() == exits.STOPPED
+    assert first.code() == exit_codes.STOPPED
     why = f"the coordinator was stopped by {number.name}"
-    assert worker.code() == exits.WRONG
+    assert worker.code() == exit_codes.WRONG
     assert worker.lines[-1] == f"worker: failed: {why}"
     _, progress = checkpoint.load(star.folder / "state")
     assert f"stopped ({why}): step {progress['step']}, weights" in first.lines[-1]
@@ -164,10 +164,10 @@ def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Si
     second = star.coordinator("--resume")
     star.worker()
     second.until(f"from step {progress['step']} on")
-    assert second.code() == exits.DONE
+    assert second.code() == exit_codes.DONE
     assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
     verified = star.verify("--replay")
-    assert verified.code() == exits.DONE, verified.text
+    assert verified.code() == exit_codes.DONE, verified.text
 
 
 def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
@@ -179,12 +179,12 @@ def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
     for process in (first, worker):
         process.until("completed")
         process.signal(signal.SIGTERM)
-    assert worker.code() == first.code() == exits.DONE
+    assert worker.code() == first.code() == exit_codes.DONE
     before = (star.folder / "ledger.jsonl").read_bytes()
     again = star.coordinator("--resume")
     again.until("completed")
     again.signal(signal.SIGINT)
-    assert again.code() == exits.DONE
+    assert again.code() == exit_codes.DONE
     assert again.lines[-1].endswith(f"complete already): step 12, weights {weights(TRAINING)}")
     assert (star.folder / "ledger.jsonl").read_bytes() == before
 
@@ -198,11 +198,11 @@ def test_a_full_disk_loses_nothing(star: Cluster) -> None:
     worker = star.worker()
     first.until(r"step 1/400")
     first.signal(signal.SIGTERM)
-    assert (first.code(), worker.code()) == (exits.STOPPED, exits.WRONG)
+    assert (first.code(), worker.code()) == (exit_codes.STOPPED, exit_codes.WRONG)
     kept = (star.folder / "state").read_bytes()
     full = star.coordinator("--resume", limit_bytes=len(kept) // 2)
     star.worker()
-    assert full.code() == exits.FAILED
+    assert full.code() == exit_codes.FAILED
     assert "can't be written (File too large); the one of step" in full.text
     assert f"completed: step 400, weights {weights(big)}" in full.text
     assert (star.folder / "state").read_bytes() == kept
@@ -220,15 +220,15 @@ def test_a_ledger_without_a_gap(star: Cluster) -> None:
     star.configure(wait_for=1, **service)
     first = star.coordinator(limit_bytes=9000)
     worker = star.worker()
-    assert first.code() == exits.FAILED
+    assert first.code() == exit_codes.FAILED
     assert "the ledger can't be written (File too large)" in first.text
-    assert worker.code() == exits.WRONG
+    assert worker.code() == exit_codes.WRONG
     assert "the ledger can't be written" in worker.lines[-1]
     second = star.coordinator("--resume")
-    assert star.worker().code() == second.code() == exits.DONE
+    assert star.worker().code() == second.code() == exit_codes.DONE
     assert second.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
     verified = star.verify("--replay")
-    assert verified.code() == exits.DONE, verified.text
+    assert verified.code() == exit_codes.DONE, verified.text
 
 
 def test_who_is_not_let_in(star: Cluster, tmp_path: Path) -> None:
@@ -242,12 +242,12 @@ def test_who_is_not_let_in(star: Cluster, tmp_path: Path) -> None:
     stranger, beyond = star.worker(secret=other), star.worker("--rank", 3)
     address, star.address = star.address, "no.such.host.invalid:7411"
     lost = star.worker("--patience-s", 0.1)
-    assert [one.code() for one in (stranger, beyond, lost)] == 3 * [exits.WRONG]
+    assert [one.code() for one in (stranger, beyond, lost)] == 3 * [exit_codes.WRONG]
     assert stranger.lines[-1] == "worker: failed: refused: wrong secret"
     assert beyond.lines[-1] == "worker: failed: refused: rank=3: this run has ranks 0 to 2"
     assert "unknown host 'no.such.host.invalid'" in lost.lines[-1]
     star.address = address
-    assert star.worker().code() == coordinator.code() == exits.DONE
+    assert star.worker().code() == coordinator.code() == exit_codes.DONE
 
 
 def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
@@ -261,7 +261,7 @@ def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
     host, port = star.address.split(":")
     mischief = Mischief(host, int(port), recorded=b"ENTP" * 99)
     asyncio.run(mischief.run(200, random.Random(0)))
-    assert [one.code() for one in (coordinator, *workers)] == 3 * [exits.DONE]
+    assert [one.code() for one in (coordinator, *workers)] == 3 * [exit_codes.DONE]
     assert mischief.num_answered
     assert (
         "connections ended that had proved nothing; the last from 127.0.0.1: " in coordinator.text
@@ -275,7 +275,7 @@ def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
     worker = star.worker()
     worker.until("tries again")
     worker.signal(signal.SIGTERM)
-    assert worker.code() == exits.STOPPED
+    assert worker.code() == exit_codes.STOPPED
 
 
 def test_over_tls(star: Cluster) -> None:
@@ -288,9 +288,9 @@ def test_over_tls(star: Cluster) -> None:
     coordinator.until("listens at")
     believing = ["--tls-ca", authority.ca]
     plain, unknown = [star.worker("--patience-s", 0.1, *given) for given in ([], believing)]
-    assert [plain.code(), unknown.code()] == 2 * [exits.WRONG]
+    assert [plain.code(), unknown.code()] == 2 * [exit_codes.WRONG]
     shown = ["--tls-cert", worker.cert, "--tls-key", worker.key]
-    assert star.worker(*believing, *shown).code() == coordinator.code() == exits.DONE
+    assert star.worker(*believing, *shown).code() == coordinator.code() == exit_codes.DONE
     assert coordinator.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"
 
 
@@ -298,8 +298,8 @@ def test_over_tls(star: Cluster) -> None:
 @pytest.mark.parametrize(
     ("other", "code", "said"),
     [
-        ("wgpu", exits.DONE, "verified: trained again on wgpu"),
-        ("cpu", exits.INCONCLUSIVE, "inconclusive: computed on cpu, wgpu"),
+        ("wgpu", exit_codes.DONE, "verified: trained again on wgpu"),
+        ("cpu", exit_codes.INCONCLUSIVE, "inconclusive: computed on cpu, wgpu"),
     ],
 )
 def test_a_run_on_other_devices(star: Cluster, other: str, code: int, said: str) -> None:
@@ -310,7 +310,7 @@ def test_a_run_on_other_devices(star: Cluster, other: str, code: int, said: str)
         pytest.skip(str(error))
     star.configure(wait_for=2, ledger="ledger.jsonl")
     processes = [star.coordinator(), *(star.worker("--backend", one) for one in ("wgpu", other))]
-    assert [one.code() for one in processes] == 3 * [exits.DONE]
+    assert [one.code() for one in processes] == 3 * [exit_codes.DONE]
     verified = star.verify("--replay")
     assert verified.code() == code
     assert verified.lines[-1].startswith(said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py.service.happenings import Last
+from entrenar_py.service.run_events import Last
 from entrenar_py.service.stopwatch import STEPS_AVERAGED, Stopwatch, Times
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
-from entrenar_py.drivers.asking import Told
+from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.protocol.messages import Loaded, Welcome
 from entrenar_py.service import options, worker

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from entrenar_py.drivers.meddling import Meddling
+from entrenar_py.drivers.message_faults import Meddling
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Weights
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.parameter_server_simulated import SimulatedStar
+from entrenar_py.systems.star.parameter_server_simulated import SimulatedStar
 from entrenar_py.trace import Trace
 
 

@@ -16,8 +16,8 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.member import Member
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.star.server import Server
 from entrenar_py.training import sharding
 
 PROOF = "0" * 64

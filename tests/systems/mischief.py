@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from entrenar_py.drivers.guests import Guest
+from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.terms import Terms
-from entrenar_py.systems import strangers
+from entrenar_py.systems.star import strangers
 from tests.drivers.misdeeds import RESETS, speeches
 
 AT_A_TIME = 300  # more than there are places

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from entrenar_py import faults, schedules, systems
+from entrenar_py import faults, systems
 from entrenar_py.drivers import simulated
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.parameter_server_simulated import SimulatedStar
+from entrenar_py.systems.star.parameter_server_simulated import SimulatedStar
 from entrenar_py.trace import Admission, Event, Injected, Membership, Shard, Update
+from falsification import schedules
+from tests.falsification.test_schedules import table
 from tests.systems.stars import SIMULATED
-from tests.test_schedules import table
 
 NUM_STEPS = 1_000
 HOUR_S = 3_600.0

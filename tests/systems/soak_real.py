@@ -14,14 +14,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from entrenar_py import schedules, systems
+from entrenar_py import systems
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import parameter_server
+from entrenar_py.systems.star import parameter_server
 from entrenar_py.trace import Injected, Membership, Trace
+from falsification import schedules
+from tests.falsification.test_schedules import table
 from tests.systems.holdings import Holdings, holdings, resident_bytes
 from tests.systems.stars import REAL, SOON
-from tests.test_schedules import table
 
 SECONDS = 300
 # After so many runs everything is loaded that runs load, and all that is kept on purpose is there

@@ -12,7 +12,8 @@ import pytest
 
 from entrenar_py.drivers.processes import Crew
 from entrenar_py.faults import Fault
-from entrenar_py.systems import parameter_server, preloaded, worker_process
+from entrenar_py.systems import preloaded
+from entrenar_py.systems.star import parameter_server, worker_process
 from tests.drivers.fakes import (
     COMPLETED,
     LOOPBACK,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +14,7 @@ from entrenar_py import systems, trace
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.faults import KINDS, NEEDED, OPTIONAL, Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import reference
+from entrenar_py.systems.single import reference
 
 GONE = Fault(kind="absent", backend="wgpu")
 USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, num_steps=1)
@@ -24,7 +23,7 @@ USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, nu
 @pytest.mark.parametrize("name", systems.SYSTEMS)
 def test_every_system_is_there(name: str) -> None:
     """A module of its name, whose `run` takes a scenario."""
-    module = import_module(f"entrenar_py.systems.{name}")
+    module = systems.module_of(name)
     assert list(signature(module.run).parameters) == ["scenario"]
 
 

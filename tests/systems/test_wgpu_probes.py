@@ -11,13 +11,13 @@ import torch
 
 from entrenar_py import backends, systems
 from entrenar_py.backends import wgpu
-from entrenar_py.backends.wgpu.intervals import Bounded
+from entrenar_py.backends.wgpu.bounds.intervals import Bounded
 from entrenar_py.backends.wgpu.program import compile_step
 from entrenar_py.checks import CHECKS
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import device_meter, operation_cases, wgpu_operations, wgpu_steps
-from entrenar_py.systems.operation_cases import CASES
+from entrenar_py.systems.probes import device_meter, operation_cases, wgpu_operations, wgpu_steps
+from entrenar_py.systems.probes.operation_cases import CASES
 from entrenar_py.trace import Declined, Explained, Poisoned, Stepped
 from entrenar_py.verdict import Verdict
 from tests.checks import traces

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from entrenar_py.checks import (
     audits,
+    binding_hints,
     coverage,
     devices,
     endurance,
     fallback,
     finiteness,
-    holdings,
+    knob_pairs,
     liveness,
     local_sgd,
     manifest,
     memory,
     optimizer_state,
     outer_step,
-    pairs,
+    parameter_share,
     parity,
     plans,
     randomness,
@@ -31,7 +32,6 @@ from entrenar_py.checks import (
     step_rule,
     weighting,
     wire,
-    words,
 )
 from entrenar_py.checks.check import Check, alone
 from entrenar_py.contract import CheckTerms, Invariant
@@ -78,7 +78,7 @@ _TABLE = (
         decides="training with many workers is training with one: losses and gradients",
         judge=parity.judge,
         plan=plans.parity,
-        family=pairs.family_of_parity,
+        family=knob_pairs.family_of_parity,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,
@@ -118,7 +118,7 @@ _TABLE = (
         decides="loss and gradient are weighted by samples or tokens, never a mean of means",
         judge=weighting.judge,
         plan=plans.weightings,
-        family=pairs.family_of_parity,
+        family=knob_pairs.family_of_parity,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,
@@ -178,7 +178,7 @@ _TABLE = (
         decides="learning rate, clipping and update follow from the step and the global gradient",
         judge=step_rule.judge,
         plan=plans.step_rules,
-        family=pairs.family,
+        family=knob_pairs.family,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
     ),
@@ -186,8 +186,8 @@ _TABLE = (
         name="holdings",
         id="F-PAR-006",
         decides="who shares a model's parameters holds little more than its share of them",
-        judge=holdings.judge,
-        plan=holdings.plan,
+        judge=parameter_share.judge,
+        plan=parameter_share.plan,
         explores=False,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
@@ -348,7 +348,7 @@ def terms() -> tuple[CheckTerms, ...]:
             tolerance_kinds=check.tolerance_kinds,
             takes_tolerance=check.takes_tolerance,
             decides=check.decides,
-            spoken_of=words.SPOKEN_OF.get(check.name, ""),
+            spoken_of=binding_hints.SPOKEN_OF.get(check.name, ""),
         )
         for check in CHECKS.values()
     )

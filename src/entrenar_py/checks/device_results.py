@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import device_steps, evidence, explained, missing
+from entrenar_py.checks import device_steps, evidence, missing, rounding_bound
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Declined, Explained, Poisoned, Trace
@@ -41,7 +41,7 @@ def judge_operations(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     for trace in evidence.usable(traces, tally):
         for one in trace.of(Explained):
             _note(tally, one)
-            explained.judge(tally, one, trace.scenario)
+            rounding_bound.judge(tally, one, trace.scenario)
     return tally.finding(nothing=missing.probed(invariant, "no operation was tried on a device"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from entrenar_py.checks import evidence, explained, missing
+from entrenar_py.checks import evidence, missing, rounding_bound
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Explained, Stepped, Trace
@@ -104,7 +104,7 @@ def _judge_results(tally: Tally, trace: Trace) -> None:
     if trace.of(Stepped) and not found:
         tally.miss(f"no result of {trace.scenario.workload} was compared with float64")
     for one in found:
-        explained.judge(tally, one, trace.scenario)
+        rounding_bound.judge(tally, one, trace.scenario)
 
 
 def _judge_repetition(tally: Tally, trace: Trace) -> None:

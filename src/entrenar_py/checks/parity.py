@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, likeness, oracles, pairs, same_bits
+from entrenar_py.checks import evidence, knob_pairs, oracles, run_comparison, same_bits
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace, Update
@@ -42,7 +42,7 @@ def compare_with_oracle(
     num_gradients: list[int] = []
     followed: set[Scenario] = set()
     masked: list[Trace] = []
-    usual = [trace for trace in traces if pairs.pair_of(trace.scenario) is None]
+    usual = [trace for trace in traces if knob_pairs.pair_of(trace.scenario) is None]
     for group in evidence.groups(usual, *oracles.SPLIT):
         for trace in group:
             model = oracles.model_of(trace, group)
@@ -53,7 +53,7 @@ def compare_with_oracle(
                 continue
             if model.scenario != oracles.oracle(trace.scenario):
                 tally.note("compared with its own run on one worker, which may have the same bug")
-            count = likeness.compare(tally, model, trace, tolerance)
+            count = run_comparison.compare(tally, model, trace, tolerance)
             if trace.of(Update):
                 num_gradients.append(count)
             followed.add(oracles.without_dropout(trace.scenario))
@@ -63,4 +63,4 @@ def compare_with_oracle(
             tally.note(oracles.other_masks(trace))
         else:
             tally.miss(oracles.other_masks(trace))
-    return num_gradients + pairs.compare(tally, traces)
+    return num_gradients + knob_pairs.compare(tally, traces)

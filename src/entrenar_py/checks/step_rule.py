@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, pairs, precision, skips, update_rule
+from entrenar_py.checks import evidence, knob_pairs, missing, precision, skips, update_rule
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Saved, Start, Synchronised, Tensors, Trace, Update
@@ -33,7 +33,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     kept = evidence.usable(traces, tally)
-    pairs.compare(tally, kept, knobs=("clip",))
+    knob_pairs.compare(tally, kept, knobs=("clip",))
     for trace in kept:
         scenario = trace.scenario
         for update in trace.of(Update):

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import clamping, evidence, likeness, missing, oracles, parity, skips
+from entrenar_py.checks import (
+    evidence,
+    missing,
+    oracles,
+    parity,
+    run_comparison,
+    skips,
+    value_clipping,
+)
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -88,13 +96,13 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     Needs no second run. Shards record sums over their samples, up to a factor common to all: the
     weight is in it where a trainer divides before it adds.
     """
-    if why := likeness.rounded_away(trace):
+    if why := run_comparison.rounded_away(trace):
         tally.miss(why)
         return
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
-    bound = likeness.Bounds.of({}, trace).gradient
-    limit = clamping.limit(trace) if trace.scenario.workload == "own" else None
+    bound = run_comparison.Bounds.of({}, trace).gradient
+    limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
     model: tuple[float, float] | None = None
     rested = skips.without_gradients(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -116,7 +124,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             continue
         place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
         off = _off(total, mean, divisor, bound * abs(divisor) * math.sqrt(size))
-        if off and limit is not None and clamping.explains(total, mean, limit, bound):
+        if off and limit is not None and value_clipping.explains(total, mean, limit, bound):
             tally.note(f"gradients are clipped element by element, at {limit:.3g}")
             off = set()
         for name in mean:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from entrenar_py import interrupts, visible
 from entrenar_py.command import stacks
 from entrenar_py.command.leash import MERCY_S, Leash
+from entrenar_py.harness import interrupts
 from entrenar_py.observing import FOLDER
+from entrenar_py.untrusted import escaping
 
 OUTPUT = "output.txt"
 OUTPUT_BYTES_MAX = 2**24  # of a run that are kept
@@ -166,7 +167,7 @@ class _Keeper(threading.Thread):
     def tail(self) -> tuple[str, ...]:
         """The last lines, without those that are empty; a long one is cut in its middle."""
         told = (line.decode(errors="replace").rstrip() for line in [*self._lines])
-        return tuple(visible.shortened(line) for line in told if line)[-TAIL_LINES:]
+        return tuple(escaping.shortened(line) for line in told if line)[-TAIL_LINES:]
 
     def run(self) -> None:
         """Until nobody can print any more."""

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from entrenar_py import visible
 from entrenar_py.command import subreaper
 from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.untrusted import escaping
 
 MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
 GRACE_S = 1.0  # after SIGTERM, for what the command has left behind
@@ -130,4 +130,4 @@ class Leash:
 
 
 def _refused(command: Sequence[str], problem: str | None) -> UsageError:
-    return UsageError(f"{visible.shortened(shlex.join(command))}: can't be started ({problem})")
+    return UsageError(f"{escaping.shortened(shlex.join(command))}: can't be started ({problem})")

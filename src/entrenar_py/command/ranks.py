@@ -10,18 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import systems, trace, visible
-from entrenar_py.checks import pairs
+from entrenar_py import systems, trace
+from entrenar_py.checks import knob_pairs
 from entrenar_py.checks.update_rule import DEFAULTS
 from entrenar_py.command import stacks
 from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import Ended
-from entrenar_py.command.printed import error as error_in
+from entrenar_py.command.script_errors import error as error_in
 from entrenar_py.faults import Fault
-from entrenar_py.observing import assembly, rank_file
-from entrenar_py.observing.rank_file import SUFFIX, RankTrace
+from entrenar_py.rank_files import assembly, rank_file
+from entrenar_py.rank_files.rank_file import SUFFIX, RankTrace
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Injected, Shard, Start, Update
+from entrenar_py.untrusted import escaping
 
 SYSTEM = "command"
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
@@ -73,7 +74,7 @@ def trace_of(
         scenario = scenario.with_(options=options)
     if asked.turn is not None and like is not None and not asked.stops:
         told, usual = asked.turn, KNOBS[asked.turn.knob].usual
-        scenario = pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
+        scenario = knob_pairs.option(scenario, like, told.knob, told.value, usual, told.beside)
     events = in_their_epochs(events, scenario)
     status, reason = _ending(ranks, events, asked, ended)
     if problems and not ranks:
@@ -142,10 +143,10 @@ def _ending(
     fewer steps.
     """
     ranks = [*{one.rank: one for one in sorted(ranks, key=lambda one: one.life)}.values()]
-    told = visible.shortened(next((one.problem for one in ranks if one.problem), ""))
+    told = escaping.shortened(next((one.problem for one in ranks if one.problem), ""))
     printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
     last = printed[-1] if printed else "it printed nothing"
-    error = visible.shortened(error_in(ended.output)) if ended.code else ""
+    error = escaping.shortened(error_in(ended.output)) if ended.code else ""
     ended_by = f"{ended.how}: {told or error or last}"
     how = f"{ended_by} (its output is in {ended.output})"
     folder = ended.output.parent

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from entrenar_py import interrupts, trace
+from entrenar_py import trace
 from entrenar_py.command import knobs, ranks
 from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import OUTPUT, Ended, launch
 from entrenar_py.command.ranks import Asked, Turn
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
+from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace

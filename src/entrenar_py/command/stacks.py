@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from entrenar_py import given_files
-from entrenar_py.observing.rank_file import STACK_SUFFIX, SUFFIX
+from entrenar_py.rank_files.rank_file import STACK_SUFFIX, SUFFIX
+from entrenar_py.untrusted import files
 
 PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
@@ -47,7 +47,7 @@ def ask(folder: Path, alive: Collection[int]) -> None:
     waiting = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            with given_files.open_file(path) as file:
+            with files.open_file(path) as file:
                 pid = int(json.loads(file.readline(_HEADER_BYTES_MAX))["pid"])
             if pid in alive:
                 os.kill(pid, signal.SIGUSR1)
@@ -65,7 +65,7 @@ def _is_whole(path: Path) -> bool:
 def _text(path: Path) -> str:
     """Return what stands there so far; "" for what is no file, or longer than any stack."""
     with suppress(OSError):
-        return given_files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
+        return files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
     return ""
 
 

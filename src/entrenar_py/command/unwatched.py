@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from entrenar_py import trace, visible
+from entrenar_py import trace
 from entrenar_py.command import ranks
 from entrenar_py.faults import Fault
-from entrenar_py.observing import assembly, rank_file
-from entrenar_py.observing.rank_file import RankTrace
+from entrenar_py.rank_files import assembly, rank_file
+from entrenar_py.rank_files.rank_file import RankTrace
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Injected, Start, Update
+from entrenar_py.untrusted import escaping
 
 
 def trace_of(files: Iterable[Path]) -> trace.Trace:
@@ -72,7 +73,7 @@ def _ending(
     if absent:
         told = ", ".join(map(str, absent))
         return "failed", f"no file of rank {told}: give the files of all ranks, each has to observe"
-    problem = visible.shortened(next((one.problem for one in last if one.problem), ""))
+    problem = escaping.shortened(next((one.problem for one in last if one.problem), ""))
     if problem:
         struck = [event for one in lives for event in one.events if isinstance(event, Injected)]
         halted = any(event.fault["kind"].startswith("non_finite") for event in struck)

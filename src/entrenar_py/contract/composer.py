@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from entrenar_py import given_files
 from entrenar_py.contract.problems import Position, Problem, Problems
 from entrenar_py.contract.scalars import TAG, resolve, tag_message
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.errors import ContractError
+from entrenar_py.untrusted import files
 
 BYTES_MAX = 1 << 20
 NODES_MAX = 50_000
@@ -32,7 +32,7 @@ def read(path: Path) -> bytes:
     """
     start = Position(str(path), 1, 1)
     try:
-        return given_files.read(path, bytes_max=BYTES_MAX)
+        return files.read(path, bytes_max=BYTES_MAX)
     except OSError as error:
         message = f"can't be read: {error.strerror}; give a YAML file"
         raise ContractError([Problem(start, "error", message).line]) from error

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from entrenar_py import visible
 from entrenar_py.errors import ContractError, did_you_mean
+from entrenar_py.untrusted import escaping
 
 MESSAGE_CHARS_MAX = 500
 # Names compared in search of the nearest: a file of thousands of unknown names gets no more hints.
@@ -53,7 +53,7 @@ class Problem:
     @property
     def line(self) -> str:
         """`file:line:column: level: message`, as compilers have it; one printable line."""
-        return f"{visible.line(self.at)}: {self.level}: {_one_line(self.message)}"
+        return f"{escaping.line(self.at)}: {self.level}: {_one_line(self.message)}"
 
 
 class Problems:
@@ -140,4 +140,4 @@ class Problems:
 
 def _one_line(message: str) -> str:
     """A message quotes the file: no line break, terminal escape or page of text may come out."""
-    return textwrap.shorten(visible.line(message), MESSAGE_CHARS_MAX)
+    return textwrap.shorten(escaping.line(message), MESSAGE_CHARS_MAX)

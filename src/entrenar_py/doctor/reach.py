@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from entrenar_py import contract, plan, session, shipped, systems
+from entrenar_py import contract, shipped, systems
+from entrenar_py.cli import session
 from entrenar_py.contract import Invariant
 from entrenar_py.doctor import Found, Reach, Trainer
+from entrenar_py.harness import plan
 from entrenar_py.reports.report import NotApplying
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS

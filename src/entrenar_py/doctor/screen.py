@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from entrenar_py import visible
 from entrenar_py.doctor import Examination, Found
 from entrenar_py.reports import terminal
+from entrenar_py.untrusted import escaping
 
 _GIB = 2**30
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
@@ -36,7 +36,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _add(table: Table, *cells: str) -> None:
     """Adds a row; devices and drivers name themselves."""
-    table.add_row(*map(visible.line, cells))
+    table.add_row(*map(escaping.line, cells))
 
 
 def _versions(examined: Examination) -> Table:

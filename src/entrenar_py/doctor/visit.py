@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from entrenar_py import console, visible
+from entrenar_py.cli import console
 from entrenar_py.doctor import Examination, machine, reach, screen
 from entrenar_py.reports import output_file
+from entrenar_py.untrusted import escaping
 
 
 def run(path: Path | None, *, color: bool) -> None:
@@ -19,7 +20,7 @@ def run(path: Path | None, *, color: bool) -> None:
     examined = examine()
     screen.show(examined, console.standard_output(color=color))
     if path is not None:
-        output_file.write(visible.dump_json(examined.to_dict(), indent=2) + "\n", path)
+        output_file.write(escaping.dump_json(examined.to_dict(), indent=2) + "\n", path)
 
 
 def examine() -> Examination:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from entrenar_py.drivers import tls
-from entrenar_py.drivers.places import Attention, Places
+from entrenar_py.drivers.pending_connections import Attention, Places
 
 TAKEN_UP_MAX = 16  # in one turn: a burst of strangers must not keep those who are there waiting
 # The process, or the machine, has no more of what a connection needs.

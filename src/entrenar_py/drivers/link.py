@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain
 
-from entrenar_py.drivers.beside import Task
-from entrenar_py.drivers.meddling import Fate, Meddling, bent
+from entrenar_py.drivers.background_thread import Task
+from entrenar_py.drivers.message_faults import Fate, Meddling, bent
 from entrenar_py.protocol.frames import Buffer
 
 FAREWELL_S = 2.0  # how long the last messages may take

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
-from entrenar_py.drivers.ends import Beside, Follow, MemberHands, Wire, WorkerEnd
-from entrenar_py.drivers.meddling import Speak, truthfully
+from entrenar_py.drivers.endpoints import Beside, Follow, MemberHands, Wire, WorkerEnd
+from entrenar_py.drivers.message_faults import Speak, truthfully
 from entrenar_py.drivers.stream import Meter, Stream
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do

@@ -13,13 +13,13 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from entrenar_py.drivers.connections import Connection, Node, feed
-from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
-from entrenar_py.drivers.guests import Guest
-from entrenar_py.drivers.meddling import Fate, Meddle, Meddling, Speak, bent, truthfully
+from entrenar_py.drivers.endpoints import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
-from entrenar_py.drivers.timeline import Action, Later, Timeline
-from entrenar_py.drivers.wires import Down, Up
+from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
+from entrenar_py.drivers.simulated_connections import Connection, Node, feed
+from entrenar_py.drivers.simulated_links import Down, Up
+from entrenar_py.drivers.uninvited_client import Guest
+from entrenar_py.drivers.virtual_time import Action, Later, Timeline
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer

@@ -18,11 +18,11 @@ from itertools import count
 from typing import Any
 
 from entrenar_py.drivers import sockets, tls
-from entrenar_py.drivers.beside import Thread
+from entrenar_py.drivers.background_thread import Thread
 from entrenar_py.drivers.door import STRANGERS_MAX, Door, Visit
-from entrenar_py.drivers.ends import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
+from entrenar_py.drivers.endpoints import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
 from entrenar_py.drivers.link import FAREWELL_S, Link
-from entrenar_py.drivers.meddling import Meddle, Speak, truthfully, unmeddled
+from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator

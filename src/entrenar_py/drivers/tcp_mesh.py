@@ -17,12 +17,12 @@ from contextlib import ExitStack
 from typing import cast
 
 from entrenar_py.drivers import sockets
-from entrenar_py.drivers.beside import Thread
+from entrenar_py.drivers.background_thread import Thread
 from entrenar_py.drivers.door import Door, Visit
-from entrenar_py.drivers.ends import MemberHands
+from entrenar_py.drivers.endpoints import MemberHands
 from entrenar_py.drivers.link import Link
-from entrenar_py.drivers.meddling import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
+from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from entrenar_py import given_files
 from entrenar_py.errors import UsageError
+from entrenar_py.untrusted import files
 
 BYTES_MAX = 2**24  # a bundle of all public CAs has a quarter of a MiB
 
@@ -135,7 +135,7 @@ def _trust(context: ssl.SSLContext, ca: Path) -> None:
 
 def _require_file(name: str, path: Path) -> None:
     try:
-        given_files.open_file(path, bytes_max=BYTES_MAX).close()
+        files.open_file(path, bytes_max=BYTES_MAX).close()
     except OSError as error:
         raise UsageError(f"TLS {name}={path}: {error.strerror}; use a PEM file") from error
 

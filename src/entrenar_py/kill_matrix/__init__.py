@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from entrenar_py import checks, contract, mutants, plan, shipped
+from entrenar_py import checks, contract, mutants, shipped
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
+from entrenar_py.harness import plan
+from entrenar_py.harness.runner import Runner
 from entrenar_py.kill_matrix import tables
 from entrenar_py.kill_matrix.page import markdown
 from entrenar_py.kill_matrix.rows import Row, all_right, summary
 from entrenar_py.mutants import Variant
 from entrenar_py.reports import terminal
 from entrenar_py.reports.report import EXIT_INCONCLUSIVE
-from entrenar_py.runner import Runner
 
 __all__ = [
     "Row",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from entrenar_py.observing.judge import Watched
-    from entrenar_py.observing.watch import Watch
+    from entrenar_py.watch.judge import Watched
+    from entrenar_py.watch.watch import Watch
 
 # Where the harness wants to find what is recorded; nobody listens where it is not set.
 FOLDER = "ENTRENAR_TRACE_DIR"
@@ -153,7 +153,7 @@ def observe(
                 "every= with layout= or tied=: the watch knows pieces by their DTensors alone, and "
                 "would take others for copies; leave one of them out"
             )
-        from entrenar_py.observing.watch import Watch
+        from entrenar_py.watch.watch import Watch
 
         observation.watch = Watch(
             model,

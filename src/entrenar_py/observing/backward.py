@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
-from entrenar_py.observing import wholes
+from entrenar_py.rank_files import whole_tensors
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _EXACT = {"allreduce_hook", "noop_hook"}
@@ -91,7 +91,7 @@ class Unwritten:
             last.gradient = {
                 **last.gradient,
                 **gradient,
-                **wholes.total(
+                **whole_tensors.total(
                     {name: one[name] for name in last.gradient.keys() & gradient.keys()}
                     for one in (last.gradient, gradient)
                 ),

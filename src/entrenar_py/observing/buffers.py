@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from entrenar_py.observing import pieces, tensors
+from entrenar_py.observing import dtensors, tensors
 
 # What a record can hold; a quantised tensor, or one that has no shape yet, is of another type.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,7 +33,7 @@ class Buffers:
     def before_forward(self) -> None:
         """Keeps a copy of what a forward pass may change."""
         self._before = {
-            name: pieces.local(one).clone()
+            name: dtensors.local(one).clone()
             for name, one in self._found().items()
             if name not in self._local
         }
@@ -69,7 +69,7 @@ class Buffers:
 
 def _same(before: Tensor | None, one: Tensor) -> bool:
     """Whether these are equal bit for bit, where NaN equals NaN."""
-    now = pieces.local(one)
+    now = dtensors.local(one)
     if before is None or (before.dtype, before.device, before.shape) != (
         *(now.dtype, now.device, now.shape),
     ):

@@ -20,24 +20,24 @@ from entrenar_py import trace
 from entrenar_py.observing import (
     FOLDER,
     Observation,
+    arguments,
     backward,
-    gathered,
-    given,
-    pieces,
-    rank_file,
-    scaling,
+    dtensors,
+    grad_scaler,
     tensors,
+    unsharded_parameters,
 )
 from entrenar_py.observing.backward import BackwardPass, Unwritten
 from entrenar_py.observing.buffers import Buffers
 from entrenar_py.observing.closures import Arguments, looked_at
-from entrenar_py.observing.draws import Samples
-from entrenar_py.observing.passes import Passes
-from entrenar_py.observing.rank_file import RankFile
-from entrenar_py.observing.strikes import Strikes
+from entrenar_py.observing.fault_timing import Strikes
+from entrenar_py.observing.gradients_ready import Passes
+from entrenar_py.observing.outer_synchronisation import Together
+from entrenar_py.observing.reduced_gradients import Summed
+from entrenar_py.observing.samplers import Samples
 from entrenar_py.observing.subject import Subject
-from entrenar_py.observing.summed import Summed
-from entrenar_py.observing.together import Together
+from entrenar_py.rank_files import rank_file
+from entrenar_py.rank_files.rank_file import RankFile
 
 
 class Observer(Observation):
@@ -59,14 +59,14 @@ class Observer(Observation):
         tied: Iterable[Iterable[str]] = (),
     ) -> None:
         self._rank, world_size = rank_file.environment_rank()
-        self._optimizers = given.optimizers(model, optimizer)
+        self._optimizers = arguments.optimizers(model, optimizer)
         self._subject = Subject(
             model,
             self._optimizers,
-            declared=pieces.declared(layout, tied, world_size),
+            declared=dtensors.declared(layout, tied, world_size),
             world_size=world_size,
         )
-        self._model, self._step = self._subject.model, given.steps("step", step, least=0)
+        self._model, self._step = self._subject.model, arguments.steps("step", step, least=0)
         self._buffers = Buffers(self._model)
         self._scheduler = scheduler
         self._constants = tensors.constants(self._optimizers)
@@ -76,7 +76,9 @@ class Observer(Observation):
         self._passes = Unwritten()
         self._summed = Summed()
         self._compression = ""
-        self._sharded = gathered.BackwardPasses(self._before_backward, self._after_sharded_backward)
+        self._sharded = unsharded_parameters.BackwardPasses(
+            self._before_backward, self._after_sharded_backward
+        )
         # The generators' state before the forward pass; the same again if something was drawn.
         self._random: tuple[str, str | None] = ("", None)
         self._gradient: dict[str, trace.TensorRecord] = {}
@@ -183,7 +185,7 @@ class Observer(Observation):
             handle.remove()
         # Before the hook that records them: gradients are recorded as they were made wrong.
         self._parameter_handles = self._strikes.hooks(self._subject)
-        self._backward: gathered.BackwardPasses | Passes = self._sharded
+        self._backward: unsharded_parameters.BackwardPasses | Passes = self._sharded
         if self._subject.is_fully_sharded:
             self._parameter_handles += self._sharded.watch(self._model)
             return
@@ -221,7 +223,7 @@ class Observer(Observation):
         if before and drawn is None and tensors.random_state(self._model) != before:
             self._random = (before, before)
         if self._model.training:
-            sharded = pieces.is_fully_sharded(self._model)
+            sharded = dtensors.is_fully_sharded(self._model)
             (self._sharded if sharded else self._backward).expect(output)
 
     def _before_backward(self) -> None:
@@ -297,12 +299,12 @@ class Observer(Observation):
         if index in self._stepped:
             self._end_step()
         optimizer, due = self._optimizers[index], list[str]()
-        if scaling.has_overflowed(optimizer):
+        if grad_scaler.has_overflowed(optimizer):
             self._excuse()
         else:
             due = self._subject.stepped_by(index, alone=not self._stepped)
         self._write_shards()
-        gradients = scaling.unscaled(self._subject.gradients(), optimizer)
+        gradients = grad_scaler.unscaled(self._subject.gradients(), optimizer)
         if self._norm is None:
             self._gradient |= self._subject.record({name: gradients[name] for name in due})
         elif not self._stepped:

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import layout, pieces, tensors
-from entrenar_py.observing.layout import Layout, Piece
+from entrenar_py.observing import dtensors, tensors
+from entrenar_py.rank_files import layout
+from entrenar_py.rank_files.layout import Layout, Piece
 
 
 class Subject:
@@ -58,12 +59,12 @@ class Subject:
         if known and (same or gathered):
             return False
         self.parameters = found
-        self.is_fully_sharded = pieces.is_fully_sharded(self.model)
+        self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
         self.trained = trained
         self._names = {p: name for name, p in found.items()}
         self.layout = self._arranged()
         self.values = sum(p.numel() for p in found.values()) <= tensors.VALUES_MAX
-        placed = {name: pieces.piece_of(p) for name, p in found.items()}
+        placed = {name: dtensors.piece_of(p) for name, p in found.items()}
         self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
         self._require_values()
         return True
@@ -113,11 +114,11 @@ class Subject:
 
     def _record(self, named: Mapping[str, Tensor | None], values: bool) -> trace.Tensors:
         return {
-            name: tensors.record(pieces.local(tensor), values=values)
+            name: tensors.record(dtensors.local(tensor), values=values)
             for name, tensor in named.items()
             if tensor is not None
-            and not pieces.is_partial(tensor)
-            and pieces.piece_of(tensor) == self.pieces.get(name)
+            and not dtensors.is_partial(tensor)
+            and dtensors.piece_of(tensor) == self.pieces.get(name)
         }
 
     def optimizer_state(self) -> trace.Tensors:
@@ -139,7 +140,7 @@ class Subject:
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
         """Notes where the pieces of tensors lie that are no parameters."""
         for name, tensor in named.items():
-            piece = None if tensor is None else pieces.piece_of(tensor)
+            piece = None if tensor is None else dtensors.piece_of(tensor)
             if piece is not None:
                 self.pieces.setdefault(name, piece)
 
@@ -149,7 +150,9 @@ class Subject:
 
     def has_gradients(self) -> bool:
         """Whether there is any, and not all are zero."""
-        return any(one is not None and pieces.local(one).any() for one in self.gradients().values())
+        return any(
+            one is not None and dtensors.local(one).any() for one in self.gradients().values()
+        )
 
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:
         """The names that an optimizer steps; `alone`: and those that none does, which are
@@ -203,7 +206,7 @@ class Subject:
         declared = self._declared
         if declared is not None and declared.axes:
             return declared
-        found = pieces.read_off(self.model, self._world_size)
+        found = dtensors.read_off(self.model, self._world_size)
         if declared is None:
             return found
         return replace(declared, axes=(found or layout.plain(self._world_size)).axes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
-from entrenar_py.observing import pieces
+from entrenar_py.observing import dtensors
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 _CONSTANTS = {
@@ -67,13 +67,13 @@ def optimizer_state(
 
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nothing that this rank holds of them is NaN or Inf."""
-    held = (pieces.local(one) for one in tensors if one is not None)
+    held = (dtensors.local(one) for one in tensors if one is not None)
     return all(bool(one.isfinite().all()) for one in held)
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
     """The L2 norm of what this rank holds of all of them together, added in float64; of none, 0."""
-    held = [pieces.local(one).double() for one in tensors if one is not None]
+    held = [dtensors.local(one).double() for one in tensors if one is not None]
     squares = [float(one.square().sum()) for one in held]
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 

@@ -9,10 +9,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from entrenar_py import options, printing, shipped
+from entrenar_py import shipped
+from entrenar_py.cli import options
 from entrenar_py.errors import UsageError
 from entrenar_py.project import guessing, location
 from entrenar_py.project.guessing import Guess
+from entrenar_py.untrusted import printing
 
 NAME = "init"
 CONTRACT = "distributed-training-v1.yaml"

@@ -10,8 +10,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import given_files
 from entrenar_py.errors import UsageError
+from entrenar_py.untrusted import files
 
 OWN, SHARED = "entrenar-check.toml", "pyproject.toml"
 TABLE = "entrenar-check"
@@ -44,7 +44,7 @@ def find(start: Path) -> Path | None:
 def read(path: Path) -> str:
     """The text of a configuration; UsageError if it is no regular file, too large or no UTF-8."""
     try:
-        with given_files.open_file(path, bytes_max=BYTES_MAX) as file:
+        with files.open_file(path, bytes_max=BYTES_MAX) as file:
             return file.read(BYTES_MAX).decode("utf-8")
     except OSError as error:
         raise UsageError(f"configuration {path}: can't be read ({error.strerror})") from error

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from entrenar_py import options
+from entrenar_py.cli import options
 from entrenar_py.errors import ContractError, EntrenarError, TraceError, UsageError
 from entrenar_py.project import location
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import options
+from entrenar_py.cli import options
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.validation import Suppression
 from entrenar_py.errors import ContractError, UsageError

@@ -21,7 +21,6 @@ from typing import ClassVar
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import audits
 from entrenar_py.protocol import effects as do
-from entrenar_py.protocol.dealing import Dealing
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.expulsions import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.protocol.member import Member
@@ -47,6 +46,7 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.protocol.phases import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
+from entrenar_py.protocol.shard_assignment import Dealing
 from entrenar_py.protocol.terms import Run, Timing
 
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from entrenar_py import visible
 from entrenar_py.reports.curves import Points
+from entrenar_py.untrusted import escaping
 
 WIDTH, HEIGHT = 440, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 12, 36  # room for the numbers at the axes
@@ -56,13 +56,13 @@ def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) ->
     With `log` the values are drawn by their magnitude, and must not be negative.
     """
     body = [*_frame(lines, unit, log=log)]
-    named = visible.html(title)
+    named = escaping.html(title)
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{named}">'
         f"<title>{named}</title>{''.join(body)}</svg>"
     )
     legend = "".join(
-        f'<li><span class="key {line.style}"></span>{visible.html(line.label)}</li>'
+        f'<li><span class="key {line.style}"></span>{escaping.html(line.label)}</li>'
         for line in lines
     )
     return f"<figure><figcaption>{named}</figcaption>{svg}<ul>{legend}</ul></figure>"
@@ -82,7 +82,7 @@ def _frame(lines: Sequence[Line], unit: str, *, log: bool) -> Iterator[str]:
     middle = (LEFT + WIDTH - RIGHT) / 2
     yield f'<text class="mid" x="{middle:.1f}" y="{HEIGHT - 5}">step</text>'
     across = f'transform="rotate(-90 10 {HEIGHT / 2:.0f})"'
-    yield f'<text class="mid" x="10" y="{HEIGHT / 2:.0f}" {across}>{visible.html(unit)}</text>'
+    yield f'<text class="mid" x="10" y="{HEIGHT / 2:.0f}" {across}>{escaping.html(unit)}</text>'
     for number, line in enumerate(lines):
         width = 1.4 + 1.6 * (len(lines) - 1 - number)
         yield from _drawn(line.points, x, y, line.style, min(width, 9.0))

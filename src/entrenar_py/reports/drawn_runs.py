@@ -6,12 +6,12 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from entrenar_py import visible
 from entrenar_py.reports import evidence
 from entrenar_py.reports.charts import Line, chart
 from entrenar_py.reports.curves import Curve, Points
 from entrenar_py.reports.report import Report
 from entrenar_py.scenario import Scenario
+from entrenar_py.untrusted import escaping
 
 TRAININGS_MAX = 6
 LINES_MAX = 6
@@ -37,7 +37,7 @@ def section(report: Report) -> Iterator[str]:
 
 def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str]:
     heading = evidence.describe_scenario(json.loads(curves[0].training))
-    yield f"<h3>{visible.html(evidence.one_line(heading))}</h3>"
+    yield f"<h3>{escaping.html(evidence.one_line(heading))}</h3>"
     yield '<div class="charts">'
     if any(one.losses for one in curves):
         yield chart("Loss", "loss", [_line(curves, one, one.losses, broken) for one in curves])
@@ -49,7 +49,7 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
     yield "</div>"
     same = [one for one in compared if one not in apart]
     if same:
-        names = ", ".join(visible.html(_label(one, broken)) for one in same)
+        names = ", ".join(escaping.html(_label(one, broken)) for one in same)
         yield f"<p>At no distance from the run with one worker, at any step: {names}.</p>"
     if not compared:
         yield "<p>None was judged beside a run of the same with one worker.</p>"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from entrenar_py import visible
 from entrenar_py.contract import Invariant
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import Scenario
+from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
 # Longest text printed for one label; the JSON report always has all of it.
@@ -18,7 +18,7 @@ TEXT_CHARS_MAX = 400
 
 def one_line(text: str) -> str:
     """`text`, visible, on one line, and cut where it gets longer than a reader wants."""
-    line = visible.line(text)
+    line = escaping.line(text)
     if len(line) <= TEXT_CHARS_MAX:
         return line
     return f"{line[:TEXT_CHARS_MAX]}... ({len(line) - TEXT_CHARS_MAX} more, see the JSON report)"
@@ -50,7 +50,7 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
     rows.append(("statement", one_line(entry.invariant.statement)))
     command = report.replay_command(entry)
     if command is not None:
-        rows.append(("replay", visible.exact(command)))
+        rows.append(("replay", escaping.exact(command)))
     return [f"{label}: {text}" for label, text in rows]
 
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from entrenar_py import visible
 from entrenar_py.contract import Position
 from entrenar_py.errors import UsageError
 from entrenar_py.reports import evidence, output_file, places
 from entrenar_py.reports.report import Entry, Report
+from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
 # What the runner tells a step: where its summary goes, and where the checkout is.
@@ -95,7 +95,7 @@ def summary(report: Report) -> str:
         lines += ["", markdown(line)]
     if report.configuration is not None:
         lines += ["", markdown(f"Configured: {report.configuration.told}")]
-    lines += ["", "Repeat with", "", _fenced([visible.exact(report.command)])]
+    lines += ["", "Repeat with", "", _fenced([escaping.exact(report.command)])]
     return "\n".join(lines) + "\n"
 
 
@@ -128,7 +128,7 @@ def _fenced(lines: list[str]) -> str:
 
 def _data(text: str) -> str:
     """`text` as a runner takes it, whatever is in it; its lines stay lines."""
-    return visible.text(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return escaping.text(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

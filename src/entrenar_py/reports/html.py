@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import entrenar_py
-from entrenar_py import mutants, visible
+from entrenar_py import mutants
 from entrenar_py.errors import UsageError
 from entrenar_py.reports import drawn_runs, evidence, output_file
 from entrenar_py.reports.report import Entry, Report
+from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
@@ -168,9 +169,9 @@ def _badge(verdict: Verdict) -> str:
 
 
 def _text(text: str) -> str:
-    return visible.html(evidence.one_line(text))
+    return escaping.html(evidence.one_line(text))
 
 
 def _long(text: str) -> str:
     """A command: all of it."""
-    return visible.html(text)
+    return escaping.html(text)

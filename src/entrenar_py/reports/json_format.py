@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import entrenar_py
-from entrenar_py import visible
 from entrenar_py.contract import Contract, Invariant
 from entrenar_py.reports import output_file
 from entrenar_py.reports.report import Configuration, Entry, Excluded, Report
+from entrenar_py.untrusted import escaping
 
 SCHEMA = "entrenar-check-report/1"
 _UNSHOWN = ("invariant", "vacuous")  # of a finding: the first is the result's id
@@ -52,7 +52,7 @@ def dump(report: Report) -> dict[str, Any]:
 
 def write(report: Report, path: Path) -> None:
     """Writes the report to `path`; UsageError if that can't be done."""
-    output_file.write(visible.dump_json(dump(report), indent=2) + "\n", path)
+    output_file.write(escaping.dump_json(dump(report), indent=2) + "\n", path)
 
 
 def _contract(contract: Contract) -> dict[str, Any]:

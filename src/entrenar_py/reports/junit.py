@@ -18,16 +18,16 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import entrenar_py
-from entrenar_py import visible
 from entrenar_py.contract import Invariant
 from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import Entry, Excluded, Report
+from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
 
 def render(report: Report, *, allow_inconclusive: bool) -> str:
     """The XML document, with its declaration and a line end; any text is made fit for XML 1.0."""
-    suite = Element("testsuite", name=visible.exact(report.contract.name))
+    suite = Element("testsuite", name=escaping.exact(report.contract.name))
     _add_properties(suite, report)
     inconclusive = "skipped" if allow_inconclusive else "error"
     for entry in report.entries:
@@ -68,7 +68,7 @@ def _add_properties(suite: Element, report: Report) -> None:
     ]
     properties = SubElement(suite, "properties")
     for name, value in dict(facts).items():
-        SubElement(properties, "property", name=name, value=visible.exact(value))
+        SubElement(properties, "property", name=name, value=escaping.exact(value))
 
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
@@ -86,10 +86,10 @@ def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -
     return SubElement(
         suite,
         "testcase",
-        classname=visible.exact(report.contract.name),
+        classname=escaping.exact(report.contract.name),
         name=evidence.one_line(f"{clause.id} {clause.name}"),
         time=f"{elapsed_s:.3f}",
-        file=visible.exact(clause.position.file),
+        file=escaping.exact(clause.position.file),
         line=str(clause.position.line),
     )
 
@@ -123,7 +123,7 @@ def _add_alarm(suite: Element, report: Report, name: str, message: str, tag: str
 
     The `tag` is `error`, or `skipped` where the person running it said that it is good enough.
     """
-    classname = visible.exact(report.contract.name)
+    classname = escaping.exact(report.contract.name)
     case = SubElement(suite, "testcase", classname=classname, name=name, time="0.000")
     SubElement(case, tag, type=name, message=evidence.one_line(message))
 

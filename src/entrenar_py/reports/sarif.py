@@ -17,10 +17,10 @@ from urllib.parse import quote
 from blake3 import blake3
 
 import entrenar_py
-from entrenar_py import visible
 from entrenar_py.contract import Invariant, Position
 from entrenar_py.reports import evidence, json_format, output_file, places
 from entrenar_py.reports.report import Entry, Report
+from entrenar_py.untrusted import escaping
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -61,7 +61,7 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
 def write(report: Report, path: Path, *, root: Path, allow_inconclusive: bool) -> None:
     """Writes the log to `path`; UsageError if that can't be done."""
     log = dump(report, root=root, allow_inconclusive=allow_inconclusive)
-    output_file.write(visible.dump_json(log, indent=2) + "\n", path)
+    output_file.write(escaping.dump_json(log, indent=2) + "\n", path)
 
 
 def _driver(report: Report) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _clauses(report: Report) -> list[Invariant]:
 
 def _rule(clause: Invariant) -> dict[str, Any]:
     rule = {
-        "id": visible.exact(clause.id),
+        "id": escaping.exact(clause.id),
         "name": evidence.one_line(clause.name),
         "shortDescription": {"text": evidence.one_line(clause.name)},
         "fullDescription": {"text": evidence.one_line(clause.statement)},
@@ -102,7 +102,7 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "executionSuccessful": bool(report.entries) and not report.interrupted,
         "exitCode": code,
-        "commandLine": visible.exact(report.command),
+        "commandLine": escaping.exact(report.command),
     }
     told = [*_notes(report)]
     if report.incomplete:
@@ -125,7 +125,7 @@ def _notes(report: Report) -> Iterator[dict[str, Any]]:
         line = f"{one.invariant.id} ({one.invariant.name}) was not applied: {one.reason}"
         notes.append([evidence.one_line(line)])
     for number, (clause, lines) in enumerate(zip(_clauses(report), notes, strict=True)):
-        rule = {"id": visible.exact(clause.id), "index": number}
+        rule = {"id": escaping.exact(clause.id), "index": number}
         for line in lines:
             yield {"level": "note", "message": {"text": line}, "associatedRule": rule}
 
@@ -137,7 +137,7 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
     marks = (report.contract.name, clause.id, str(entry.verdict))
     fingerprint = blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16)
     return {
-        "ruleId": visible.exact(clause.id),
+        "ruleId": escaping.exact(clause.id),
         "ruleIndex": number,
         "level": level,
         "message": {"text": "\n".join([evidence.one_line(heading), *details])},

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from entrenar_py import visible
 from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Entry, Report
+from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
 # What stands alone is a word and a colour; the bad ones in capitals, to be found without colour.
@@ -251,7 +251,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 def _command(console: Console, text: str) -> None:
     """Prints `text` as it is, to be copied: no line is broken, no space is dropped."""
-    console.print(Text(_fit(console, visible.exact(text))), soft_wrap=True)
+    console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 
 def _labelled(console: Console, label: str, value: str) -> None:
@@ -273,4 +273,4 @@ def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
 def _fit(console: Console, text: str) -> str:
     """`text` with what the console's encoding lacks spelled out."""
     encoding = console.encoding
-    return visible.text(text).encode(encoding, "backslashreplace").decode(encoding)
+    return escaping.text(text).encode(encoding, "backslashreplace").decode(encoding)

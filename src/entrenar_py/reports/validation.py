@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import entrenar_py
-from entrenar_py import visible
 from entrenar_py.contract.validation import Judged, Level, RuleFinding, Validation, count
 from entrenar_py.reports import evidence, json_format, output_file
+from entrenar_py.untrusted import escaping
 
 SCHEMA = "entrenar-check-validation/1"
 EXIT_VALID, EXIT_INVALID = 0, 2
@@ -28,7 +28,7 @@ def lines(validation: Validation) -> Iterator[str]:
         word = str(finding.level) if by is None else "suppressed"
         why = "" if by is None else f" (until {by.until}: {by.reason})"
         told = evidence.one_line(f"{finding.rule.id}: {finding.message}{why}")
-        yield f"{visible.line(place)}: {word}: {told}"
+        yield f"{escaping.line(place)}: {word}: {told}"
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
@@ -44,7 +44,7 @@ def verdicts(validation: Validation) -> Iterator[str]:
         facts += [_number(infos, "note")] if infos else []
         aside = sum(not one.counts for one in judged.findings)
         facts += [f"{aside} suppressed"] if aside else []
-        yield visible.line(f"{judged.path.name}: {word}, {', '.join(facts)}")
+        yield escaping.line(f"{judged.path.name}: {word}, {', '.join(facts)}")
     if validation.stale:
         errors = count(validation.stale, Level.ERROR)
         yield f"suppressions: {len(validation.stale)} stale" + (", not valid" if errors else "")
@@ -67,7 +67,7 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 def write(validation: Validation, path: Path, *, command: str) -> None:
     """Writes the JSON to `path`; UsageError if that can't be done."""
     record = dump(validation, command=command)
-    output_file.write(visible.dump_json(record, indent=2) + "\n", path)
+    output_file.write(escaping.dump_json(record, indent=2) + "\n", path)
 
 
 def _contract(judged: Judged) -> dict[str, Any]:

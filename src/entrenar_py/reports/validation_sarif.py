@@ -11,9 +11,9 @@ from typing import Any
 from blake3 import blake3
 
 import entrenar_py
-from entrenar_py import visible
 from entrenar_py.contract.validation import RULES, Level, Rule, RuleFinding, Validation
 from entrenar_py.reports import evidence, json_format, output_file, sarif, validation
+from entrenar_py.untrusted import escaping
 
 FINGERPRINT = "entrenarCheckRule/v1"
 _LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note", Level.OFF: "none"}
@@ -49,7 +49,7 @@ def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
 def write(found: Validation, path: Path, *, root: Path, command: str) -> None:
     """Writes the log to `path`; UsageError if that can't be done."""
     log = dump(found, root=root, command=command)
-    output_file.write(visible.dump_json(log, indent=2) + "\n", path)
+    output_file.write(escaping.dump_json(log, indent=2) + "\n", path)
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _invocation(found: Validation, command: str) -> dict[str, Any]:
     told: dict[str, Any] = {
         "executionSuccessful": True,
         "exitCode": validation.exit_code(found),
-        "commandLine": visible.exact(command),
+        "commandLine": escaping.exact(command),
     }
     changed = [rule for rule in RULES if found.levels[rule.id] is not rule.level]
     if changed:

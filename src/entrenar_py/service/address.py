@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from entrenar_py import visible
 from entrenar_py.errors import UsageError
+from entrenar_py.untrusted import escaping
 
 PORT_MAX = 2**16 - 1
 
@@ -41,6 +41,6 @@ def parse(text: str, *, port_min: int) -> Address:
     try:
         host.encode("idna")  # as whoever resolves it will
     except UnicodeError as error:
-        shown = visible.shortened(text)
+        shown = escaping.shortened(text)
         raise UsageError(f"address={shown!r}: no host can be called so ({error})") from error
     return Address(host, port)

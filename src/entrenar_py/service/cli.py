@@ -7,36 +7,36 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from entrenar_py import printing
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
-from entrenar_py.service import exits, options
+from entrenar_py.service import exit_codes, options
+from entrenar_py.untrusted import printing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
     try:
         code = _run(options.parse(sys.argv[1:] if argv is None else argv))
-        return exits.FAILED if printing.lost() and code == exits.DONE else code
+        return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
     except SystemExit as left:  # --help, --version
         if printing.lost():
-            raise SystemExit(exits.FAILED) from left
+            raise SystemExit(exit_codes.FAILED) from left
         raise
     except KeyboardInterrupt:
         _say("interrupted before anything had begun")
-        return exits.STOPPED
+        return exit_codes.STOPPED
     except ContractError as error:  # its lines start with file:line:column
         printing.warn_lines(str(error))
-        return exits.INVALID
+        return exit_codes.INVALID
     except (UsageError, CheckpointError) as error:
         _say(error)
-        return exits.INVALID
+        return exit_codes.INVALID
     except EntrenarError as error:
         _say(error)
-        return exits.FAILED
+        return exit_codes.FAILED
     except Exception:  # noqa: BLE001  (Python's own exit code would be 1: a run that was given up)
         printing.warn_lines(traceback.format_exc().rstrip())
         _say("this is a bug in it")
-        return exits.FAILED
+        return exit_codes.FAILED
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -53,10 +53,10 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.doctor import visit
 
         visit.run(given.json, color=not given.no_color)
-        return exits.DONE
-    from entrenar_py.service import audit
+        return exit_codes.DONE
+    from entrenar_py.service import ledger_verification
 
-    return audit.verify(given.path, replay=given.replay)
+    return ledger_verification.verify(given.path, replay=given.replay)
 
 
 def _say(message: object) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import given_files, systems
+from entrenar_py import systems
 from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
@@ -23,9 +23,11 @@ from entrenar_py.drivers.tcp import SECRET_BYTES_MIN
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import DEFAULTS, Scenario
-from entrenar_py.service import address, keys
+from entrenar_py.service import address, config_keys
 from entrenar_py.service.address import Address
-from entrenar_py.systems import audited, topology, updates
+from entrenar_py.systems import updates
+from entrenar_py.systems.star import audited_shards, topology
+from entrenar_py.untrusted import files
 
 SECRET_BYTES_MAX = 2**16
 
@@ -77,7 +79,7 @@ def secret(path: Path) -> bytes:
     """The shared secret in the file at `path`; UsageError if it can't be read or is too short,
     or longer than any secret is."""
     try:
-        found = given_files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
+        found = files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
     except OSError as error:
         raise UsageError(f"secret_file={path}: can't be read ({error.strerror})") from error
     if len(found) < SECRET_BYTES_MIN:
@@ -92,7 +94,7 @@ class _Reader:
     """One file, read key by key; every problem goes to `problems`, at its place."""
 
     def __init__(self, root: MapNode, folder: Path, problems: Problems) -> None:
-        known = (*keys.TRAINING, *keys.SERVICE)
+        known = (*config_keys.TRAINING, *config_keys.SERVICE)
         self._root = Record(root, what="configuration", known=known, problems=problems)
         self._folder, self._problems = folder, problems
         self._root.warn_unread()
@@ -125,10 +127,10 @@ class _Reader:
     def _scenario(self) -> Scenario | None:
         """The scenario. Of several wrong fields each is named: one that was is left out then."""
         nodes = self._root.node.fields
-        missing = [name for name in keys.REQUIRED if self._root.present(name) is None]
+        missing = [name for name in config_keys.REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
-        given = {name: _value(name, nodes[name]) for name in keys.TRAINING if name in nodes}
+        given = {name: _value(name, nodes[name]) for name in config_keys.TRAINING if name in nodes}
         given = {name: value for name, value in given.items() if name not in missing}
         while True:
             try:
@@ -136,17 +138,17 @@ class _Reader:
             except UsageError as error:
                 name = str(error).partition("=")[0]
                 self._error(name, str(error))
-                if name in keys.REQUIRED or name not in given:
+                if name in config_keys.REQUIRED or name not in given:
                     return None
                 del given[name]
                 continue
-            found = self._with_option(found, "audit_share", audited.share_of)
+            found = self._with_option(found, "audit_share", audited_shards.share_of)
             found = self._with_option(found, updates.OPTION, updates.by_server)
             if found.workload == "own":
                 self._error("workload", "workload='own': it is a stored trace's; nothing to train")
                 return None
-            if "width" in given and found.workload not in keys.SIZED:
-                sized = " and ".join(keys.SIZED)
+            if "width" in given and found.workload not in config_keys.SIZED:
+                sized = " and ".join(config_keys.SIZED)
                 self._error(
                     "width", f"width={found.width}: {found.workload} has one size; it is of {sized}"
                 )
@@ -155,8 +157,8 @@ class _Reader:
     def _system(self) -> str:
         """The system of the topology that is wanted."""
         text = self._root.text("topology") or topology.STAR
-        if text not in keys.TOPOLOGIES:
-            allowed = " or ".join(keys.TOPOLOGIES)
+        if text not in config_keys.TOPOLOGIES:
+            allowed = " or ".join(config_keys.TOPOLOGIES)
             self._error("topology", f"topology={text!r}: use {allowed}")
             text = topology.STAR
         return topology.SYSTEMS[text]
@@ -196,18 +198,18 @@ class _Reader:
             return None
 
     def _listen(self) -> Address:
-        text = self._root.text("listen") or keys.LISTEN
+        text = self._root.text("listen") or config_keys.LISTEN
         try:
             return address.parse(text, port_min=0)
         except UsageError as error:
             self._error("listen", str(error))
-            return address.parse(keys.LISTEN, port_min=0)
+            return address.parse(config_keys.LISTEN, port_min=0)
 
     def _context(self) -> ssl.SSLContext | None:
-        record = self._block("tls", keys.TLS)
+        record = self._block("tls", config_keys.TLS)
         if record is None:
             return None
-        cert, key, ca = (self._path(record, name) for name in keys.TLS)
+        cert, key, ca = (self._path(record, name) for name in config_keys.TLS)
         if cert is None or key is None:
             self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
@@ -218,10 +220,10 @@ class _Reader:
             return None
 
     def _timing(self) -> Timing:
-        record = self._block("timing", keys.TIMING)
+        record = self._block("timing", config_keys.TIMING)
         if record is None:
             return Timing()
-        given = {name: record.number(name) for name in keys.TIMING}
+        given = {name: record.number(name) for name in config_keys.TIMING}
         try:
             return Timing(**{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
@@ -230,7 +232,7 @@ class _Reader:
             return Timing()
 
     def _checkpoint(self) -> Checkpoint | None:
-        record = self._block("checkpoint", keys.CHECKPOINT)
+        record = self._block("checkpoint", config_keys.CHECKPOINT)
         if record is None:
             return None
         path, every = self._path(record, "path"), self._whole(record, "every_steps", default=0)

@@ -12,20 +12,23 @@ from pathlib import Path
 
 import torch
 
-from entrenar_py import console, printing, systems, trace
+from entrenar_py import systems, trace
+from entrenar_py.cli import console
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
-from entrenar_py.service import claims, config, exits, options, screen, signals
+from entrenar_py.service import config, exit_codes, file_locks, options, progress, signals
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
-from entrenar_py.service.happenings import Listener
 from entrenar_py.service.host import Host
 from entrenar_py.service.mesh_host import MeshHost
 from entrenar_py.service.metrics import Metrics
-from entrenar_py.systems import environment, topology
+from entrenar_py.service.run_events import Listener
+from entrenar_py.systems import environment
+from entrenar_py.systems.star import topology
 from entrenar_py.trace import writer
+from entrenar_py.untrusted import printing
 
 
 def run(path: Path, *, resume: bool) -> int:
@@ -42,7 +45,9 @@ def run(path: Path, *, resume: bool) -> int:
         _require_intended(given, resume=resume)
         shown = console.standard_output(color=True)
         num_steps = given.scenario.num_steps
-        listeners: list[Listener] = [stack.enter_context(screen.opened(shown, num_steps=num_steps))]
+        listeners: list[Listener] = [
+            stack.enter_context(progress.opened(shown, num_steps=num_steps))
+        ]
         if given.metrics is not None:
             metrics = Metrics(given.metrics)
             stack.callback(metrics.close)
@@ -54,12 +59,12 @@ def _claim(given: Config, stack: ExitStack) -> None:
     """Has the run's files to itself until `stack` is closed; UsageError if that can't be."""
     path = None if given.checkpoint is None else given.checkpoint.path
     paths = {"checkpoint": path, "ledger": given.ledger, "metrics": given.metrics}
-    claims.require_distinct(paths)
+    file_locks.require_distinct(paths)
     for what in ("checkpoint", "ledger"):
         if (found := paths[what]) is not None:
-            stack.enter_context(claims.claimed(found, what, warn=_warn))
+            stack.enter_context(file_locks.claimed(found, what, warn=_warn))
     if path is not None:
-        claims.require_writable(path)
+        file_locks.require_writable(path)
 
 
 def _warn(text: str) -> None:
@@ -93,7 +98,7 @@ def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
     problem = host.broken or host.unsaved
     if problem is not None:
         raise SystemFailure(problem)
-    return exits.OF_FINISH[finish.status]
+    return exit_codes.OF_FINISH[finish.status]
 
 
 async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Finish:

@@ -15,10 +15,10 @@ from entrenar_py.protocol.effects import Finish, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Commit, Computed, Message, TreeNode
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import continuity, digest
-from entrenar_py.service.happenings import Happening, Listener, Noted, StepMade
+from entrenar_py.service import digest, ledger_continuity
+from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
-from entrenar_py.systems.server import Server
+from entrenar_py.systems.star.server import Server
 from entrenar_py.trace.writer import Standing, Writer
 
 Traffic = Callable[[], tuple[int, int]]
@@ -145,12 +145,12 @@ class Host(Server):
     def notes(self) -> Mapping[str, Any]:
         """Return the ledger's last line, which is synced by then; null where there is none."""
         last = None if self._ledger is None else self._ledger.last
-        return {continuity.KEY: continuity.to_record(last)}
+        return {ledger_continuity.KEY: ledger_continuity.to_record(last)}
 
     def read_notes(self, progress: Mapping[str, Any]) -> None:
         """Takes which line of the ledger the checkpoint names."""
         assert self.checkpoint_path is not None, "it was read there"
-        self.since = continuity.since(progress, self.checkpoint_path)
+        self.since = ledger_continuity.since(progress, self.checkpoint_path)
 
     def write_to(self, ledger: Writer, standing: Standing) -> None:
         """Records in `ledger` from now on; who took part where it ends (`standing`) has left.
@@ -161,9 +161,9 @@ class Host(Server):
         if self.since is not None and standing.is_new:
             self.recorder.emit(self.since)
             self._write()
-            self.note("gap", f"the ledger is new: {continuity.say(self.since)}")
+            self.note("gap", f"the ledger is new: {ledger_continuity.say(self.since)}")
         elif self.since is not None and self.since.digest is None:
-            self.note("unchecked", continuity.unchecked(self.since))
+            self.note("unchecked", ledger_continuity.unchecked(self.since))
         self._is_over = standing.end is not None and standing.end.status == "completed"
         if standing.end is None:
             for rank in standing.present:

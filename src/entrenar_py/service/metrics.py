@@ -7,9 +7,9 @@ from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 
-from entrenar_py import printing, visible
 from entrenar_py.errors import UsageError
-from entrenar_py.service.happenings import Happening, StepMade
+from entrenar_py.service.run_events import Happening, StepMade
+from entrenar_py.untrusted import escaping, printing
 
 
 class Metrics:
@@ -36,7 +36,7 @@ class Metrics:
         """Writes one line."""
         what = {"what": "step"} if isinstance(happening, StepMade) else {}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
-        self._write(visible.dump_json(record) + "\n")
+        self._write(escaping.dump_json(record) + "\n")
 
     def _write(self, text: str) -> None:
         if self._file is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import entrenar_py
 from entrenar_py import backends
 from entrenar_py.errors import UsageError
-from entrenar_py.service import address, exits
+from entrenar_py.service import address, exit_codes
 
 PROG = "entrenar"
 AUTO = "auto"
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _epilog() -> str:
     lines = ["exit codes:"]
-    for code, meaning in exits.MEANINGS.items():
+    for code, meaning in exit_codes.MEANINGS.items():
         lines += textwrap.wrap(
             meaning, _HELP_COLUMNS, initial_indent=f"  {code}  ", subsequent_indent=" " * 5
         )

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from entrenar_py.service.happenings import Last
+from entrenar_py.service.run_events import Last
 
 STEPS_AVERAGED = 20
 

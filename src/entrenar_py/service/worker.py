@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from entrenar_py import backends, printing, trace
+from entrenar_py import backends, trace
 from entrenar_py.backends import Backend, chain
-from entrenar_py.drivers import asking, tls
-from entrenar_py.drivers.asking import Told
+from entrenar_py.drivers import run_query, tls
+from entrenar_py.drivers.run_query import Told
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.errors import SystemFailure, UsageError
@@ -27,10 +27,12 @@ from entrenar_py.protocol.messages import Welcome
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import config, exits, keys, signals
-from entrenar_py.systems import AUTO, topology
-from entrenar_py.systems.member import Member
-from entrenar_py.systems.mesh_member import MeshMember
+from entrenar_py.service import config, config_keys, exit_codes, signals
+from entrenar_py.systems import AUTO
+from entrenar_py.systems.star import topology
+from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.star.mesh_member import MeshMember
+from entrenar_py.untrusted import printing
 
 
 def run(given: argparse.Namespace) -> int:
@@ -46,7 +48,7 @@ def run(given: argparse.Namespace) -> int:
     backend, attempts = opened(given.backend)
     finish = asyncio.run(Stay(given, secret, context, backend, attempts).take_part())
     _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
-    return exits.OF_FINISH[finish.status]
+    return exit_codes.OF_FINISH[finish.status]
 
 
 def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
@@ -120,7 +122,7 @@ class Stay:
     async def _take_part(self) -> Finish:
         host, port = self._given.coordinator
         self._asking = asyncio.create_task(
-            asking.ask(
+            run_query.ask(
                 host,
                 port,
                 secret=self._secret,
@@ -149,7 +151,7 @@ class Stay:
             raise SystemFailure(
                 f"the coordinator's scenario can't be read ({error}): use one release on both ends"
             ) from error
-        if scenario.system not in (topology.SYSTEMS[one] for one in keys.TOPOLOGIES):
+        if scenario.system not in (topology.SYSTEMS[one] for one in config_keys.TOPOLOGIES):
             raise SystemFailure(
                 f"the coordinator's run is of system {scenario.system}, which is not known here: "
                 "use one release on both ends"

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import ModuleType
 
 from entrenar_py import backends, faults, mutants, trace
 from entrenar_py.backends import BACKENDS
@@ -23,7 +24,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What a system is, whether it trains a workload, and what it takes from a scenario.
+    """Where a system's module is, what it is, whether it trains, what it takes of a scenario.
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
     the names it knows, `only` the backends where it does not take them all, each by this very name;
@@ -34,6 +35,7 @@ class System:
     tells whether its workers, and its shards times the accumulation, must be such numbers.
     """
 
+    room: str
     what: str
     trains: bool = False
     faults: tuple[str, ...] = ()
@@ -72,45 +74,52 @@ _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
 # A coordinator that dies at a message has to see it: over TCP that of a star alone sees all.
 _FAULTS_AND_RESTART = (*_FAULTS, "restart")
 
-# name -> what it is; the module of the same name holds `run`.
+# name -> what it is; the module of the same name, in its room, holds `run`.
 SYSTEMS: dict[str, System] = {
     "reference": System(
+        room="single",
         what="the deterministic data-parallel trainer, all workers in this process",
         trains=True,
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),
     ),
     "textbook": System(
+        room="single",
         what="a plain torch data-parallel loop, independent of the reference",
         trains=True,
         faults=_TRAINING_FAULTS,
         bitwise=False,
     ),
     "parameter_server": System(
+        room="star",
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
         options=(*_REAL_OPTIONS, "audit_share", "updates"),
     ),
     "parameter_server_simulated": System(
+        room="star",
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
     ),
     "mesh": System(
+        room="star",
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         trains=True,
         faults=_FAULTS,
         options=_REAL_OPTIONS,
     ),
     "mesh_simulated": System(
+        room="star",
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
         faults=_FAULTS_AND_RESTART,
         options=("block_bytes", "network_seed", _TERMS),
     ),
     "ring": System(
+        room="star",
         what="workers that send blocks around a ring over TCP, each a process of its own",
         trains=True,
         faults=_FAULTS,
@@ -118,6 +127,7 @@ SYSTEMS: dict[str, System] = {
         options=_REAL_OPTIONS,
     ),
     "ring_simulated": System(
+        room="star",
         what="workers that send blocks around a ring, under the same simulator",
         trains=True,
         faults=_FAULTS_AND_RESTART,
@@ -125,6 +135,7 @@ SYSTEMS: dict[str, System] = {
         options=("block_bytes", "network_seed", _TERMS),
     ),
     "ddp": System(
+        room="torch",
         what="torch's DistributedDataParallel, each rank a process of its own",
         trains=True,
         faults=_TRAINING_FAULTS,
@@ -133,6 +144,7 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "tensor_parallel": System(
+        room="torch",
         what="layers cut over ranks by torch's parallelize_module, groups of them data-parallel",
         trains=True,
         faults=_TRAINING_FAULTS,
@@ -141,6 +153,7 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "sequence_parallel": System(
+        room="torch",
         what="the same, and between the layers each rank has a part of each sequence",
         trains=True,
         faults=_TRAINING_FAULTS,
@@ -149,6 +162,7 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "pipeline_parallel": System(
+        room="torch",
         what="layers in stages, a rank each, by torch's pipelining, groups of them data-parallel",
         trains=True,
         faults=_TRAINING_FAULTS,
@@ -157,6 +171,7 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "ddp_canonical": System(
+        room="torch",
         what="the same with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
         trains=True,
         faults=_VALUE_FAULTS,
@@ -165,6 +180,7 @@ SYSTEMS: dict[str, System] = {
         powers_of_two=True,
     ),
     "fsdp": System(
+        room="torch",
         what="torch's fully_shard (FSDP2): each rank a process of its own, with a piece of all",
         trains=True,
         faults=_TRAINING_FAULTS,
@@ -173,6 +189,7 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "local_sgd": System(
+        room="torch",
         what="DiLoCo: workers that step alone, brought together by an outer optimizer",
         trains=True,
         faults=_TRAINING_FAULTS,
@@ -182,10 +199,12 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "matmul": System(
+        room="probes",
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),
     ),
     "backend_chain": System(
+        room="probes",
         what="the fallback chain under failing backends",
         only=tuple(BACKENDS),
         faults=(
@@ -194,23 +213,29 @@ SYSTEMS: dict[str, System] = {
         ),
         options=("m", "k", "n", "layout", "magnitude"),
     ),
-    "manifest": System(what="the gradients that each backend really produces"),
+    "manifest": System(room="probes", what="the gradients that each backend really produces"),
     "wgpu_steps": System(
+        room="probes",
         what="steps of training on a wgpu adapter: what each asks of it, what comes out",
         only=("wgpu",),
         options=("samples",),
     ),
     "wgpu_operations": System(
+        room="probes",
         what="each operation alone on a wgpu adapter, beside float64, and with a NaN",
         only=("wgpu",),
         options=("operations",),
     ),
     "wgpu_refusals": System(
+        room="probes",
         what="what a wgpu adapter has no kernel for, or no element of",
         only=("wgpu",),
     ),
-    "wire": System(what="the wire's codec and its admission, on right and damaged bytes"),
+    "wire": System(
+        room="probes", what="the wire's codec and its admission, on right and damaged bytes"
+    ),
     "memory": System(
+        room="probes",
         what="each worker's share in a process of its own, its memory measured",
         options=("budget_bytes",),
     ),
@@ -225,7 +250,7 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
     never struck (unless not `every_fault` has to: an earlier one may have taken its victim away).
     """
     _require("system", scenario.system, tuple(SYSTEMS))
-    module = import_module(f"entrenar_py.systems.{scenario.system}")
+    module = module_of(scenario.system)
     with mutants.planted(scenario.mutant) as planting, _one_thread():
         try:
             require_possible(scenario)
@@ -238,6 +263,11 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result
+
+
+def module_of(system: str) -> ModuleType:
+    """Return the module that holds the `run` of `system`, which is one of SYSTEMS."""
+    return import_module(f"entrenar_py.systems.{SYSTEMS[system].room}.{system}")
 
 
 def require_possible(scenario: Scenario) -> None:

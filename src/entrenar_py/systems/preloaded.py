@@ -4,8 +4,8 @@ a process, and what it lacks every worker would have to import for itself.
 
 MODULES = (
     "entrenar_py.observing.observer",
-    "entrenar_py.systems.torch_ranks",
-    "entrenar_py.systems.worker_process",
+    "entrenar_py.systems.torch.ranks",
+    "entrenar_py.systems.star.worker_process",
     "entrenar_py.training.decoder",
     "torch._dynamo.aot_compile",  # which the first optimizer of a process loads
     "torch.nn.parallel",

@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from entrenar_py import given_files
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import records
 from entrenar_py.trace.events import End, Event
 from entrenar_py.trace.run import Trace
+from entrenar_py.untrusted import files
 
 VERSION = 1
 EVENTS_MAX = 2**21  # of a run that is judged; who only verifies a ledger reads one of any length
@@ -69,7 +69,7 @@ def load(path: Path) -> Trace:
     reordered or truncated, or that is no trace at all.
     """
     try:
-        with given_files.open_file(path) as file:
+        with files.open_file(path) as file:
             reader = Reader(file, path)
             events = tuple(islice(reader, EVENTS_MAX + 1))
     except OSError as error:
@@ -123,7 +123,7 @@ class Reader:
         self.num_lines = self.num_bytes = 0
         self.chain = ""
         self._path, self._cut = path, cut
-        self._lines = given_files.lines(file)
+        self._lines = files.lines(file)
         first = self._next()
         if first is None:
             raise ForeignTrace(f"{path}: the file is empty; a trace starts with a header line")

@@ -16,12 +16,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from entrenar_py import given_files
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import ledger, records
 from entrenar_py.trace.events import End, Event, Gap, Membership, Start, Update
 from entrenar_py.trace.run import Trace
+from entrenar_py.untrusted import files
 
 # Of a ledger that a run can't go on with.
 _TO_DO = (
@@ -114,12 +114,12 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
     if not path.exists():
         return create(path, head), Standing(is_new=True)
     try:
-        given_files.open_file(path).close()
+        files.open_file(path).close()
         file = FileIO(path, "r+")
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be written ({error.strerror})") from error
-    with _kept(file, path), given_files.open_file(path) as lines:
-        first = next(given_files.lines(lines), b"")
+    with _kept(file, path), files.open_file(path) as lines:
+        first = next(files.lines(lines), b"")
         if not first.endswith(b"\n"):  # whoever began it died in its first line
             if since is not None and since.digest is not None:
                 raise TraceError(f"ledger {path}: it has no whole line; {_TO_DO}")

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
-from entrenar_py import given_files
 from entrenar_py.errors import CheckpointError
+from entrenar_py.untrusted import files
 
 MAGIC = b"entrenar-checkpoint 1 "
 Arrays = Mapping[str, NDArray[Any]]
@@ -67,7 +67,7 @@ def load(
     than `bytes_max`, if that is given.
     """
     try:
-        with given_files.open_file(path, bytes_max=bytes_max) as file:
+        with files.open_file(path, bytes_max=bytes_max) as file:
             content = file.read()
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: can't be read ({error.strerror})") from error

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.backends.wgpu import bound_rules, capture
+from entrenar_py.backends.wgpu import capture
+from entrenar_py.backends.wgpu.bounds import rules
 from entrenar_py.errors import UsageError
 from tests.backends.wgpu.steps import captured, plain, step
 
@@ -28,7 +29,7 @@ def test_a_step_is_captured_with_its_gradients(name: str, num_kinds_max: int) ->
     assert len(capture.operations(graph)) <= num_kinds_max
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     assert all(".py:" in node.meta["line"] and "val" in node.meta for node in calls)
-    assert {node.target for node in calls} <= set(bound_rules.RULES)
+    assert {node.target for node in calls} <= set(rules.RULES)
 
 
 def test_backward_nodes_have_the_line_of_what_they_differentiate() -> None:

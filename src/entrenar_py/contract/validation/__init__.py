@@ -12,7 +12,7 @@ from pathlib import Path
 
 from entrenar_py.contract.records import Contract, Invariant
 from entrenar_py.contract.validation import levels
-from entrenar_py.contract.validation.examining import examine
+from entrenar_py.contract.validation.examination import examine
 from entrenar_py.contract.validation.findings import RuleFinding, judge, stale
 from entrenar_py.contract.validation.levels import LEVELS, Level
 from entrenar_py.contract.validation.outline import outline

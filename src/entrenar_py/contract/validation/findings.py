@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from entrenar_py.contract.problems import Position, Problem
-from entrenar_py.contract.validation.examining import Examined
+from entrenar_py.contract.validation.examination import Examined
 from entrenar_py.contract.validation.levels import Level
 from entrenar_py.contract.validation.outline import outline
 from entrenar_py.contract.validation.published import Breach

@@ -1,0 +1,170 @@
+"""What each kind of operation does to intervals: its accuracy on a device that conforms to WGSL.
+
+Accuracies are those of the WGSL specification, section "Floating Point Accuracy" (table "Accuracy
+of concrete floating point operations" and the one of built-in functions); u = 2^-23 >= 1 ULP. Where
+WGSL has no such function, the formula that the bound is of stands beside it, and kernels must be
+no worse. Derivations: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entrenar_py.backends.wgpu.bounds import intervals
+from entrenar_py.backends.wgpu.bounds.intervals import UNIT, Interval
+
+Rule = Callable[..., Interval]
+_ATEN = torch.ops.aten
+
+
+def _increasing(
+    function: Callable[[Tensor], Tensor],
+    relative: Callable[[Tensor], Tensor | float],
+    absolute: Callable[[Tensor], Tensor | float] = lambda x: 0.0,
+) -> Rule:
+    """A function that never falls, with an error that depends on its argument."""
+
+    def rule(x: Interval) -> Interval:
+        low, high = function(x.low), function(x.high)
+        below = intervals.near(low, low, relative=relative(x.low), absolute=absolute(x.low))
+        above = intervals.near(high, high, relative=relative(x.high), absolute=absolute(x.high))
+        return Interval(below.low, above.high)
+
+    return rule
+
+
+def _exp_error(x: Tensor) -> Tensor:
+    """WGSL: exp is within 3 + 2|x| ULP. Beyond 200 it is zero or infinite anyhow."""
+    return (3 + 2 * x.abs().clamp(max=200)) * UNIT
+
+
+def _log_error(x: Tensor) -> Tensor:
+    """WGSL: 2^-21 absolute in [0.5, 2], beside 3 ULP elsewhere."""
+    return torch.where((x > 0.49) & (x < 2.01), 2.0**-21, 0.0)
+
+
+def _sigmoid_error(x: Tensor) -> Tensor:
+    """Of 1 / (1 + e) with e = exp(-x), or e / (1 + e) with e = exp(x): exp, add, divide.
+
+    A relative error of e counts by the factor sigmoid(-x) in both.
+    """
+    return _exp_error(x) * torch.sigmoid(-x) + 4 * UNIT
+
+
+def _tanh_error(x: Tensor) -> Tensor:
+    """Of 1 - 2 / (exp(2x) + 1), or (1 - e) / (1 + e) with e = exp(-2|x|); absolute.
+
+    WGSL's own tanh may be off by 1e-5, and is NaN for large x on some drivers.
+    """
+    e = torch.exp(-2 * x.abs())
+    return 2 * e / (1 + e).square() * _exp_error(2 * x) + 9 * UNIT
+
+
+def _wave_error(x: Interval) -> Tensor:
+    """WGSL: sin and cos are within 2^-11, but in [-pi, pi] only: kernels must reduce x to that,
+    which costs some roundings of |x|. What drivers give is far better (docs/numerics.md)."""
+    return 2.0**-11 + 4 * UNIT * x.size
+
+
+def _sin(x: Interval) -> Interval:
+    return _wave(x, torch.sin)
+
+
+def _cos(x: Interval) -> Interval:
+    return _wave(x, torch.cos)
+
+
+def _wave(x: Interval, function: Callable[[Tensor], Tensor]) -> Interval:
+    middle, radius = (x.low + x.high) / 2, (x.high - x.low) / 2
+    value, error = function(middle), radius + _wave_error(x)
+    return intervals.within((value - error), (value + error))
+
+
+def _rsqrt(x: Interval) -> Interval:
+    """WGSL: inverseSqrt is within 2 ULP."""
+    high = torch.where(x.low <= 0, torch.inf, x.low.clamp(min=0).rsqrt())
+    low = torch.where(x.high < 0, torch.nan, x.high.clamp(min=0).rsqrt())
+    return intervals.near(low, high, relative=2 * UNIT, absolute=0.0)
+
+
+def _sqrt(x: Interval) -> Interval:
+    """WGSL: inherited from 1 / inverseSqrt(x): 2 + 2.5 ULP."""
+    low = torch.where(x.high < 0, torch.nan, x.low.clamp(min=0).sqrt())
+    return intervals.near(low, x.high.clamp(min=0).sqrt(), relative=5 * UNIT, absolute=0.0)
+
+
+def _log(x: Interval) -> Interval:
+    low = torch.where(x.high < 0, torch.nan, x.low.clamp(min=0))
+    return _increasing(torch.log, lambda x: 3 * UNIT, _log_error)(Interval(low, x.high))
+
+
+def _absolute(x: Interval) -> Interval:
+    low, high = intervals.hull(x.low.abs(), x.high.abs())
+    return Interval(torch.where((x.low < 0) & (x.high > 0), 0.0, low), high)
+
+
+def _power(x: Interval, exponent: float) -> Interval:
+    """Small whole powers by multiplication, halves by (inverse) square roots; else WGSL's pow."""
+    if exponent == int(exponent) and abs(exponent) <= 8:
+        return _whole_power(x, int(exponent))
+    if exponent == 0.5:
+        return _sqrt(x)
+    if exponent == -0.5:
+        return _rsqrt(x)
+    return _general_power(x, float(exponent))
+
+
+def _whole_power(x: Interval, exponent: int) -> Interval:
+    if exponent == 0:
+        return Interval(torch.ones_like(x.low), torch.ones_like(x.low))
+    if exponent < 0:
+        one = torch.ones((), dtype=torch.float64)
+        return intervals.divide(Interval(one, one), _whole_power(x, -exponent))
+    if exponent <= 2:
+        return x if exponent == 1 else intervals.square(x)
+    low, high = intervals.hull(x.low**exponent, x.high**exponent)
+    if exponent % 2 == 0:
+        low = torch.where((x.low <= 0) & (x.high >= 0), 0.0, low)
+    return intervals.near(low, high, relative=(exponent - 1) * 1.001 * UNIT, absolute=0.0)
+
+
+def _general_power(x: Interval, exponent: float) -> Interval:
+    """WGSL: inherited from exp2(y * log2(x)): the error of the exponent is relative here."""
+    low = torch.where(x.low < 0, torch.nan, x.low)
+
+    def error(x: Tensor) -> Tensor:
+        log2 = torch.log2(x).abs().clamp(max=150)
+        product = abs(exponent) * log2
+        absolute = abs(exponent) * (3 * UNIT * log2 + 2.0**-21) + product * UNIT
+        return 1.01 * (0.7 * absolute + (3 + 2 * product.clamp(max=200)) * UNIT)
+
+    def power(x: Tensor) -> Tensor:
+        return x**exponent
+
+    if exponent > 0:
+        return _increasing(power, error)(Interval(low, x.high))
+    turned = _increasing(lambda x: power(-x), lambda x: error(-x))
+    return turned(intervals.negate(Interval(low, x.high)))
+
+
+_EXP = _increasing(torch.exp, _exp_error)
+
+FUNCTIONS: dict[Any, Rule] = {
+    _ATEN.abs.default: _absolute,
+    _ATEN.cos.default: _cos,
+    # WGSL has no erf. Absolute: 1.5e-7 of Abramowitz and Stegun 7.1.26, and its evaluation.
+    _ATEN.erf.default: _increasing(torch.erf, lambda x: 0.0, lambda x: 2.0**-19),
+    _ATEN.exp.default: _EXP,
+    _ATEN.log.default: _log,
+    _ATEN.neg.default: intervals.negate,
+    _ATEN.pow.Tensor_Scalar: _power,
+    _ATEN.rsqrt.default: _rsqrt,
+    _ATEN.sigmoid.default: _increasing(torch.sigmoid, _sigmoid_error),
+    _ATEN.sin.default: _sin,
+    _ATEN.sqrt.default: _sqrt,
+    _ATEN.tanh.default: _increasing(torch.tanh, lambda x: 0.0, _tanh_error),
+}

@@ -1,0 +1,298 @@
+"""The interval of an operation's result from those of its operands, for each kind there is.
+
+What only moves elements, compares, selects or adds is here; functions of one number are in
+`accuracies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from entrenar_py.backends.wgpu.bounds import accuracies, intervals
+from entrenar_py.backends.wgpu.bounds.intervals import Bounded, Interval
+from entrenar_py.errors import UsageError
+
+Rule = Callable[[Any, Any, Any], Interval]
+_ATEN = torch.ops.aten
+
+
+def is_exact(one: Bounded) -> bool:
+    """Whether that is whole numbers or truth values that rounding has not touched."""
+    return not one.value.is_floating_point() and bool((one.low == one.high).all())
+
+
+def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tensor]) -> Tensor:
+    """`target` of what `pick` takes of each operand; float32 becomes float64."""
+
+    def take(one: Any) -> Any:
+        if isinstance(one, Bounded):
+            return pick(one)
+        return torch.float64 if one is torch.float32 else one
+
+    args, kwargs = pytree.tree_map(take, (args, kwargs))
+    if target is _ATEN.view.default:  # the ends may lie in memory as the graph's tensors don't
+        target = torch.reshape
+    result: Tensor = target(*args, **kwargs)
+    return result
+
+
+def _number(one: Any) -> Interval:
+    """An operand: what it is, or a number in the program as float32 holds it."""
+    if not isinstance(one, Bounded):
+        exact = torch.tensor(float(one), dtype=torch.float64)
+        return intervals.rounded(exact, exact)
+    if one.value.is_floating_point():
+        return one.interval
+    return intervals.rounded(one.low.double(), one.high.double())
+
+
+def _each_end(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Moves elements, or never falls and is exact: ends go to ends."""
+    for one in pytree.tree_leaves(args):
+        whole = isinstance(one, Bounded) and not one.value.is_floating_point()
+        if whole and one.value.dtype != torch.bool and not is_exact(one):
+            raise UsageError(f"{target}: an index that rounding leaves undecided")
+    return intervals.flush(
+        Interval(
+            evaluate(target, args, kwargs, lambda one: one.low),
+            evaluate(target, args, kwargs, lambda one: one.high),
+        )
+    )
+
+
+def _function(target: Any, args: Any, kwargs: Any) -> Interval:
+    return accuracies.FUNCTIONS[target](_number(args[0]), *args[1:], **kwargs)
+
+
+def _add(target: Any, args: Any, kwargs: Any) -> Interval:
+    second = _number(args[1])
+    if kwargs.get("alpha", 1) != 1:
+        second = intervals.multiply(second, _number(kwargs["alpha"]))
+    if target is _ATEN.sub.Tensor:
+        second = intervals.negate(second)
+    return intervals.add(_number(args[0]), second)
+
+
+def _multiply(target: Any, args: Any, kwargs: Any) -> Interval:
+    if args[0] is args[1]:
+        return intervals.square(_number(args[0]))
+    return intervals.multiply(_number(args[0]), _number(args[1]))
+
+
+def _divide(target: Any, args: Any, kwargs: Any) -> Interval:
+    return intervals.divide(_number(args[0]), _number(args[1]))
+
+
+def _sum(target: Any, args: Any, kwargs: Any) -> Interval:
+    dims = args[1] if len(args) > 1 and args[1] is not None else ()
+    return intervals.sum_over(_number(args[0]), dims, keepdim=len(args) > 2 and args[2])
+
+
+def _cumsum(target: Any, args: Any, kwargs: Any) -> Interval:
+    one, dim = _number(args[0]), args[1]
+    terms = (one.low, one.high, one.size, (one.size > 0).double())
+    return intervals.total(*(part.cumsum(dim) for part in terms))
+
+
+def _product(target: Any, args: Any, kwargs: Any) -> Interval:
+    return intervals.matmul(_number(args[0]), _number(args[1]))
+
+
+def _index_put(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Elements written over, or added in any order to what is there."""
+    base, indices, source, *accumulate = args
+    if not (accumulate and accumulate[0]):
+        return _each_end(target, args, kwargs)
+    base, source = _number(base), _number(source)
+    given = [None if one is None else one.value for one in indices]
+    terms = [
+        (base.low, source.low),
+        (base.high, source.high),
+        (base.size, source.size),
+        ((base.size > 0).double(), (source.size > 0).double()),
+    ]
+    return intervals.total(*(target(here, given, there, True) for here, there in terms))
+
+
+def _scatter_add(target: Any, args: Any, kwargs: Any) -> Interval:
+    base, dim, index, source = args
+    base, source = _number(base), _number(source)
+    terms = [
+        (base.low, source.low),
+        (base.high, source.high),
+        (base.size, source.size),
+        ((base.size > 0).double(), (source.size > 0).double()),
+    ]
+    return intervals.total(*(target(here, dim, index.value, there) for here, there in terms))
+
+
+def _scatter_value(target: Any, args: Any, kwargs: Any) -> Interval:
+    base, dim, index, number = args
+    base, value = _number(base), _number(number)
+    return Interval(
+        target(base.low, dim, index.value, float(value.low)),
+        target(base.high, dim, index.value, float(value.high)),
+    )
+
+
+def _less(a: Interval, b: Interval) -> Interval:
+    return Interval(a.high < b.low, a.low < b.high)
+
+
+def _less_or_equal(a: Interval, b: Interval) -> Interval:
+    return Interval(a.high <= b.low, a.low <= b.high)
+
+
+def _equal(a: Interval, b: Interval) -> Interval:
+    overlap = (a.low <= b.high) & (b.low <= a.high)
+    return Interval(a.decided & b.decided & (a.low == b.low), overlap)
+
+
+def _flip(one: Interval) -> Interval:
+    return Interval(~one.high, ~one.low)
+
+
+def _comparison(compare: Callable[[Interval, Interval], Interval]) -> Rule:
+    """True or false where every value in both intervals says so, undecided elsewhere."""
+
+    def rule(target: Any, args: Any, kwargs: Any) -> Interval:
+        return compare(_number(args[0]), _number(args[1]))
+
+    return rule
+
+
+def _where(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Both branches' hull where the condition is undecided."""
+    condition = args[0]
+    a, b = _number(args[1]), _number(args[2])
+    decided = condition.low == condition.high
+    low, high = torch.minimum(a.low, b.low), torch.maximum(a.high, b.high)
+    return Interval(
+        torch.where(decided, torch.where(condition.value, a.low, b.low), low),
+        torch.where(decided, torch.where(condition.value, a.high, b.high), high),
+    )
+
+
+def _logical(target: Any, args: Any, kwargs: Any) -> Interval:
+    """And, or, any, all: none is made false by one more that is true."""
+    return Interval(
+        evaluate(target, args, kwargs, lambda one: one.low.bool()),
+        evaluate(target, args, kwargs, lambda one: one.high.bool()),
+    )
+
+
+def _not(target: Any, args: Any, kwargs: Any) -> Interval:
+    return Interval(~args[0].high.bool(), ~args[0].low.bool())
+
+
+def _convert(target: Any, args: Any, kwargs: Any) -> Interval:
+    one = args[0]
+    if not evaluate(target, args, kwargs, lambda one: one.value).is_floating_point():
+        return _each_end(target, args, kwargs)  # towards zero, which never falls
+    return _number(one)
+
+
+def _range(target: Any, args: Any, kwargs: Any) -> Interval:
+    """start + i * step, each rounded."""
+    values = evaluate(target, args, kwargs, lambda one: one.value)
+    if bool((values == values.round()).all()) and bool((values.abs() <= 2**24).all()):
+        return Interval(values, values)
+    size = 4 * intervals.UNIT * values.abs().max()
+    return intervals.within(values - size, values + size)
+
+
+def _full(target: Any, args: Any, kwargs: Any) -> Interval:
+    exact = torch.full(args[0], float(args[1]), dtype=torch.float64)
+    return intervals.rounded(exact, exact)
+
+
+def _clamp(target: Any, args: Any, kwargs: Any) -> Interval:
+    x = _number(args[0])
+    least, most = (None if one is None else _number(one) for one in [*args[1:], None, None][:2])
+    if least is not None:
+        x = Interval(torch.maximum(x.low, least.low), torch.maximum(x.high, least.high))
+    if most is not None:
+        x = Interval(torch.minimum(x.low, most.low), torch.minimum(x.high, most.high))
+    return x
+
+
+_ENDS = (
+    _ATEN.alias.default,
+    _ATEN.amax.default,
+    _ATEN.amin.default,
+    _ATEN.cat.default,
+    _ATEN.ceil.default,
+    _ATEN.clone.default,
+    _ATEN.constant_pad_nd.default,
+    _ATEN.embedding.default,
+    _ATEN.expand.default,
+    _ATEN.flip.default,
+    _ATEN.floor.default,
+    _ATEN.gather.default,
+    _ATEN.index.Tensor,
+    _ATEN.index_select.default,
+    _ATEN.maximum.default,
+    _ATEN.minimum.default,
+    _ATEN.permute.default,
+    _ATEN.relu.default,
+    _ATEN.repeat.default,
+    _ATEN.round.default,
+    _ATEN.scatter.src,
+    _ATEN.select.int,
+    _ATEN.select_scatter.default,
+    _ATEN.sign.default,
+    _ATEN.slice.Tensor,
+    _ATEN.slice_scatter.default,
+    _ATEN.squeeze.dims,
+    _ATEN.trunc.default,
+    _ATEN.unsqueeze.default,
+    _ATEN.view.default,
+)
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_ENDS, _each_end),
+    **dict.fromkeys(accuracies.FUNCTIONS, _function),
+    _ATEN._to_copy.default: _convert,
+    _ATEN.add.Tensor: _add,
+    _ATEN.any.dim: _logical,
+    _ATEN.any.default: _logical,
+    _ATEN.arange.start_step: _range,
+    _ATEN.bitwise_and.Tensor: _logical,
+    _ATEN.bitwise_not.default: _not,
+    _ATEN.bitwise_or.Tensor: _logical,
+    _ATEN.bmm.default: _product,
+    _ATEN.clamp.default: _clamp,
+    _ATEN.cumsum.default: _cumsum,
+    _ATEN.div.Tensor: _divide,
+    _ATEN.full.default: _full,
+    _ATEN.index_put.default: _index_put,
+    _ATEN.logical_and.default: _logical,
+    _ATEN.logical_not.default: _not,
+    _ATEN.logical_or.default: _logical,
+    _ATEN.mm.default: _product,
+    _ATEN.mul.Tensor: _multiply,
+    _ATEN.reciprocal.default: lambda target, args, kwargs: intervals.divide(
+        _number(1.0), _number(args[0])
+    ),
+    _ATEN.scatter.value: _scatter_value,
+    _ATEN.scatter_add.default: _scatter_add,
+    _ATEN.sub.Tensor: _add,
+    _ATEN.sum.default: _sum,
+    _ATEN.sum.dim_IntList: _sum,
+    _ATEN.where.self: _where,
+}
+for _name, _compare in (
+    ("eq", _equal),
+    ("ge", lambda a, b: _less_or_equal(b, a)),
+    ("gt", lambda a, b: _less(b, a)),
+    ("le", _less_or_equal),
+    ("lt", _less),
+    ("ne", lambda a, b: _flip(_equal(a, b))),
+):
+    RULES[getattr(_ATEN, _name).Scalar] = _comparison(_compare)
+    RULES[getattr(_ATEN, _name).Tensor] = _comparison(_compare)

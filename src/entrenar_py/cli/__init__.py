@@ -1,0 +1,74 @@
+"""The command `entrenar-check`: reads the command line, calls the harness, renders, exits.
+
+Exit codes: 0 held · 1 falsified · 2 contract or command line invalid, nothing ran · 3 the harness
+itself failed · 4 inconclusive · 5 nothing selected.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from entrenar_py.cli import options
+from entrenar_py.errors import ContractError, EntrenarError, UsageError
+from entrenar_py.harness import interrupts
+from entrenar_py.project import merging
+from entrenar_py.untrusted import printing
+
+INIT = "init"
+EXIT_INVALID = 2
+EXIT_HARNESS = 3
+EXIT_INTERRUPTED = 4
+# Whoever ends a job sends one of these first; what was launched must not outlive it.
+ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None):
+            code = _run(arguments)
+        return EXIT_HARNESS if printing.lost() and code == 0 else code
+    except SystemExit as left:  # --help, --version
+        if printing.lost():
+            raise SystemExit(EXIT_HARNESS) from left
+        raise
+    except KeyboardInterrupt:
+        _say("interrupted before anything was known")
+        return EXIT_INTERRUPTED
+    except EntrenarError as error:
+        _say(error)
+        return EXIT_HARNESS
+    except Exception:  # noqa: BLE001  (Python's own exit code would be 1: "falsified")
+        printing.warn_lines(traceback.format_exc().rstrip())
+        _say("the harness itself failed; this is a bug in it")
+        return EXIT_HARNESS
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        if arguments[:1] == [INIT]:
+            from entrenar_py.project import init
+
+            return init.run(arguments[1:])
+        given = merging.configured(options.read(arguments))
+        from entrenar_py.cli import session  # brings everything heavy; `--help` has left by now
+
+        try:
+            job = session.prepare(given, arguments)
+        except UsageError as error:
+            raise merging.located(error, given) from error
+    except ContractError as error:  # its lines start with file:line:column
+        printing.warn_lines(str(error))
+        return EXIT_INVALID
+    except UsageError as error:
+        _say(error)
+        return EXIT_INVALID
+    return job()
+
+
+def _say(message: object) -> None:
+    printing.warn(f"{options.PROG}: {message}")

@@ -1,0 +1,56 @@
+"""The reference of the command line, as Markdown: what docs/cli.md holds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from entrenar_py.cli.options import EPILOG, MODES, PROG, flag, parser
+
+
+def reference() -> str:
+    """The page."""
+    codes, _, examples = EPILOG.partition("\n\nexamples:\n")
+    parts = [
+        f"# `{PROG}`",
+        f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`",
+        "Generated from `entrenar_py.cli.options`; a test says whether this page is current. "
+        "Options that are left out are read from the project's [configuration](configuration.md).",
+    ]
+    for group in parser()._action_groups:
+        rows = [_row(action) for action in group._group_actions if action.dest != "help"]
+        if rows:
+            parts += [f"## {(group.title or '').capitalize()}", _table("option", rows)]
+    meant = [
+        (
+            "`-- COMMAND`" if mode == "command" else f"`--{mode}`",
+            ", ".join(map(_option, MODES[mode])),
+        )
+        for mode in MODES
+    ]
+    parts += [
+        "## Options that go together",
+        "Any other option means nothing beside these and is refused, with exit code 2.",
+        _table("with", meant),
+        "## Exit codes",
+        "The same whatever the output format.",
+        _table("code", [line.strip().split("  ", 1) for line in codes.splitlines()[1:]]),
+        "## Examples",
+        "\n".join(["```", *(line.strip() for line in examples.splitlines()), "```"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(action: argparse.Action) -> tuple[str, str]:
+    metavar = f" {action.metavar}" if action.metavar else ""
+    metavar += f" [{action.metavar} ...]" if action.nargs == "+" else ""
+    return ", ".join(f"`{name}{metavar}`" for name in action.option_strings), action.help or ""
+
+
+def _option(name: str) -> str:
+    return f"`{flag(name)}`"
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {title} | meaning |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {left} | {right} |" for left, right in rows)])

@@ -1,0 +1,118 @@
+"""The work of one call done, and its report in every format that was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from entrenar_py.contract import Contract
+from entrenar_py.harness import falsify
+from entrenar_py.harness.runner import Listener, ignore
+from entrenar_py.project import exclusions, several_contracts
+from entrenar_py.reports import curves, github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The source of a report's entries, and what the report says about where they come from.
+
+    `environment` is asked for after the entries: only then is it known which devices were opened.
+    """
+
+    entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
+    environment: Callable[[], Mapping[str, Any]]
+    system: str
+    seed: int
+    num_traces: int | None = None
+    not_applying: tuple[NotApplying, ...] = ()
+
+
+def report(
+    options: argparse.Namespace,
+    command: str,
+    loaded: Contract,
+    work: Work,
+    standing: exclusions.Standing,
+    output: Console,
+) -> int:
+    """Has the work done, renders what is known of it in every format, and gives the exit code."""
+    started = time.monotonic()
+    entries: list[Entry] = []
+    interrupted = False
+    seen = curves.Curves()
+    with terminal.Progress(output) as progress:
+        try:
+            for entry in work.entries(progress.show, seen.see if options.html else ignore):
+                # One by one: an interrupt keeps what is known so far.
+                entries.append(_noted(entry, standing.notes))
+        except KeyboardInterrupt:
+            interrupted = True
+    made = Report(
+        contract=loaded,
+        contract_given=options.contract,
+        system=work.system,
+        seed=work.seed,
+        entries=tuple(entries),
+        environment=work.environment() if entries else {},
+        elapsed_s=time.monotonic() - started,
+        interrupted=interrupted,
+        command=command,
+        num_traces=work.num_traces,
+        curves=seen.found,
+        not_applying=(*standing.not_applying, *work.not_applying),
+        excluded=standing.excluded,
+        configuration=_configuration(options),
+        bindings_given=tuple(map(str, options.bind)),
+    )
+    terminal.render(made, output, quiet=options.quiet)
+    _write(made, options, output)
+    code = made.exit_code(allow_inconclusive=options.allow_inconclusive)
+    if made.interrupted:
+        raise several_contracts.Interrupted(code)
+    return code
+
+
+def _noted(entry: Entry, notes: Mapping[str, str]) -> Entry:
+    """`entry`, with what there is to say of its clause."""
+    binding = entry.invariant.binding
+    told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
+    if (note := notes.get(entry.invariant.id)) is not None:
+        told.append(note)
+    return replace(entry, finding=replace(entry.finding, notes=(*entry.finding.notes, *told)))
+
+
+def _configuration(options: argparse.Namespace) -> Configuration | None:
+    if options.project is None:
+        return None
+    return Configuration(
+        place=str(options.project.place),
+        used=options.used,
+        overruled=options.overruled,
+        command=options.command if "command" in options.used else (),
+    )
+
+
+def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
+    """Writes the report in each format that was asked for."""
+    allowed: bool = options.allow_inconclusive
+    root = Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
+    if options.json is not None:
+        json_format.write(report, options.json)
+    if options.junit is not None:
+        junit.write(report, options.junit, allow_inconclusive=allowed)
+    if options.sarif is not None:
+        sarif.write(report, options.sarif, root=root, allow_inconclusive=allowed)
+    if options.html is not None:
+        html.write(report, options.html)
+    if options.github:
+        for line in github.annotate(report, root=root, allow_inconclusive=allowed):
+            output.print(line, markup=False, soft_wrap=True, no_wrap=True)
+        github.append(github.summary(report), github.summary_path(os.environ))

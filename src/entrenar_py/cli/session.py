@@ -1,0 +1,369 @@
+"""One call of `entrenar-check`: everything checked that a person can get wrong, then done.
+
+Decides which of the harness's functions a command line means, and what its report says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from entrenar_py import backends, checks, contract, kill_matrix, shipped
+from entrenar_py.cli import console, reporting, validation
+from entrenar_py.cli.options import FILES, PROG, of_each
+from entrenar_py.cli.reporting import Work
+from entrenar_py.command import judging, launch, ranks, run_folder, runs
+from entrenar_py.contract import Contract, Invariant, binding_file, suggestions
+from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
+from entrenar_py.harness import counterexamples, falsify, plan, stored
+from entrenar_py.harness.runner import Listener
+from entrenar_py.project import exclusions, several_contracts
+from entrenar_py.reports import evidence, github, output_file
+from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
+from entrenar_py.trace import Trace
+from entrenar_py.untrusted import printing
+from entrenar_py.verdict import Verdict
+
+_WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
+
+
+def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
+    """What is left to do, and then gives the exit code, once everything was looked at.
+
+    Raises ContractError and UsageError; what goes wrong later is the harness's own failure.
+    """
+    output = console.standard_output(color=not options.no_color)
+    if options.mode == "mutants":
+        return partial(kill_matrix.show, output)
+    called = _called(options, arguments)
+    if options.mode == "validate":
+        return validation.prepare(
+            options,
+            {shipped.contract_path(own.contract): own.bind for own in _each(options)},
+            vocabulary=vocabulary(),
+            command=called,
+            output=output,
+        )
+    _look(options)
+    jobs: list[several_contracts.Job] = []
+    for own, loaded in _chosen(options, _loaded(options)):
+        jobs.append(_prepared(own, called, loaded, output))
+    return partial(several_contracts.run, jobs)
+
+
+def _look(options: argparse.Namespace) -> None:
+    """Raises what can be told of a wrong call at once: the planted bugs take seconds to load, and
+    only the names that contracts have for them need these. What comes through a pipe can be read
+    once, and so waits.
+    """
+    if options.mode in (None, "judge"):
+        _plan(options)
+    elif options.mode == "command":
+        runs.require_program(options.command[0], options.command_folder)
+        runs.require_placeholders(options.command)
+    light = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
+    found = []
+    for own in _each(options):
+        with suppress(ContractError):  # of all its problems at once, later
+            path = shipped.contract_path(own.contract)
+            if all(one.is_file() for one in (path, *own.bind)):
+                found.append((own, contract.load(path, vocabulary=light, bind=own.bind)))
+    if len(found) == len(options.contract):
+        list(_chosen(options, found))
+
+
+def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Return the command that repeats this call, with the configuration by its name."""
+    named = options.project is not None and "config" not in options.typed
+    told = ("--config", options.project.place.file) if named else ()
+    return shlex.join((PROG, *told, *arguments))
+
+
+def _prepared(
+    options: argparse.Namespace, called: str, loaded: Contract, output: Console
+) -> several_contracts.Job:
+    """Return what is left to do for one contract."""
+    if options.mode == "suggest":
+        return partial(_suggested, loaded)
+    selected = plan.select(
+        loaded, only=options.only, exclude=options.exclude, severities=options.severity
+    )
+    standing = exclusions.apply(
+        selected,
+        options.project.exclusions if options.project and options.mode != "replay" else (),
+        asked=options.only if "only" in options.typed else (),
+    )
+    if options.mode == "list":
+        return partial(_list, standing, output)
+    for name in FILES:
+        if getattr(options, name) is not None:
+            output_file.require_writable(getattr(options, name), f"--{name}")
+    if options.github:
+        github.summary_path(os.environ)
+    if options.mode == "replay":
+        work = _replaying(options, loaded)
+    elif options.mode == "judge":
+        work = _judging(options, standing.selected)
+    elif options.mode == "command":
+        work = _watching(options, standing.selected)
+    else:
+        work = _falsifying(options, standing.selected)
+    _make_trace_folder(options.trace_dir)
+    return partial(reporting.report, options, called, loaded, work, standing, output)
+
+
+def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each contract; UsageError if there is none."""
+    if not options.contract:
+        names = ", ".join(path.name for path in shipped.shipped_contracts())
+        raise UsageError(
+            f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
+            f"{PROG} init writes one"
+        )
+    found = of_each(options)
+    for own in found:
+        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
+    return found
+
+
+def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
+    """Each contract, with its own options; the problems of all contracts at once."""
+    found, problems = [], []
+    for own in _each(options):
+        try:
+            found.append((own, _load(own)))
+        except ContractError as error:
+            problems += error.problems
+    if problems:
+        raise ContractError(problems)
+    return found
+
+
+def _chosen(
+    options: argparse.Namespace, loaded: Sequence[tuple[argparse.Namespace, Contract]]
+) -> Iterator[tuple[argparse.Namespace, Contract]]:
+    """Those of the contracts that have a clause which was asked for by its id, with these ids.
+
+    Raises UsageError for an id that none has, and ContractError for one that the configuration of
+    these contracts excludes.
+    """
+    ids = {name: None for _, one in loaded for name in plan.ids_of(one)}
+    if "contract" in options.used:  # the configuration knows these, and all of them
+        exclusions.require_known(options.project.exclusions, ids)
+    where = loaded[0][1].name if len(loaded) == 1 else "the contracts"
+    plan.require_ids((*options.only, *options.exclude), ids, where)
+    if options.mode == "replay" and len(loaded) > 1:
+        broken = counterexamples.load(options.replay).invariant
+        loaded = [pair for pair in loaded if broken in [one.id for one in pair[1].invariants]]
+        plan.require_ids((broken,), ids, "the contracts")
+    for own, one in loaded:
+        if len(loaded) > 1:
+            present = plan.ids_of(one)
+            own.only = tuple(clause for clause in options.only if clause in present)
+            own.exclude = tuple(clause for clause in options.exclude if clause in present)
+            if options.only and not own.only:
+                continue
+        yield own, one
+
+
+def _load(options: argparse.Namespace) -> Contract:
+    path = shipped.contract_path(options.contract)
+    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict, bind=options.bind)
+    for line in _told(loaded):
+        printing.warn(line)
+    return loaded
+
+
+def _told(loaded: Contract) -> Iterator[str]:
+    """Yield the first warnings about the file, and how to get all.
+
+    Contracts that were written for other tools may give rise to hundreds of lines.
+    """
+    yield from loaded.warnings[:_WARNINGS_MAX]
+    counts = _counted(
+        (len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note")
+    )
+    if counts:
+        yield f"{loaded.path}: {counts} on how the contract was read; --validate prints them"
+
+
+def _counted(*counts: tuple[int, str]) -> str:
+    """`2 warnings, 1 note`; what there is none of is left out."""
+    return ", ".join(f"{num} {noun}{'' if num == 1 else 's'}" for num, noun in counts if num)
+
+
+def vocabulary() -> contract.Vocabulary:
+    """The names that a contract may use beside its own: of checks, and of planted bugs."""
+    return contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
+
+
+def _planted_bugs() -> Collection[str] | None:
+    """What a clause may name as its mutants; None where the bugs are not installed."""
+    try:
+        return kill_matrix.planted_bugs()
+    except UsageError:
+        return None
+
+
+def _suggested(loaded: Contract) -> int:
+    """Prints bindings for what no check tries, to be read and corrected by a person."""
+    printing.say_lines(suggestions.draft(loaded, checks.terms()).rstrip("\n"))
+    return 0
+
+
+def _list(standing: exclusions.Standing, output: Console) -> int:
+    """Prints one line per invariant, in columns, then those left out; no line is wrapped."""
+    selected = standing.selected
+    rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
+    for clause in selected:
+        check = checks.bind(clause)
+        place = f"{clause.position.file}:{clause.position.line}"
+        cells = (clause.id, clause.name, clause.severity, check.name if check else "none", place)
+        rows.append(tuple(map(evidence.one_line, cells)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        output.print("  ".join(padded).rstrip(), soft_wrap=True)
+    for one in standing.excluded:
+        output.print(evidence.one_line(f"excluded: {one.invariant.id} {one.why}"), soft_wrap=True)
+    for other in standing.not_applying:
+        told = f"not applied: {other.invariant.id}: {other.reason}"
+        output.print(evidence.one_line(told), soft_wrap=True)
+    return 0 if selected else EXIT_NOTHING_SELECTED
+
+
+def _make_trace_folder(folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--trace-dir {folder}: {error.strerror}; give a folder") from error
+    output_file.require_writable(folder / "trace.jsonl", "--trace-dir")
+
+
+def _plan(options: argparse.Namespace) -> plan.Plan:
+    return plan.Plan(
+        system=options.system,
+        world_sizes=options.world_size,
+        backends=options.backend,
+        seed=options.seed,
+        num_examples=options.examples,
+        timeout_s=options.timeout,
+        trace_folder=options.trace_dir,
+        saved_folder=_saved_folder(options),
+    )
+
+
+def _saved_folder(options: argparse.Namespace) -> Path:
+    """Return where counterexamples are kept: below the configuration's folder, else this one."""
+    if options.project is None:
+        return counterexamples.FOLDER
+    return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))
+
+
+def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
+    wish = _plan(options)
+    tasks, not_applying = plan.divide(selected, wish)
+    return Work(
+        entries=lambda show, judged: falsify.falsify(
+            tasks, wish, on_progress=show, on_judged=judged, stop_early=options.stop_early
+        ),
+        environment=_environment,
+        system=plan.systems_of(one for task in tasks for one in task.scenarios)
+        or wish.system
+        or "none",
+        seed=wish.seed,
+        not_applying=not_applying,
+    )
+
+
+def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
+    saved = counterexamples.load(options.replay)
+    plan.require_known(saved.scenario, f"replay file {options.replay}")
+    invariant = plan.select(loaded, only=(saved.invariant,))[0]
+    task = plan.Task(invariant=invariant, check=checks.bind(invariant), known=(saved.scenario,))
+    return Work(
+        entries=lambda show, judged: [
+            falsify.replay(task, options.replay, trace_folder=options.trace_dir, on_judged=judged)
+        ],
+        environment=_environment,
+        system=saved.scenario.system,
+        seed=saved.scenario.seed,
+    )
+
+
+def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
+    traces = stored.load(options.judge)
+    tasks, not_applying = plan.divide(selected, _plan(options))
+    return Work(
+        entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
+        environment=partial(stored.environment, traces.values()),
+        system=plan.systems_of(trace.scenario for trace in traces.values()),
+        seed=options.seed,
+        num_traces=len(traces),
+        not_applying=not_applying,
+    )
+
+
+def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
+    """Somebody's own trainer: its runs, then what the checks find on them.
+
+    Clauses that probes of the harness decide say nothing of it, and are left out.
+    """
+    tasks = judging.tasks(selected)
+    runs.require_program(options.command[0], options.command_folder)
+    wish = partial(
+        runs.Plan,
+        command=options.command,
+        wanted={one.check.name for one in tasks if one.check is not None},
+        world_sizes=options.world_size or runs.WORLD_SIZES,
+        seed=options.seed,
+        num_steps=options.steps,
+        deadline_s=options.deadline,
+        launch=partial(launch.launch, cwd=options.command_folder),
+        spelled=options.knobs,
+    )
+    wish(folder=Path())  # says what can't be
+    traces: dict[Path, Trace] = {}
+
+    def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+        with run_folder.folder(options.trace_dir) as kept:
+            if any(one.check is not None for one in tasks):  # else no run would say anything
+                try:
+                    told = partial(show, "runs", 0, 0)
+                    traces.update(runs.record(wish(folder=kept.path), told))
+                except KeyboardInterrupt:  # what was found stays; nothing held for want of runs
+                    known = judging.judge(tasks, traces, on_judged=judged)
+                    broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
+                    yield from map(kept.see, broken)
+                    raise
+            yield from map(kept.see, judging.judge(tasks, traces, on_judged=judged))
+
+    return Work(
+        entries=entries,
+        environment=lambda: stored.environment(traces.values()),
+        system=ranks.SYSTEM,
+        seed=options.seed,
+        not_applying=judging.elsewhere(selected),
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Versions, and the devices of this machine that can be used."""
+    from entrenar_py.systems import environment  # brings torch
+
+    described = environment.describe()
+    for name in ("cpu", "cuda"):  # wgpu is described if it was opened, which takes its time
+        try:
+            described[name] = backends.open_backend(name).device
+        except BackendUnavailable:
+            described[name] = "none"
+    return described

@@ -1,0 +1,90 @@
+"""`entrenar-check --validate`: the rules applied to contracts, told in every format asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from entrenar_py.contract import Invariant, Vocabulary, validation
+from entrenar_py.contract.validation import Policy, Validation, suppressions
+from entrenar_py.errors import UsageError
+from entrenar_py.harness import plan
+from entrenar_py.reports import github, output_file, validation_github, validation_sarif
+from entrenar_py.reports import validation as report
+from entrenar_py.untrusted import printing
+
+FILES = ("json", "sarif")  # a validation may be written as
+
+
+def prepare(
+    options: argparse.Namespace,
+    contracts: Mapping[Path, Sequence[Path]],
+    *,
+    vocabulary: Vocabulary,
+    command: str,
+    output: Console,
+) -> Callable[[], int]:
+    """Return what is left to do. It gives the exit code: 0 where all contracts are valid, else 2.
+
+    `contracts` are paths, each with its files of bindings.
+    Raises UsageError for unknown rules, levels and suppressions, and files that can't be written.
+    """
+    wish = policy(options)
+    for name in FILES:
+        if getattr(options, name) is not None:
+            output_file.require_writable(getattr(options, name), f"--{name}")
+    if options.github:
+        github.summary_path(os.environ)
+
+    def job() -> int:
+        found = validation.validate(contracts, wish, vocabulary=vocabulary, unrunnable=_unrunnable)
+        _tell(found, options, command, output)
+        return report.exit_code(found)
+
+    return job
+
+
+def policy(options: argparse.Namespace) -> Policy:
+    """Return the policy of configuration and command line; UsageError for what is wrong.
+
+    A level that was typed counts before the configuration's; suppressions add up.
+    """
+    project = options.project
+    rules = {} if project is None else dict(project.rules)
+    for text in options.rule:
+        rule, equals, level = text.partition("=")
+        if not equals:
+            raise UsageError(f"--rule {text!r}: write ID=LEVEL, such as SCHEMA-009=off")
+        rules[rule.strip()] = level
+    aside = [] if project is None else [*project.suppressions]
+    aside += [suppressions.parse(text) for text in options.suppress]
+    return validation.policy(rules=rules, suppressed=aside, strict=options.strict)
+
+
+def _unrunnable(clause: Invariant) -> str:
+    """Return why a scenario of `clause` could not be run; "" if all can."""
+    try:
+        plan.require_runnable([clause])
+    except UsageError as error:
+        return str(error).removeprefix(f"{clause.position}: ")
+    return ""
+
+
+def _tell(found: Validation, options: argparse.Namespace, command: str, output: Console) -> None:
+    for line in report.lines(found):
+        printing.warn(line)
+    for line in report.verdicts(found):
+        output.print(line, markup=False, soft_wrap=True)
+    root = Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
+    if options.json is not None:
+        report.write(found, options.json, command=command)
+    if options.sarif is not None:
+        validation_sarif.write(found, options.sarif, root=root, command=command)
+    if options.github:
+        for line in validation_github.annotate(found, root=root):
+            output.print(line, markup=False, soft_wrap=True, no_wrap=True)
+        github.append(validation_github.summary(found), github.summary_path(os.environ))

@@ -1,0 +1,61 @@
+"""What a simulation knows of its workers and of the connections between them, as plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from entrenar_py.drivers.endpoints import WorkerEnd
+
+
+@dataclass(slots=True)
+class Direction:
+    """One way of a connection: when its last bytes arrive, and what waits to be reordered."""
+
+    arrives: float = 0.0
+    held: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A worker's process. `connection` is that to the coordinator, `frozen_until` when it goes on;
+    `calling`: it will connect soon.
+    """
+
+    end: WorkerEnd
+    number: int
+    connection: Connection | None = None
+    alive: bool = True
+    frozen_until: float = 0.0
+    calling: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """From a worker to the coordinator, or to worker `to`; both call it `peer`.
+
+    `dead`: nothing passes. `ended`: nothing more is said on it.
+    """
+
+    peer: int
+    node: Node
+    to: Node | None = None
+    up: Direction = field(default_factory=Direction)
+    down: Direction = field(default_factory=Direction)
+    dead: bool = False
+    ended: bool = False
+
+
+def feed(
+    buffer: Callable[[], memoryview | None], filled: Callable[[int], None], data: bytes
+) -> None:
+    """Writes `data` to a decoder, as much at a time as it takes; drops it if it takes none."""
+    left = memoryview(data)
+    while left.nbytes:
+        place = buffer()
+        if place is None:
+            return
+        num_bytes = min(place.nbytes, left.nbytes)
+        place[:num_bytes] = left[:num_bytes]
+        left = left[num_bytes:]
+        filled(num_bytes)

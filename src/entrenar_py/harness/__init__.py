@@ -1,0 +1,1 @@
+"""The search for a falsification: plan, run, judge, explore, shrink; stored traces, too."""

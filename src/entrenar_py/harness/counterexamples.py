@@ -1,0 +1,97 @@
+"""Counterexamples on disk: saved when found, tried first the next time, replayed on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from blake3 import blake3
+
+from entrenar_py import shipped
+from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.untrusted import files
+from entrenar_py.verdict import Finding
+
+SCHEMA = "entrenar-counterexample/1"
+BYTES_MAX = 2**22
+FOLDER = Path("falsification", "counterexamples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A scenario that once broke `invariant`, and the finding at that time."""
+
+    invariant: str
+    scenario: Scenario
+    finding: Finding
+
+
+def save(found: Saved, folder: Path = FOLDER) -> Path:
+    """Writes `found` to a file named after it; OSError if the folder can't be written."""
+    record = {
+        "schema": SCHEMA,
+        "invariant": found.invariant,
+        "scenario": found.scenario.to_dict(),
+        "finding": found.finding.to_dict(),
+    }
+    record["digest"] = digest_of(record)
+    path = folder / f"{_stem(found.invariant)}-{found.scenario.digest[:12]}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def load(path: Path) -> Saved:
+    """What `save` wrote; TraceError if the file is not that, or was edited since."""
+    try:
+        record = json.loads(files.read(path, bytes_max=BYTES_MAX).decode("utf-8"))
+    except OSError as error:
+        raise TraceError(f"replay file {path}: can't be read ({error.strerror})") from error
+    except (RecursionError, ValueError) as error:
+        raise TraceError(f"replay file {path}: can't be read ({error})") from error
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        given = record.get("schema") if isinstance(record, dict) else type(record).__name__
+        raise TraceError(f"replay file {path}: schema={given!r}, this release reads {SCHEMA}")
+    digest = record.pop("digest", None)
+    if digest != digest_of(record):
+        raise TraceError(
+            f"replay file {path}: its digest does not match its content: it was edited by hand; "
+            "put a scenario of your own into a contract's `scenarios` instead"
+        )
+    if not isinstance(record.get("invariant"), str):
+        raise TraceError(f"replay file {path}: invariant={record.get('invariant')!r}: use an id")
+    try:
+        return Saved(
+            invariant=record["invariant"],
+            scenario=Scenario.from_dict(record["scenario"]),
+            finding=Finding.from_dict(record["finding"]),
+        )
+    except (KeyError, UsageError) as error:
+        raise TraceError(f"replay file {path}: not a counterexample ({error})") from error
+
+
+def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
+    """All saved counterexamples of `invariant`: those of the folder `own`, then those shipped."""
+    ours = shipped.falsification_folder()
+    folders = {own.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
+    for folder in folders:
+        for path in sorted(folder.glob(f"{_stem(invariant)}-*.json")):
+            saved = load(path)
+            if saved.invariant == invariant:  # F-1's pattern finds the files of F-1-2 too
+                yield path, saved
+
+
+def _stem(invariant: str) -> str:
+    """An id as part of a file name: it may hold anything a YAML text can."""
+    return quote(invariant, safe="", errors="replace")
+
+
+def digest_of(record: Mapping[str, Any]) -> str:
+    """The digest that a file of `record` states; of all of it but of that itself."""
+    record = {name: value for name, value in record.items() if name != "digest"}
+    return str(blake3(json.dumps(record, sort_keys=True).encode()).hexdigest(16))

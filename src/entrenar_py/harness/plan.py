@@ -1,0 +1,295 @@
+"""What will be tried on each clause: decided, and found possible, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entrenar_py import checks, mutants, scenario, systems
+from entrenar_py.checks import Check
+from entrenar_py.contract import Contract, Invariant
+from entrenar_py.errors import UsageError
+from entrenar_py.harness import counterexamples
+from entrenar_py.reports.report import NotApplying
+from entrenar_py.scenario import DEFAULTS, Scenario
+from entrenar_py.systems import SYSTEMS
+from entrenar_py.verdict import Finding, inconclusive
+
+_HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
+# Systems that train; the others probe one thing, whatever trainer is asked for.
+TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
+# What a run of the harness may be; larger ones would end by their deadline, or fill the memory.
+SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
+PARTS_MAX = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a person asked for on the command line, beside the contract.
+
+    `system` is None, `world_sizes` and `backends` are empty where the contract's own count. `seed`
+    is added to every scenario's. `timeout_s` bounds the whole run; what it leaves out is
+    inconclusive. Counterexamples are kept in `saved_folder`. Raises UsageError for an unknown
+    system or backend.
+    """
+
+    system: str | None = None
+    world_sizes: tuple[int, ...] = ()
+    backends: tuple[str, ...] = ()
+    seed: int = 0
+    num_examples: int = 20
+    timeout_s: float | None = None
+    trace_folder: Path | None = None
+    saved_folder: Path = counterexamples.FOLDER
+
+    def __post_init__(self) -> None:
+        if self.system not in (None, *TRAINERS):
+            raise UsageError(f"system={self.system!r}: allowed are {', '.join(TRAINERS)}")
+        system = SYSTEMS[self.system or DEFAULTS["system"]]
+        for backend in self.backends:
+            system.require_backend(backend, "")
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Scenario fields that neither exploring nor shrinking may change."""
+        return ("world_size",) if self.world_sizes else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One clause and what will be tried on it: what broke it before, then what it asks for.
+
+    `check` is None where none covers the clause; nothing is tried then. `notes` say what of the
+    scenarios that it asks for is left out or changed, and why.
+    """
+
+    invariant: Invariant
+    check: Check | None
+    known: tuple[Scenario, ...] = ()
+    planned: tuple[Scenario, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def scenarios(self) -> list[Scenario]:
+        """All of them, each once."""
+        return list(dict.fromkeys((*self.known, *self.planned)))
+
+    def untried(self) -> Finding:
+        """The finding when nothing was compared: INCONCLUSIVE, with the reason."""
+        clause = self.invariant
+        if clause.binding is not None and clause.binding.untried:
+            return inconclusive(clause.id, f"nothing was compared: {clause.binding.untried}")
+        why = "no run of it was seen: nothing was compared"
+        if self.check is None:
+            why = f"no check covers it: nothing was compared; {_HOW_TO_BIND}"
+        return inconclusive(clause.id, f"{clause.position}: {why}")
+
+
+def select(
+    contract: Contract,
+    *,
+    only: Collection[str] = (),
+    exclude: Collection[str] = (),
+    severities: Collection[str] = (),
+) -> list[Invariant]:
+    """The clauses that `only`, `exclude` and `severities` leave; UsageError for an unknown id."""
+    require_ids((*only, *exclude), ids_of(contract), contract.name)
+    return [
+        invariant
+        for invariant in contract.invariants
+        if (not only or invariant.id in only or invariant.item in only)
+        and not {invariant.id, invariant.item} & set(exclude)
+        and (not severities or invariant.severity in severities)
+    ]
+
+
+def ids_of(contract: Contract) -> dict[str, None]:
+    """The ids that clauses are selected by; that of a statement bound in parts means all parts."""
+    return {name: None for one in contract.invariants for name in (one.id, one.item)}
+
+
+def require_ids(wanted: Iterable[str], ids: Collection[str], where: str) -> None:
+    """Returns if each of `wanted` is among `ids`; else UsageError."""
+    for one in wanted:
+        if one not in ids:
+            raise UsageError(f"id {one!r} is not in {where}: it has {', '.join(ids)}")
+
+
+def divide(
+    invariants: Iterable[Invariant], plan: Plan
+) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
+    """What `plan` makes of each clause that applies to the system asked for; and those that do not.
+
+    Such is a clause which presupposes what the system does not promise: steps of all workers
+    together, or bits that do not depend on their number; and one all of whose scenarios are with a
+    fault that the system can't inject. Raises UsageError, naming the place, for what can't be run.
+    """
+    made = [_task(invariant, plan) for invariant in invariants]
+    return (
+        tuple(one for one in made if isinstance(one, Task)),
+        tuple(one for one in made if isinstance(one, NotApplying)),
+    )
+
+
+def applies(check: Check, system: str | None) -> bool:
+    """Whether `check` says anything of `system`, by what that says of itself."""
+    return not _lacking(check, system)
+
+
+def _lacking(check: Check, system: str | None) -> str:
+    """What `check` presupposes and `system` does not promise; empty if there is nothing."""
+    known = SYSTEMS.get(system or "")
+    if known is not None and check.in_step and not known.in_step:
+        return f"every step would have to be one of all workers together, and {system} has none"
+    if known is not None and check.bitwise and not known.bitwise:
+        return f"{system} promises rounding, not the same bits for any number of workers"
+    return ""
+
+
+def _elsewhere(invariant: Invariant, system: str | None) -> str:
+    """Return why a clause bound to certain systems says nothing of `system`; empty if it does."""
+    binding = invariant.binding
+    if binding is None or system is None or not binding.systems or system in binding.systems:
+        return ""
+    return f"it is bound as a statement about {', '.join(binding.systems)}"
+
+
+def systems_of(scenarios: Iterable[Scenario]) -> str:
+    """The trainers among them, or else the probes: what a report says that it is about."""
+    names = list(dict.fromkeys(one.system for one in scenarios))
+    return ", ".join([name for name in names if is_trainer(name)] or names)
+
+
+def is_trainer(system: str) -> bool:
+    """Whether runs of `system` are training runs; a system that is not ours is taken for one."""
+    return system in TRAINERS or system not in SYSTEMS
+
+
+def require_known(one: Scenario, where: str) -> None:
+    """Returns if a scenario's mutant exists, its system can run it, and it is of a size that ends
+    here; else UsageError.
+    """
+    for name, most in SIZES_MAX.items():
+        if getattr(one, name) > most:
+            raise UsageError(f"{where}: {name}={getattr(one, name)}: use at most {most}")
+    if one.num_shards * one.accumulation > PARTS_MAX:
+        told = f"num_shards={one.num_shards} with accumulation={one.accumulation}"
+        raise UsageError(f"{where}: {told}: use at most {PARTS_MAX} micro-batches a step")
+    try:
+        systems.require_possible(one)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    if one.mutant is not None and one.mutant not in mutants.catalogue():
+        known = ", ".join(mutants.catalogue())
+        raise UsageError(f"{where}: mutant={one.mutant!r}: allowed are {known}")
+
+
+def require_runnable(invariants: Iterable[Invariant]) -> None:
+    """Returns if every scenario that a clause is tried with can be run; UsageError with its place.
+
+    A clause that no check covers is tried with none.
+    """
+    for invariant in invariants:
+        check = checks.bind(invariant)
+        if check is not None:
+            _own(invariant, check)
+
+
+def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
+    check = checks.bind(invariant)
+    if check is None:
+        return Task(invariant=invariant, check=None)
+    if why := _lacking(check, plan.system) or _elsewhere(invariant, plan.system):
+        return NotApplying(invariant=invariant, reason=why)
+    own = _own(invariant, check)
+    unfit = [one for one in own if _can_not(one, plan.system)]
+    if own and len(unfit) == len(own):
+        return NotApplying(invariant=invariant, reason=f"every scenario is {_why(unfit, plan)}")
+    try:
+        asked = [changed for one in own if one not in unfit for changed in _adapted(one, plan)]
+        wanted = [systems.fitted(one, fixed=plan.fixed) for one in asked]
+    except UsageError as error:
+        raise UsageError(f"{_place(invariant)}: {error}") from error
+    known = []
+    trainers = {one.system for one in wanted}
+    for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
+        if _fits(saved.scenario, plan, trainers):
+            require_known(saved.scenario, str(path))
+            known.append(saved.scenario)
+    resized = {made for one, made in zip(asked, wanted, strict=True) if made != one}
+    return Task(
+        invariant=invariant,
+        check=check,
+        known=tuple(known),
+        planned=tuple(dict.fromkeys(wanted)),
+        notes=tuple(_notes(unfit, len(resized), plan)),
+    )
+
+
+def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
+    """What of a clause's scenarios is not tried, or not as it is written."""
+    if unfit:
+        yield f"left out: {_counted(len(unfit))} {_why(unfit, plan)}"
+    if resized:
+        yield f"fitted to the powers of two that {plan.system} needs: {_counted(resized)}"
+
+
+def _counted(num: int) -> str:
+    return f"{num} scenario{'' if num == 1 else 's'}"
+
+
+def _can_not(one: Scenario, system: str | None) -> list[str]:
+    """The kinds of faults in `one` that `system` can't inject, if it takes the place of its own."""
+    if system is None or one.system not in TRAINERS:
+        return []
+    return [fault.kind for fault in one.faults if fault.kind not in SYSTEMS[system].faults]
+
+
+def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
+    kinds = dict.fromkeys(kind for one in unfit for kind in _can_not(one, plan.system))
+    return f"with {' or '.join(kinds)}, which {plan.system} can't do"
+
+
+def _own(invariant: Invariant, check: Check) -> list[Scenario]:
+    """The scenarios that the clause brings, or else its check's: each can be run as written."""
+    where = _place(invariant)
+    try:
+        brought = [one for record in invariant.scenarios for one in scenario.expand(record)]
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    for one in brought:
+        require_known(one, where)
+    return brought or check.plan(invariant)
+
+
+def _place(invariant: Invariant) -> str:
+    return f"{invariant.position}: clause {invariant.id}"
+
+
+def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
+    """What the command line makes of `one`; if that can't be run, its run says so."""
+    one = one.with_(seed=one.seed + plan.seed)
+    if one.system not in TRAINERS:
+        yield one
+        return
+    one = one.with_(system=plan.system or one.system, backends=plan.backends or one.backends)
+    for world_size in plan.world_sizes or (one.world_size,):
+        # Shards grow with the workers, but not past the samples: then too many workers are refused.
+        shards = max(one.num_shards, min(world_size, one.num_samples))
+        faults = tuple(fault for fault in one.faults if (fault.rank or 0) < world_size)
+        if one.faults and not faults and world_size > 1:  # else there is nothing to see
+            faults = (replace(one.faults[0], rank=world_size - 1),)
+        yield one.with_(world_size=world_size, num_shards=shards, faults=faults)
+
+
+def _fits(saved: Scenario, plan: Plan, trainers: Collection[str]) -> bool:
+    """Whether a saved counterexample is of the `trainers`, sizes and devices asked for.
+
+    That of a probe always is, and so is one of a system that is not ours: the latter to be refused.
+    """
+    return saved.system not in TRAINERS or (
+        saved.system in trainers
+        and (not plan.world_sizes or saved.world_size in plan.world_sizes)
+        and (not plan.backends or saved.backends == plan.backends)
+    )

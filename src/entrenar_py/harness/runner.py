@@ -1,0 +1,163 @@
+"""Runs scenarios, each once, within a deadline, its trace kept if asked; and has traces judged."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from entrenar_py import systems, trace
+from entrenar_py.checks import Check
+from entrenar_py.contract import Invariant
+from entrenar_py.errors import SystemFailure
+from entrenar_py.harness import interrupts
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import SYSTEMS
+from entrenar_py.verdict import Finding, Verdict, first_few, inconclusive, worst
+
+RUN_DEADLINE_S = 120.0
+INTERRUPTED_AGAIN_S = 5.0  # a callback of the garbage collector may have swallowed the first one
+_ALONE = (
+    "does not apply to a run whose workers step alone and are brought together after some steps: "
+    "local-sgd-v1.yaml says what holds of it"
+)
+REMEMBERED = 400  # traces; a baseline is asked for again soon or never
+
+
+# Told of the traces of each judgement: first the one that was judged, then those beside it.
+Listener = Callable[[Sequence[trace.Trace]], None]
+
+
+def ignore(traces: Sequence[trace.Trace]) -> None:
+    """Who hears of judgements where nobody wants to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A finding, and whether it is a sign of trouble: a run failed, or the check crashed."""
+
+    finding: Finding
+    failed: bool
+
+
+class Runner:
+    """Runs and remembers. `trace_folder` receives every trace as `<scenario digest>.jsonl`, and
+    `on_judged` hears of what is judged.
+    """
+
+    def __init__(
+        self,
+        trace_folder: Path | None = None,
+        *,
+        run_deadline_s: float = RUN_DEADLINE_S,
+        on_judged: Listener = ignore,
+    ) -> None:
+        self._folder = trace_folder
+        self._on_judged = on_judged
+        self._run_deadline_s = run_deadline_s
+        self._known: dict[Scenario, trace.Trace] = {}
+
+    def run(self, scenario: Scenario) -> trace.Trace:
+        """The trace of `scenario`: run now, or remembered (a scenario is its run)."""
+        interrupts.check()
+        if scenario not in self._known:
+            if len(self._known) >= REMEMBERED:
+                self._known.pop(next(iter(self._known)))
+            with _deadline(self._run_deadline_s):
+                result = systems.run(scenario)
+            if self._folder is not None:
+                trace.save(result, self._folder / f"{scenario.digest}.jsonl")
+            self._known[scenario] = result
+        return self._known[scenario]
+
+    def attempt(self, invariant: Invariant, check: Check, scenario: Scenario) -> Judgement:
+        """What the check finds on `scenario` and the runs it must be judged beside."""
+        traces = [self.run(member) for member in check.family(scenario)]
+        self._on_judged(traces)
+        return judge(invariant, check, traces)
+
+    def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
+        """The finding of `attempt` alone."""
+        return self.attempt(invariant, check, scenario).finding
+
+
+def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> Judgement:
+    """What the check finds on `traces`.
+
+    Inconclusive, with the reason, if it crashes, if it held while the bug that was planted took no
+    part, and if it does not apply to one of them.
+    """
+    interrupts.check()
+    if check.in_step and any("rounds" in one.promises for one in traces):
+        return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
+    try:
+        finding = check.judge(invariant, traces)
+    except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
+        reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
+        return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
+    idle = _idle_mutant(traces)
+    if finding.verdict is Verdict.HELD and idle is not None:
+        reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
+        finding = inconclusive(invariant.id, reason, finding.compared)
+    return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in traces))
+
+
+def _idle_mutant(traces: Sequence[trace.Trace]) -> str | None:
+    """The mutant that some of `traces` ask for, if it took part in none of them.
+
+    Somebody's own trainer plants its bugs itself, and `mutant` is what they are called.
+    """
+    ours = [one for one in traces if one.scenario.system in SYSTEMS]
+    mutated = [one for one in ours if one.scenario.mutant is not None]
+    if not mutated or any(one.of(trace.Planted) for one in mutated):
+        return None
+    return mutated[0].scenario.mutant
+
+
+def telling(explored: Sequence[Judgement]) -> list[Finding]:
+    """Their findings, without those of sound runs that had nothing to compare: small ones may."""
+    return [
+        one.finding
+        for one in explored
+        if one.failed or one.finding.verdict is not Verdict.INCONCLUSIVE
+    ]
+
+
+def combine(findings: Sequence[Finding]) -> Finding:
+    """One finding for all: the worst verdict, all comparisons, the first break, every note."""
+    verdict = worst(finding.verdict for finding in findings)
+    first = next(finding for finding in findings if finding.verdict is verdict)
+    reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
+    return replace(
+        first,
+        compared=sum(finding.compared for finding in findings),
+        reason=first.reason if verdict is Verdict.FALSIFIED else first_few(reasons),
+        notes=tuple(dict.fromkeys(note for finding in findings for note in finding.notes)),
+        vacuous=all(finding.vacuous for finding in findings),
+    )
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Interrupts a run that hangs; the system's boundary turns that into a failed trace.
+
+    By SIGALRM, so only where this is the main thread of a system that has it.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise SystemFailure(f"the run took longer than {seconds:g} s and was stopped")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPTED_AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,112 @@
+"""What of a DTensor this rank holds, and how the ranks are arranged, read off device meshes.
+
+No collective is called: ranks may have gone apart, and that is what is to be found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from entrenar_py.errors import UsageError
+from entrenar_py.rank_files import layout
+from entrenar_py.rank_files.layout import Layout, Piece
+
+DECLARE = 'declare them: observe(..., layout={"dp": 2, "tp": 2}), sizes row-major'
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`; not a copy."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Whether it is one of several terms that nobody has added yet."""
+    return isinstance(tensor, DTensor) and any(
+        isinstance(one, Partial) for one in tensor.placements
+    )
+
+
+def piece_of(tensor: Tensor) -> Piece | None:
+    """Which part of `tensor` this rank holds; None where it holds all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, whole = tensor.device_mesh, tuple(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, tensor.placements)
+    sharing = [
+        slice(None) if not isinstance(placement, Replicate) else slice(at, at + 1)
+        for placement, at in zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
+    ]
+    ranks = tuple(mesh.mesh[tuple(sharing)].flatten().tolist())
+    if len(ranks) < 2:
+        return None
+    offset = tuple(min(at, size) for at, size in zip(offset, whole, strict=True))  # an empty one
+    return Piece(offset=offset, shape=tuple(shape), whole=whole, ranks=ranks)
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on it, or on a part of it; UsageError for FSDP's old one."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UsageError(
+                "FullyShardedDataParallel keeps parameters flat, without the names they had: use "
+                "fully_shard (torch.distributed.fsdp), which observe() knows"
+            )
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
+    """The layout that a script declares, without axes if it declares ties alone; None if it
+    declares nothing. UsageError for an impossible one.
+    """
+    ties = layout.require_ties(tied)
+    if given is None:
+        return Layout(axes={}, tied=ties) if ties else None
+    if isinstance(given, DeviceMesh):
+        given = _axes(given, "layout")
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"layout={given!r}: use a mapping from axes to sizes, or a DeviceMesh whose dimensions "
+            'have names: layout={"dp": 2, "tp": 2}'
+        )
+    return Layout(axes=layout.require(given, world_size, "layout"), tied=ties)
+
+
+def read_off(model: nn.Module, world_size: int) -> Layout | None:
+    """The layout that the meshes of the model's parameters show; None where no parameter has one.
+
+    UsageError where they leave it open.
+    """
+    meshes = {p.device_mesh: name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    found = None
+    for mesh, name in meshes.items():
+        root = mesh._get_root_mesh()
+        sharded = is_fully_sharded(model)
+        where = f"the mesh of parameter {name}"
+        if root.mesh_dim_names is None and root.ndim <= 2:
+            names = ("fsdp",) if root.ndim == 1 else ("dp_replicate", "dp_shard")
+            axes = dict(zip(names if sharded else ("tp",), root.shape, strict=False))
+        else:
+            axes = _axes(root, where)
+        in_order = root.mesh.flatten().tolist() == list(range(world_size))
+        if math.prod(axes.values()) != world_size or not in_order or found not in (None, axes):
+            raise UsageError(
+                f"{where} does not show how all {world_size} ranks are arranged: {DECLARE}"
+            )
+        found = axes
+    return None if found is None else Layout(axes=layout.require(found, world_size, where))
+
+
+def _axes(mesh: DeviceMesh, where: str) -> dict[str, int]:
+    if mesh.mesh_dim_names is None:
+        raise UsageError(f"{where}: its dimensions have no names: {DECLARE}")
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))

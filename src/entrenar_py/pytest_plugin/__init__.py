@@ -1,0 +1,148 @@
+"""The pytest plugin: a test that a clause of a contract must hold for, and a contract as tests.
+
+Imports nothing of the harness until a test asks for it: pytest loads this in every run. Falsified
+fails; so does inconclusive, unless `contract_allow_inconclusive` makes it a skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from entrenar_py.pytest_plugin.judging import Judged, Wish
+    from entrenar_py.verdict import Finding
+
+MARK = "contract"
+_KNOWN: pytest.StashKey[dict[Any, Any]] = pytest.StashKey()  # what was judged in this session
+EXAMPLES = 20
+ALLOW = "contract_allow_inconclusive"
+_USAGE = (
+    "contract(id, *, contract=FILE, system=NAME, world_size=N, seed=N, examples=N): "
+    "the clause must hold for the system; `finding` is what was found (entrenar-py)"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, and the setting that lets inconclusive be skipped."""
+    group = parser.getgroup("entrenar-py")
+    group.addoption(
+        "--contract",
+        metavar="FILE",
+        help="a YAML contract: a test per clause is collected, and marks need not name it",
+    )
+    group.addoption(
+        "--contract-system", metavar="NAME", help="the trainer, instead of the contract's"
+    )
+    group.addoption(
+        "--contract-examples",
+        metavar="N",
+        type=int,
+        help=f"random scenarios to explore per clause of --contract (default {EXAMPLES})",
+    )
+    parser.addini(ALLOW, type="bool", default=False, help="skip what is inconclusive, don't fail")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the mark known; UsageError for an option that means nothing."""
+    config.addinivalue_line("markers", _USAGE)
+    for option in ("--contract-system", "--contract-examples"):
+        if config.getoption("--contract") is None and config.getoption(option) is not None:
+            raise pytest.UsageError(f"{option} means nothing without --contract")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the tests
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Adds a test for each clause of `--contract`."""
+    if config.getoption("--contract") is None:
+        return
+    from entrenar_py.errors import EntrenarError
+    from entrenar_py.pytest_plugin import judging as judging
+    from entrenar_py.untrusted import escaping
+
+    examples = config.getoption("--contract-examples")
+    try:
+        wish = judging.Wish(
+            clause="",
+            contract=config.getoption("--contract"),
+            system=config.getoption("--contract-system"),
+            examples=EXAMPLES if examples is None else examples,
+        )
+        loaded = judging.load(wish.contract)
+        judging.require_possible(wish)
+    except EntrenarError as error:
+        raise pytest.UsageError(escaping.line(error)) from error
+    file = ContractFile.from_parent(session, path=loaded.path.resolve())
+    added: list[pytest.Item] = []
+    for clause in loaded.invariants:
+        item = ContractItem.from_parent(file, name=escaping.line(clause.id))
+        item.wish, item.line = wish.of(clause.id), clause.position.line
+        item.add_marker(pytest.mark.contract(clause.id, contract=wish.contract))
+        added.append(item)
+    items += added
+    # Else those that -k and -m leave out would be more than were collected.
+    found = pytest.CollectReport(file.nodeid, "passed", None, [*added])
+    config.hook.pytest_collectreport(report=found)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Fails or skips a marked test for what was found of its clause, before its body runs."""
+    for judged in _judged(item):
+        if judged.notes:
+            item.add_report_section("call", "contract", judged.notes)
+        judged.settle(allow_inconclusive=item.config.getini(ALLOW))
+
+
+@pytest.fixture
+def finding(request: pytest.FixtureRequest) -> Finding:
+    """What was found of the clause that the test is marked with; of several marks, the nearest."""
+    for judged in _judged(request.node):
+        return judged.entry.finding
+    raise pytest.UsageError("the fixture `finding` is for tests marked with @pytest.mark.contract")
+
+
+class ContractFile(pytest.File):
+    """A contract, whose clauses are tests."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """Nothing: the clauses are added once all else was collected."""
+        return iter(())
+
+
+class ContractItem(pytest.Item):
+    """One clause as a test; its mark has it judged, and it has no body."""
+
+    wish: Wish
+    line: int
+
+    def runtest(self) -> None:
+        """Held, or it would not have come here."""
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where the clause stands."""
+        return self.path, self.line - 1, self.name
+
+
+def _judged(item: pytest.Item) -> Iterator[Judged]:
+    """What was found of each clause that `item` is marked with; each is judged once a session.
+
+    A bare mark is somebody else's.
+    """
+    marks = [mark for mark in item.iter_markers(MARK) if mark.args or mark.kwargs]
+    if not marks:
+        return
+    from entrenar_py.pytest_plugin import judging as judging
+
+    usual = item.config.getoption("--contract")
+    own = [item.wish] if isinstance(item, ContractItem) else None
+    known = item.session.stash.setdefault(_KNOWN, {})
+    for wish in own or [judging.wish_of(mark, usual, item.config.rootpath) for mark in marks]:
+        if wish not in known:
+            known[wish] = judging.judge(wish)
+        yield known[wish]

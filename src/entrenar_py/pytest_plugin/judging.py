@@ -1,0 +1,201 @@
+"""A clause judged for a pytest test: the same search as `entrenar-check --only`, and its words."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from entrenar_py import contract, shipped
+from entrenar_py.cli import session
+from entrenar_py.contract import Contract, binding_file
+from entrenar_py.errors import EntrenarError
+from entrenar_py.harness import falsify, interrupts, plan
+from entrenar_py.project import exclusions, location, reading
+from entrenar_py.reports import evidence
+from entrenar_py.reports.report import Entry, Report
+from entrenar_py.untrusted import escaping
+from entrenar_py.verdict import Verdict
+
+_CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may leave open
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is to be judged, and how: as the options of `entrenar-check` have it."""
+
+    clause: str
+    contract: str
+    system: str | None = None
+    world_size: tuple[int, ...] = ()
+    seed: int = 0
+    examples: int = 20
+    bind: tuple[Path, ...] = ()
+    note: str = ""  # what the configuration has to say beside the verdict
+    left_out: str = ""  # why the project's configuration has it skipped
+
+    def of(self, clause: str) -> Wish:
+        """The same for another clause."""
+        return replace(self, clause=clause)
+
+    def plan(self) -> plan.Plan:
+        """The plan of its runs; UsageError for what can't be run."""
+        return plan.Plan(
+            system=self.system,
+            world_sizes=self.world_size,
+            seed=self.seed,
+            num_examples=self.examples,
+        )
+
+    def command(self) -> str:
+        """What does the same in a shell."""
+        words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
+        words += [word for path in self.bind for word in ("--bind", str(path))]
+        words += ["--system", self.system] if self.system else []
+        words += ["--world-size", ",".join(map(str, self.world_size))] if self.world_size else []
+        words += ["--seed", str(self.seed)] if self.seed else []
+        words += ["--examples", str(self.examples)] if self.examples != 20 else []
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What was found of one clause, and the report that says so."""
+
+    entry: Entry
+    report: Report
+
+    def settle(self, *, allow_inconclusive: bool) -> None:
+        """Returns if it held; else fails, or skips what is inconclusive where that is allowed."""
+        if self.entry.verdict is Verdict.INCONCLUSIVE and allow_inconclusive:
+            pytest.skip(evidence.one_line(f"inconclusive: {self.entry.finding.reason}"))
+        if self.entry.verdict is not Verdict.HELD:
+            pytest.fail(self.text(), pytrace=False)
+
+    @property
+    def notes(self) -> str:
+        """What is worth saying beside any verdict: scenarios that were left out, say."""
+        return "\n".join(evidence.note_lines(self.entry))
+
+    def text(self) -> str:
+        """The verdict and all that stands behind it."""
+        clause, finding = self.entry.invariant, self.entry.finding
+        heading = f"{clause.id} {str(self.entry.verdict).upper()}: {finding.reason}"
+        details = evidence.detail_lines(self.report, self.entry)
+        details += evidence.note_lines(self.entry)
+        return "\n".join(
+            [
+                evidence.one_line(heading),
+                *details,
+                f"repeat with: {escaping.exact(self.report.command)}",
+            ]
+        )
+
+
+def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
+    """Read what a mark asks for; `usual` is the contract where it names none, and without that the
+    configuration of the project at `root` says what it leaves open. A wrong mark fails.
+    """
+    names = ("contract", "system", "world_size", "seed", "examples")
+    strange = [name for name in mark.kwargs if name not in names]
+    if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
+        _refuse(f"{mark}: give one clause's id, and of {', '.join(names)} what you need")
+    given: dict[str, Any] = {"contract": usual, **mark.kwargs}
+    if given["contract"] is None:
+        given = {**_configured(mark, root), **mark.kwargs}
+    sizes = given.pop("world_size", ())
+    world_size = (sizes,) if isinstance(sizes, int | str) else tuple(sizes)
+    counts = (*world_size, given.get("seed", 0), given.get("examples", 0))
+    if not all(isinstance(count, int) for count in counts) or given.get("examples", 0) < 0:
+        _refuse(f"{mark}: world_size, seed and examples are integers, examples 0 or more")
+    given["contract"] = str(given["contract"])
+    return Wish(**given, clause=mark.args[0], world_size=world_size)
+
+
+def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
+    """Read what the project's configuration says of the clause: as keywords of Wish."""
+    try:
+        path = location.find(root)
+        if path is None:
+            _refuse(
+                f"{mark}: of which contract? say contract=FILE, or pytest --contract FILE, or "
+                "configure the project (docs/configuration.md)"
+            )
+        project = reading.load(path)
+        if project.command and "system" not in mark.kwargs:
+            _refuse(
+                f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
+                "does not; say system=NAME for a trainer of entrenar-py"
+            )
+        contracts, files = project.values["contract"], project.values.get("bind", ())
+        bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
+        loaded = {name: load(name, bind[name]) for name in contracts}
+        ids = {one: name for name, found in loaded.items() for one in plan.ids_of(found)}
+        plan.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
+        name = ids[mark.args[0]]
+        selected = plan.select(loaded[name], only=mark.args)
+    except EntrenarError as error:
+        _refuse(str(error))
+    standing = exclusions.apply(selected, project.exclusions)
+    why = [f"is excluded {one.why}" for one in standing.excluded]
+    why += [f"does not apply: {one.reason}" for one in standing.not_applying]
+    told = {one: project.values[one] for one in _CONFIGURABLE if one in project.values}
+    note = "; ".join(standing.notes.values())
+    left_out = why[0] if why else ""
+    return {"contract": name, "bind": bind[name], "left_out": left_out, "note": note, **told}
+
+
+def judge(wish: Wish) -> Judged:
+    """What is found of the clause; where it can't be tried, the test fails with the reason."""
+    if wish.left_out:
+        pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
+    started = time.monotonic()
+    try:
+        loaded = load(wish.contract, wish.bind)
+        tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
+        for one in not_applying:
+            why = f"{wish.clause} does not apply to {wish.system}: {one.reason}"
+            pytest.skip(evidence.one_line(why))
+        with interrupts.deferred():
+            (entry,) = falsify.falsify(tasks, wish.plan())
+    except EntrenarError as error:
+        _refuse(str(error))
+    if wish.note:
+        notes = (*entry.finding.notes, wish.note)
+        entry = replace(entry, finding=replace(entry.finding, notes=notes))
+    report = Report(
+        contract=loaded,
+        contract_given=wish.contract,
+        system=plan.systems_of(one for task in tasks for one in task.scenarios),
+        seed=wish.seed,
+        entries=(entry,),
+        environment={},
+        elapsed_s=time.monotonic() - started,
+        interrupted=False,
+        command=wish.command(),
+        bindings_given=tuple(map(str, wish.bind)),
+    )
+    return Judged(entry=entry, report=report)
+
+
+def require_possible(wish: Wish) -> None:
+    """Returns if every clause of the contract can be tried so; UsageError, naming the place."""
+    plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
+
+
+def load(given: str, bind: Sequence[Path] = ()) -> Contract:
+    """The contract at a path, or the shipped one of that name, with files of bindings.
+
+    Raises ContractError and UsageError.
+    """
+    path = shipped.contract_path(given)
+    return contract.load(path, vocabulary=session.vocabulary(), bind=bind)
+
+
+def _refuse(message: str) -> NoReturn:
+    pytest.fail(escaping.text(message), pytrace=False)

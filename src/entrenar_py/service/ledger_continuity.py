@@ -1,0 +1,65 @@
+"""A checkpoint names the ledger's line it was written after: a ledger that lost it is found.
+
+What a checkpoint says of the ledger, how it is read back, and how a gap is put in words.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from entrenar_py import trace
+from entrenar_py.errors import CheckpointError
+from entrenar_py.trace.writer import Mark
+from entrenar_py.untrusted import escaping
+
+KEY = "ledger"  # in the progress of a checkpoint; releases before did not write it
+
+_CHAIN = re.compile(r"[0-9a-f]{32}")
+_NONE_KEPT = "no ledger was kept when the checkpoint was written"
+_UNNAMED = "the checkpoint was written by an earlier build, which did not name the ledger's line"
+_NOT_THERE = "the ledger that the checkpoint names was not there"
+
+
+def to_record(last: Mark | None) -> Mapping[str, Any] | None:
+    """Return what a checkpoint says of `last`, as JSON can hold it."""
+    return None if last is None else {"line": last.line, "chain": last.chain}
+
+
+def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
+    """Return what a ledger lacks that begins at the checkpoint at `path`, whose progress this is.
+
+    CheckpointError for one that names a line as no checkpoint does.
+    """
+    step = int(progress["step"])
+    named = progress.get(KEY)
+    if named is None:
+        return trace.Gap(step=step, reason=_NONE_KEPT if KEY in progress else _UNNAMED)
+    match named:
+        case {"line": line, "chain": str(digest)} if _is_mark(line, digest):
+            return trace.Gap(step=step, lines=line, digest=digest, reason=_NOT_THERE)
+    raise CheckpointError(
+        f"checkpoint {path}: {KEY}={reprlib.repr(named)}: not a line of a ledger and its digest; "
+        "use an earlier checkpoint"
+    )
+
+
+def _is_mark(line: object, digest: str) -> bool:
+    return type(line) is int and line > 0 and _CHAIN.fullmatch(digest) is not None
+
+
+def say(gap: trace.Gap) -> str:
+    """Return in words what a ledger with this gap lacks."""
+    steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
+    if gap.digest is None:
+        return f"{steps}, {escaping.shortened(gap.reason)}"
+    digest = escaping.shortened(gap.digest)
+    return f"{steps}, but in one of {gap.lines} lines, the last with digest {digest}"
+
+
+def unchecked(gap: trace.Gap) -> str:
+    """That the ledger was only compared with the checkpoint by the number of steps."""
+    return f"whether the ledger is the one of the checkpoint was not checked: {gap.reason}"

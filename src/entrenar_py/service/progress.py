@@ -1,0 +1,119 @@
+"""The run as a person watches it: one line that is kept current, or plain lines in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
+from entrenar_py.untrusted import escaping
+
+LINE_EVERY_S = 5.0
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@contextmanager
+def opened(console: Console, *, num_steps: int) -> Iterator[Listener]:
+    """A listener that shows the run on `console`: live on a terminal, in lines elsewhere."""
+    if not console.is_terminal:
+        yield Lines(console)
+        return
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("waits for workers", total=num_steps)
+        yield Live(progress, task)
+
+
+class Pace:
+    """Keeps what may happen many times a second from flooding whoever reads."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._shown: dict[str, float] = {}
+
+    def allows(self, happening: Happening) -> bool:
+        """Whether to show `happening` now: steps and checkpoints wait for their turn."""
+        what = happening.what if isinstance(happening, Noted) else "step"
+        if what not in ("step", "saved"):
+            return True
+        now = self._clock()
+        if what in self._shown and now - self._shown[what] < LINE_EVERY_S:
+            return False
+        self._shown[what] = now
+        return True
+
+
+class Lines:
+    """A line for every note; of steps and checkpoints one every LINE_EVERY_S, and the last step."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._pace = Pace(clock)
+
+    def __call__(self, happening: Happening) -> None:
+        """Prints it, or not."""
+        if isinstance(happening, Noted):
+            if self._pace.allows(happening):
+                self._print(escaping.line(happening.text))
+        elif self._pace.allows(happening) or happening.step == happening.num_steps - 1:
+            self._print(f"step {happening.step + 1}/{happening.num_steps}  {summary(happening)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)  # and flushes: whoever follows a log sees it
+
+
+class Live:
+    """Notes scroll by above a bar that says how the run stands."""
+
+    def __init__(
+        self, progress: Progress, task: TaskID, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress, self._task = progress, task
+        self._pace = Pace(clock)
+
+    def __call__(self, happening: Happening) -> None:
+        """Shows it."""
+        if isinstance(happening, Noted):
+            if self._pace.allows(happening):
+                told = escaping.line(happening.text)
+                self._progress.console.print(told, markup=False, highlight=False)
+            return
+        self._progress.update(
+            self._task, completed=happening.step + 1, description=summary(happening)
+        )
+
+
+def summary(made: StepMade) -> str:
+    """One step in a line: loss, pace, workers, traffic, exchange, and who was waited for."""
+    parts = [f"loss {made.loss:.6g}"]
+    if made.steps_per_s is not None:
+        parts.append(f"{_digits(made.steps_per_s)} steps/s")
+    parts += [
+        f"workers {','.join(map(str, made.workers))}",
+        f"in {_size(made.bytes_in)} out {_size(made.bytes_out)}",
+    ]
+    if made.exchange_ms is not None:
+        parts.append(f"exchange {_digits(made.exchange_ms)} ms")
+    if made.reduce_ms is not None:
+        parts.append(f"reduce {_digits(made.reduce_ms)} ms")
+    if made.last is not None:
+        parts.append(f"last worker {made.last.rank}, {_digits(made.last.behind_ms)} ms behind")
+    return "  ".join(parts)
+
+
+def _digits(number: float) -> str:
+    """In three digits, or all of those before the point: never with an exponent."""
+    return f"{number:.3g}" if 1e-4 <= abs(number) < 999.5 else f"{number:.0f}"
+
+
+def _size(num_bytes: float) -> str:
+    """In decimal units, three digits."""
+    for unit in _UNITS[:-1]:
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} {_UNITS[-1]}"

@@ -1,0 +1,126 @@
+"""Trains a ledger's scenario again, in this process, and compares the weights after every step.
+
+Who computed what does not matter: the sum of the gradients is the same for any number of workers,
+on one kind of device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from entrenar_py import backends, trace
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import digest, exit_codes
+from entrenar_py.service.ledger_verification import Account
+from entrenar_py.systems import AUTO, environment
+from entrenar_py.systems.single.reference import Trainer
+from entrenar_py.trace import ledger
+from entrenar_py.untrusted import files, printing
+
+# Of the environment, what decides how kernels round.
+_ROUNDING = ("torch", "numpy", "wgpu")
+
+
+def replay(account: Account, path: Path) -> int:
+    """Compares `account`, of the ledger at `path`, with the same training; the exit code.
+
+    Raises UsageError for a scenario that holds more than training.
+    """
+    scenario = account.scenario
+    if scenario.workload == "own" or scenario.faults or scenario.mutant is not None:
+        raise UsageError(
+            f"ledger {path}: it is no service's (its trainer is one's own, or it plans faults); "
+            "judge it with `entrenar-check --judge`"
+        )
+    if not account.weights:
+        return _inconclusive("no step was made in it: there is nothing to compare")
+    if len(account.backends) > 1 or AUTO in account.backends:
+        names = ", ".join(sorted(account.backends))
+        return _inconclusive(
+            f"computed on {names}: kernels round differently, nobody can repeat it"
+        )
+    (name,) = account.backends
+    try:
+        device = backends.open_backend(name).device
+    except BackendUnavailable as error:
+        return _inconclusive(f"computed on {name}, which is not here: {error}")
+    difference = _difference(account, path, name)
+    if difference is None:
+        num_steps = len(account.weights)
+        printing.say(
+            f"verified: trained again on {name} ({device}), {num_steps} steps, the same bits"
+        )
+        return exit_codes.DONE
+    if (explained := _explanation(account, name, device)) is not None:
+        return _inconclusive(f"{difference}; but {explained}, which may round differently")
+    printing.say(f"different: {difference}")
+    return exit_codes.WRONG
+
+
+def _difference(account: Account, path: Path, backend: str) -> str | None:
+    """The first difference between the ledger and the training; None if there is none."""
+    last = max(account.weights)
+    step = -1
+    for step, update in enumerate(_updates(account.scenario, backend, last + 1)):
+        theirs = account.weights.get(step)  # a ledger that a resume began anew has no first steps
+        if theirs is not None and theirs != digest.of(update.weights, update.buffers):
+            return _first_tensor(path, update)
+    if step < last:
+        return f"training again halts in step {step + 1}, the ledger goes on"
+    if account.halt is not None and account.halt.step > last:
+        again = len(list(_updates(account.scenario, backend, last + 2)))
+        if again > last + 1:
+            return f"the ledger halts in step {account.halt.step}, training again does not"
+    return None
+
+
+def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace.Update]:
+    """What one worker holds after each of the first `num_steps` steps, or until it halts."""
+    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    alone = scenario.with_(
+        system="reference", world_size=1, backends=(backend,), stops=(), options={}
+    )
+    trainer = Trainer(alone)
+    for step in range(num_steps):
+        if not trainer.step(step):
+            return
+        yield next(one for one in trainer.recorder.drain() if isinstance(one, trace.Update))
+
+
+def _first_tensor(path: Path, again: trace.Update) -> str:
+    """Where the ledger differs from `again`; its update is looked for in the file once more."""
+    with files.open_file(path) as file:
+        theirs = next(
+            event
+            for event in ledger.Reader(file, path)
+            if isinstance(event, trace.Update) and event.step == again.step
+        )
+    for name, ours in {**again.weights, **again.buffers}.items():
+        found = {**theirs.weights, **theirs.buffers}.get(name)
+        if found is None or found.digest != ours.digest:
+            held = "nothing" if found is None else found.digest
+            where = f"step {again.step}, tensor {name}"
+            return f"{where}: training again gives {ours.digest}, the ledger has {held}"
+    return f"step {again.step}: the ledger holds tensors that the model has not"
+
+
+def _explanation(account: Account, backend: str, device: str) -> str | None:
+    """What about this machine may have made the difference; None if nothing is known."""
+    others = {other for _, other in account.devices} - {device}
+    if others:
+        return f"it was computed on {', '.join(sorted(others))}, this is {device}"
+    here = environment.describe()
+    for name in _ROUNDING:
+        there = account.environment.get(name)
+        if there is not None and name in here and there != here[name]:
+            return f"it was recorded with {name} {there}, this is {here[name]}"
+    return None
+
+
+def _inconclusive(reason: str) -> int:
+    printing.say(f"inconclusive: {reason}")
+    return exit_codes.INCONCLUSIVE

@@ -1,0 +1,1 @@
+"""Probes of one thing each: products, operations, fallback, manifests, memory, the wire."""

@@ -1,0 +1,136 @@
+"""The fallback chain on one real product, with backends made to fail as the faults say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from entrenar_py import backends, trace
+from entrenar_py.backends import Backend, chain, cpu
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.faults import OF_ADAPTERS, Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.probes import doomed_device, products
+from entrenar_py.systems.recorder import Recorder
+
+SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Attempt events in order, then the Product of the backend that served, or a Halt.
+
+    The scenario's `backends` are the chain. Every fault whose turn comes strikes, on any machine:
+    see `Saboteur`. Raises UsageError for a chain in another order, two faults of one backend, one
+    of a backend outside the chain or of an adapter on a backend without, and options no product can
+    have.
+    """
+    order = _order(scenario)
+    _check_faults(scenario.faults, order)
+    wanted = products.request({**SHAPE, **scenario.options})
+    (pair,) = products.operands(scenario, wanted)
+    recorder = Recorder(scenario)
+    saboteur = Saboteur(scenario.faults, recorder)
+    try:
+        backend, result = chain.first_finite(
+            lambda backend: saboteur.compute(backend, *pair),
+            order=order,
+            table={name: saboteur.opener(name) for name in order},
+            on_attempt=lambda attempt: recorder.emit(trace.Attempt(**asdict(attempt))),
+        )
+    except (BackendUnavailable, MemoryError, RuntimeError) as error:
+        # Also what the chain should have caught itself: the judge sees who was never tried.
+        reason = f"{type(error).__name__}: {error}"
+        recorder.emit(trace.Halt(step=0, reason=reason))
+        return recorder.finish(status="halted", reason=reason)
+    recorder.emit(products.measure(backend, pair, result, wanted))
+    return recorder.finish(status="completed")
+
+
+def _order(scenario: Scenario) -> tuple[str, ...]:
+    """The chain that `scenario` asks for."""
+    order = tuple(name for name in chain.ORDER if name in scenario.backends)
+    if order != scenario.backends:
+        raise UsageError(
+            f"backends={list(scenario.backends)} on system backend_chain: "
+            f"use {', '.join(chain.ORDER)} in this order, each once, or leave some out"
+        )
+    return order
+
+
+def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
+    for position, fault in enumerate(faults):
+        if fault.backend not in order:
+            raise UsageError(
+                f"fault {fault.kind} backend={fault.backend!r}: the chain has {', '.join(order)}"
+            )
+        if fault.kind in OF_ADAPTERS and fault.backend != "wgpu":
+            raise UsageError(f"fault {fault.kind} backend={fault.backend!r}: use wgpu")
+        if fault.backend in {earlier.backend for earlier in faults[:position]}:
+            raise UsageError(
+                f"fault {fault.kind} backend={fault.backend!r}: a backend fails once in a run; "
+                "use one fault for each"
+            )
+
+
+class Saboteur:
+    """Makes backends fail where `faults` say, one fault a backend, and records those that struck.
+
+    What an adapter says of itself is its own (`doomed_device`). The part of a device that is not on
+    this machine is played by the CPU under its name, but only to fail: a stand-in is opened for a
+    fault and nothing else, and `compute` spoils its product.
+    """
+
+    def __init__(self, faults: tuple[Fault, ...], recorder: Recorder) -> None:
+        self._faults = {fault.backend: fault for fault in faults}
+        self._recorder = recorder
+
+    def opener(self, name: str) -> Callable[[], Backend]:
+        """Opens backend `name` unless a fault says that it is absent or can't be opened."""
+
+        def open_backend() -> Backend:
+            if self._strikes(name, "absent"):
+                raise BackendUnavailable(f"backend {name}: no such device (injected)")
+            try:
+                backend = backends.open_backend(name)
+            except BackendUnavailable as error:
+                if name not in self._faults:
+                    raise
+                backend = replace(cpu.open_cpu(), name=name, device=f"stand-in, for {error}")
+            if self._strikes(name, "init_error"):
+                raise RuntimeError(f"backend {name}: initialization failed (injected)")
+            kind = self._faults[name].kind if name in self._faults else None
+            if kind in OF_ADAPTERS and doomed_device.has_adapter(backend):
+                return doomed_device.open_doomed(kind, lambda: self._record(name))
+            return backend
+
+        return open_backend
+
+    def compute(self, backend: Backend, a: Tensor, b: Tensor) -> Tensor:
+        """The real product on `backend`, spoilt if a fault says so."""
+        if self._strikes(backend.name, "out_of_memory"):
+            raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
+        for kind in OF_ADAPTERS:
+            if not doomed_device.has_adapter(backend) and self._strikes(backend.name, kind):
+                raise BackendUnavailable(f"backend {backend.name}: {kind} (injected)")
+        result = backend.matmul(a, b)
+        if self._strikes(backend.name, "non_finite_output"):
+            element = self._faults[backend.name].element or 0
+            result.view(-1)[element % result.numel()] = float("nan")
+        return result
+
+    def _strikes(self, name: str, kind: str) -> bool:
+        """Whether the fault of backend `name` is of this kind; recorded if so."""
+        fault = self._faults.get(name)
+        if fault is None or fault.kind != kind:
+            return False
+        self._record(name)
+        return True
+
+    def _record(self, name: str) -> None:
+        """The fault of backend `name` has struck, which counts once."""
+        event = trace.Injected(fault=self._faults[name].to_dict())
+        if event not in self._recorder.of(trace.Injected):
+            self._recorder.emit(event)

@@ -1,0 +1,345 @@
+"""Every worker's share of a training run, each in a process of its own, with its memory measured.
+
+The estimate is made before a worker is built, from the scenario and the manifest alone; the peak is
+the kernel's (`VmHWM` of /proc/self/status, reset when all code is loaded), or that of the device
+which the worker computes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from entrenar_py import backends, mutants, trace
+from entrenar_py.backends import Backend
+from entrenar_py.errors import BackendUnavailable, SystemFailure, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
+from entrenar_py.systems.probes import device_memory
+from entrenar_py.systems.recorder import Recorder
+from entrenar_py.training import dropout, engine, optimizer, reduction, schedule, sharding
+from entrenar_py.training.tensors import Array, TensorSpec
+
+DEADLINE_S = 120
+FLOAT_BYTES = 4
+# Allocator, and code first used at this size (BLAS).
+FIXED_BYTES = 16 * 2**20
+# Vectors as long as the trainable tensors that a worker holds at the worst moment beside its tree
+# nodes and the optimizer's state: weights, autograd's gradients and what they are made of, the
+# averaged gradient, its squares in float64, the clipped one, the optimizer's temporaries. Measured
+# are 5, for every optimizer, with and without clipping.
+PARAMETER_VECTORS = 6
+# The same on a device, where the tree and the optimizer are not: weights, gradients, and what they
+# are read back from.
+DEVICE_VECTORS = 3
+DEVICE_FIXED_BYTES = 2**20
+# glibc gives memory back at once from this size on, instead of guessing one: a peak is then what is
+# in use, the same in every run, and not how the heap happened to be cut up.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+OPTIMIZER_VECTORS = {"sgd": 0, "momentum": 1, "adamw": 2}
+# Floats per sample of the data set: the sample, what it is made of, its place in the epoch's order.
+DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """A Memory event per rank: its share of `scenario` as system reference would give it; or a
+    failed Attempt that says why a rank's device was not to be had.
+
+    SystemFailure if a process dies or takes longer than its deadline; UsageError for a budget that
+    is not stated, and for what a share has not: known vectors, stops, recorded values.
+    """
+    budget = scenario.options.get("budget_bytes")
+    if type(budget) is not int:
+        raise UsageError(
+            f"options budget_bytes={budget!r} on system memory: use a whole number of bytes"
+        )
+    if scenario.workload not in DATA_FLOATS:
+        raise UsageError(
+            f"workload={scenario.workload!r} on system memory: use {', '.join(DATA_FLOATS)}"
+        )
+    for name, honoured in (("stops", ()), ("detail", "digests")):
+        if getattr(scenario, name) != honoured:
+            raise UsageError(
+                f"{name}={getattr(scenario, name)!r} on system memory: use {honoured!r}"
+            )
+    specs = models.model_of(scenario).specs
+    recorder = Recorder(scenario)
+    for rank in range(scenario.world_size):
+        name = scenario.backend_of(rank)
+        estimate = (estimate_bytes if name == "cpu" else estimate_device_bytes)(
+            scenario, rank, specs
+        )
+        found = _measured_apart(scenario, rank)
+        if found["planted"]:
+            recorder.emit(trace.Planted(name=scenario.mutant or ""))
+        if found["unavailable"]:
+            recorder.emit(trace.Attempt(backend=name, served=False, reason=found["unavailable"]))
+            continue
+        recorder.emit(
+            trace.Memory(
+                rank=rank,
+                backend=name,
+                baseline_bytes=found["baseline"],
+                peak_bytes=found["peak"],
+                estimate_bytes=estimate,
+                budget_bytes=min(budget, found["reported"] or budget),
+                reported_bytes=found["reported"],
+            )
+        )
+    return recorder.finish(status="completed")
+
+
+def estimate_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
+    """Bytes that the share of worker `rank` will need on top of the interpreter and its libraries.
+
+    Source: distributed-training-v1, F-HET-002.
+    """
+    trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
+    others = sum(prod(spec.shape) for spec in specs) - trainable
+    vectors = (
+        PARAMETER_VECTORS
+        + OPTIMIZER_VECTORS[scenario.optimizer]
+        + _nodes_max(_run_of(scenario, rank))
+        + (_nodes_max(range(scenario.accumulation)) if scenario.accumulation > 1 else 0)
+    )
+    samples = -(-scenario.batch_size // (scenario.num_shards * scenario.accumulation))
+    floats = (
+        vectors * trainable
+        + 2 * others
+        + samples * _activations(scenario)
+        + scenario.num_samples * DATA_FLOATS[scenario.workload]
+    )
+    return FIXED_BYTES + FLOAT_BYTES * floats
+
+
+def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
+    """Bytes of a device's own memory that the share of worker `rank` will need.
+
+    On an adapter for each number of samples that its shards have: each has a program of its own,
+    and keeps its memory. Source: distributed-training-v1, F-HET-002.
+    """
+    trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
+    others = sum(prod(spec.shape) for spec in specs) - trainable
+    shards = sharding.cut(range(scenario.batch_size), scenario.num_shards)
+    parts = [
+        len(part)
+        for shard in _run_of(scenario, rank)
+        for part in sharding.cut(shards[shard], scenario.accumulation)
+    ]
+    sizes = set(parts) - {0}
+    if backends.kind_of(scenario.backend_of(rank)) == "cuda":
+        sizes = {max(sizes, default=0)}
+    floats = sum(
+        DEVICE_VECTORS * trainable + 2 * others + size * _activations(scenario) for size in sizes
+    )
+    return DEVICE_FIXED_BYTES + FLOAT_BYTES * floats
+
+
+def _activations(scenario: Scenario) -> int:
+    """Floats that one sample needs in the forward and the backward pass."""
+    masks = 4 if scenario.dropout else 0
+    per_sample = {
+        "linear": 16,
+        "mlp": (10 + masks) * scenario.width + 256,
+        "decoder": 110_000 + masks * 5_000,
+    }
+    return per_sample[scenario.workload]
+
+
+def _nodes_max(run: Sequence[int]) -> int:
+    """The most nodes that `reduction.fold` holds at once: of the leaves before, and the next."""
+    return 1 + max(num_nodes(run[0], leaf) for leaf in run)
+
+
+def num_nodes(start: int, end: int) -> int:
+    """Into how few nodes of the reduction tree the shards `start` to `end - 1` fold."""
+    count = 0
+    while start < end:
+        longest = 1 << ((end - start).bit_length() - 1)
+        start += min(start & -start or longest, longest)  # a node starts at a multiple of its width
+        count += 1
+    return count
+
+
+def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
+    """The shards of worker `rank`."""
+    return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
+
+
+def _measured_apart(scenario: Scenario, rank: int) -> dict[str, Any]:
+    """What `main` says in a fresh process.
+
+    The process is gone when this returns or raises.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "entrenar_py.systems.probes.memory"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ALLOCATOR},
+    ) as child:
+        output, errors = _ask(child, {"scenario": scenario.to_dict(), "rank": rank})
+    if child.returncode != 0:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        raise SystemFailure(f"the process of rank {rank} exited with {child.returncode}: {last[0]}")
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def _ask(child: subprocess.Popen[str], asked: Mapping[str, Any]) -> tuple[str, str]:
+    """What `child` wrote to its two outputs until it ended; past its deadline it is killed."""
+    try:
+        with _ended_by_interrupt(child):
+            return child.communicate(json.dumps(asked), timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired as error:
+        raise SystemFailure(
+            f"the process of rank {asked['rank']} took longer than {DEADLINE_S} s"
+        ) from error
+    finally:
+        child.kill()  # does nothing to one that has ended
+
+
+@contextmanager
+def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
+    """While inside, SIGINT kills `child`; KeyboardInterrupt on the way out if one came.
+
+    At once, where the harness would note the signal and go on to the end of the run. Changes
+    nothing outside the main thread, and where SIGINT is ignored.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is signal.SIG_IGN:
+        yield
+        return
+    interrupted = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        child.kill()
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+
+def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
+    """Does this process's share: the bytes it has before, and the most during it.
+
+    Raises BackendUnavailable if the rank's device can't be had.
+    """
+    name = scenario.backend_of(rank)
+    tiny = scenario.with_(world_size=1, num_shards=1, batch_size=1, num_steps=1, width=8)
+    if name != "cpu":
+        return device_memory.measure(
+            name, before=partial(work, tiny, 0), work=partial(work, scenario, rank)
+        )
+    backend = backends.open_backend(name)
+    work(tiny, 0, backend)  # loads all code
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
+    baseline = _peak_bytes()
+    work(scenario, rank, backend)
+    return device_memory.Measured(baseline, _peak_bytes(), None)
+
+
+def work(scenario: Scenario, rank: int, backend: Backend) -> None:
+    """What worker `rank` does in every step: its run of shards, its tree nodes, an optimizer step.
+
+    The other workers' nodes never come, so it steps on its own first node: other numbers, the same
+    memory. Every step sees the first batch.
+    """
+    model = models.model_of(scenario)
+    scale = engine.scale_of(model.weight_max * scenario.batch_size)
+    replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=scale)
+    state = optimizer.initial_state(scenario.optimizer, replica.layout.num_trainable)
+    visit = sharding.order(scenario.num_samples, scenario.rng("order", 0))
+    ids = sharding.batch(visit, sharding.Position(), scenario.batch_size)
+    for step in range(scenario.num_steps):
+        node = _share(scenario, rank, replica, step, ids)[0]
+        average = optimizer.mean(node.vector, model.weight(ids) * scale)
+        _step(scenario, replica, state, average, step)
+
+
+def _share(
+    scenario: Scenario, rank: int, replica: engine.Engine, step: int, ids: sharding.Ids
+) -> list[reduction.Node]:
+    """What worker `rank` sends in `step`."""
+    shards = sharding.cut(ids, scenario.num_shards)
+
+    def leaf(shard: int) -> reduction.Node:
+        drop = dropout.Dropout(scenario.dropout, scenario.rng("dropout", step, shard))
+        vector, loss, weight = replica.shard(
+            shards[shard],
+            accumulation=scenario.accumulation,
+            drop=drop if scenario.dropout else dropout.none,
+        )
+        return reduction.Node(0, shard, vector, loss, weight)
+
+    return reduction.fold(map(leaf, _run_of(scenario, rank)), scenario.num_shards)
+
+
+def _step(
+    scenario: Scenario,
+    replica: engine.Engine,
+    state: optimizer.State,
+    average: Array,
+    step: int,
+) -> None:
+    rate = schedule.learning_rate(
+        step,
+        peak=scenario.learning_rate,
+        kind=scenario.schedule,
+        warmup_steps=scenario.warmup_steps,
+        num_steps=scenario.num_steps,
+    )
+    rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
+    gradient = average[: replica.layout.num_trainable]
+    clipped = optimizer.clip(gradient, optimizer.norm_l2(gradient), scenario.clip_norm)
+    optimizer.step(rule, replica.parameters, clipped, state, rate)
+    replica.average_buffers(average)
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise SystemFailure("/proc/self/status has no VmHWM line: peak memory can't be read here")
+
+
+def main() -> None:
+    """Reads a scenario and a rank from standard input; prints what was measured, as JSON: whether
+    the scenario's mutant took part in it, and why it could not be."""
+    asked = json.load(sys.stdin)
+    scenario = Scenario.from_dict(asked["scenario"])
+    torch.set_num_threads(1)  # as in `systems.run`
+    found: dict[str, Any] = {"unavailable": ""}
+    with mutants.planted(scenario.mutant) as planting:
+        try:
+            measured = measure(scenario, asked["rank"])
+            found |= {"baseline": measured.baseline_bytes, "peak": measured.peak_bytes}
+            found["reported"] = measured.reported_bytes
+        except BackendUnavailable as error:
+            found["unavailable"] = str(error)
+    found["planted"] = scenario.mutant is not None and planting.struck
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

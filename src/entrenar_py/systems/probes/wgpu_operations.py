@@ -1,0 +1,113 @@
+"""Each operation alone on a wgpu adapter: beside float64, with large numbers, views, and NaNs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py import backends, trace
+from entrenar_py.backends.wgpu import bounds, capture, program
+from entrenar_py.backends.wgpu.bounds.intervals import Bounded
+from entrenar_py.backends.wgpu.device import Device
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.probes import operation_cases
+from entrenar_py.systems.probes.operation_cases import CASES, Case
+from entrenar_py.systems.recorder import Recorder
+
+# Of a walk in float64 against torch's float64: both round, in orders of their own.
+FLOAT64_SLACK = 1e-12
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Explained and Poisoned events for every result of every operation asked for, or of all.
+
+    The run is `failed`, with the reason, without an adapter. Raises UsageError for a name that is
+    none of theirs.
+    """
+    recorder = Recorder(scenario)
+    names = scenario.options.get("operations", list(CASES))
+    for name in names:
+        if name not in CASES:
+            raise UsageError(f"operations={name!r}: allowed are {', '.join(CASES)}")
+    try:
+        backend = backends.open_backend(scenario.backends[0])
+        for name in names:
+            generator = torch.Generator().manual_seed(scenario.seed)
+            for event in _tried(name, CASES[name], backend.programs.device, generator):  # type: ignore[attr-defined]
+                recorder.emit(event)
+    except BackendUnavailable as error:
+        return recorder.finish(status="failed", reason=str(error))
+    return recorder.finish(status="completed")
+
+
+def _tried(
+    name: str, case: Case, device: Device, generator: torch.Generator
+) -> Iterator[trace.Event]:
+    """All results of one operation, from one program; then again with NaNs among its operands."""
+    groups = operation_cases.operands(case, generator)
+    flat = [one for group in groups for one in group]
+
+    def compute(*given: Tensor) -> tuple[Tensor, ...]:
+        usual, large = given[: case.num_operands], given[case.num_operands :]
+        return tuple(operation_cases.results(case, usual, large))
+
+    made = program.compile_step(device, compute, flat)
+    found = [torch.from_numpy(one) for one in made.run([one.numpy() for one in flat])]
+    exact = compute(*(one.double() for one in flat))
+    allowed = bounds.bound(capture.capture(compute, flat), flat)
+    for number, (got, right, bounded) in enumerate(zip(found, exact, allowed, strict=True)):
+        yield _explained(name, f"result {number}", got, right, bounded, device)
+    nans = [one for group in groups for one in operation_cases.poisoned(case, group)]
+    found = [torch.from_numpy(one) for one in made.run([one.numpy() for one in nans])]
+    yield from _poisoned(name, found, compute(*nans), device)
+
+
+def _explained(
+    of: str, tensor: str, got: Tensor, right: Tensor, allowed: Bounded, device: Device
+) -> trace.Explained:
+    """At the element that uses up most of its bound, the first that is outside if there is one."""
+    assert got.shape == right.shape, f"{of}: {got.shape}"
+    found, exact = got.double().reshape(-1), right.double().reshape(-1)
+    low, high, value = (
+        one.double().reshape(-1) for one in (allowed.low, allowed.high, allowed.value)
+    )
+    known = low.isfinite() & high.isfinite()
+    # An interval that does not hold float64's own value has no room at all, and explains nothing.
+    room = torch.where(found >= exact, high - value, value - low).clamp(min=0.0)
+    room = room + FLOAT64_SLACK * exact.abs() * (room > 0)
+    error = (found - exact).abs().nan_to_num(torch.inf)
+    used = torch.where(error == 0, 0.0, error / room)
+    worst = int(torch.where(known, used, -1.0).argmax())
+    return trace.Explained(
+        of=of,
+        tensor=tensor,
+        device=device.name,
+        software=device.software,
+        finite=bool(found[exact.isfinite()].isfinite().all()),
+        num_elements=found.numel(),
+        num_bounded=int(known.sum()),
+        element=worst,
+        error=float(error[worst]) if known.any() else 0.0,
+        bound=float(room[worst]) if known.any() else 0.0,
+    )
+
+
+def _poisoned(
+    of: str, found: Sequence[Tensor], right: Sequence[Tensor], device: Device
+) -> Iterator[trace.Poisoned]:
+    for number, (got, expected) in enumerate(zip(found, right, strict=True)):
+        wanted = expected.isnan().numpy()
+        lost = wanted & ~np.isnan(got.numpy())
+        yield trace.Poisoned(
+            of=of,
+            tensor=f"result {number}",
+            device=device.name,
+            software=device.software,
+            reached=int(wanted.sum()),
+            lost=int(lost.sum()),
+            element=int(lost.argmax()) if lost.any() else None,
+        )

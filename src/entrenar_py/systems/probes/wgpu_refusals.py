@@ -1,0 +1,147 @@
+"""What a wgpu adapter has no kernel for, or no element of: whether it is refused, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from entrenar_py import backends, trace
+from entrenar_py.backends.wgpu import program
+from entrenar_py.backends.wgpu.device import Device
+from entrenar_py.errors import BackendUnavailable, EntrenarError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.probes import device_meter
+from entrenar_py.systems.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Case:
+    """`compute` of `given`. A refusal names `operation`, and a line of `compute` if `has_line`."""
+
+    compute: Callable[..., tuple[Tensor, ...]]
+    given: tuple[Tensor, ...]
+    operation: str
+    has_line: bool = True
+
+
+def _inverse(x: Tensor) -> tuple[Tensor, ...]:
+    return (torch.linalg.inv(x),)
+
+
+def _sorted(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.sort(-1).values,)
+
+
+def _bessel(x: Tensor) -> tuple[Tensor, ...]:
+    return (torch.special.bessel_j0(x),)
+
+
+def _with_gradient(x: Tensor) -> tuple[Tensor, ...]:
+    loss = torch.linalg.inv(x).sum()
+    return loss.detach(), *torch.autograd.grad(loss, [x])
+
+
+def _double(x: Tensor) -> tuple[Tensor, ...]:
+    return ((x.double() * 2).float(),)
+
+
+def _random(x: Tensor) -> tuple[Tensor, ...]:
+    return (x * torch.rand_like(x),)
+
+
+def _branch(x: Tensor) -> tuple[Tensor, ...]:
+    return (x if x.sum() > 0 else -x,)
+
+
+def _chosen(x: Tensor) -> tuple[Tensor, ...]:
+    return (x[x > 0],)
+
+
+def _written(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.add_(1),)
+
+
+def _too_large(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.long() * 2**40,)
+
+
+def _no_rows(x: Tensor) -> tuple[Tensor, ...]:
+    return (x[:0] * 2,)
+
+
+def _no_inner(x: Tensor) -> tuple[Tensor, ...]:
+    return (x[:, :0] @ x[:0],)
+
+
+def _twice(x: Tensor) -> tuple[Tensor, ...]:
+    return (x * 2,)
+
+
+def _cases() -> dict[str, Case]:
+    matrix = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, -1.0], [1.0, 0.0, 3.0]])
+    given = (matrix,)
+    return {
+        "no kernel": Case(_inverse, given, "inv"),
+        "no kernel, in backward": Case(_with_gradient, (matrix.clone().requires_grad_(),), "inv"),
+        "no kernel, two results": Case(_sorted, given, "sort"),
+        "no kernel, a function": Case(_bessel, given, "bessel_j0"),
+        "float64": Case(_double, given, "_to_copy"),
+        "random numbers": Case(_random, given, "rand"),
+        "a branch on data": Case(_branch, given, "_local_scalar_dense"),
+        "a shape that follows data": Case(_chosen, given, "index"),
+        "writes to an input": Case(_written, given, "add_"),
+        "a number of more than 32 bits": Case(_too_large, given, "mul"),
+        "a slice of no rows": Case(_no_rows, given, "slice"),
+        "a product over no elements": Case(_no_inner, given, "slice"),
+        "an input of no rows": Case(_twice, (torch.zeros(0, 3),), "shape=[0, 3]", has_line=False),
+    }
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """A Declined event for each case; the run is `failed`, with the reason, without an adapter."""
+    recorder = Recorder(scenario)
+    try:
+        backend = backends.open_backend(scenario.backends[0])
+        for name, case in _cases().items():
+            recorder.emit(_declined(name, case, backend.programs.device))  # type: ignore[attr-defined]
+    except BackendUnavailable as error:
+        return recorder.finish(status="failed", reason=str(error))
+    return recorder.finish(status="completed")
+
+
+def _declined(name: str, case: Case, device: Device) -> trace.Declined:
+    error: EntrenarError | None = None
+    right = False
+    given = [one.clone().detach().requires_grad_(one.requires_grad) for one in case.given]
+    with device_meter.watching() as meter:
+        try:
+            made = program.compile_step(device, case.compute, given)
+            found = made.run([one.detach().numpy() for one in given])
+            right = _is_right(case, found)
+        except BackendUnavailable:
+            raise  # the adapter's, not the graph's
+        except EntrenarError as refused:
+            error = refused
+    message = "" if error is None else str(error)
+    code = case.compute.__code__
+    place = f" in {code.co_name}" if case.has_line else ""
+    return trace.Declined(
+        case=name,
+        operation=case.operation,
+        error=None if error is None else type(error).__name__,
+        message=message,
+        in_line=place in message and (not case.has_line or "wgpu_refusals.py:" in message),
+        right=right,
+        submissions=meter.submissions,
+    )
+
+
+def _is_right(case: Case, found: Sequence[program.Array]) -> bool:
+    expected = case.compute(*(one.clone() for one in case.given))
+    return len(found) == len(expected) and all(
+        torch.equal(torch.from_numpy(got), right.detach())
+        for got, right in zip(found, expected, strict=True)
+    )

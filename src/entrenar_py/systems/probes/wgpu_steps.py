@@ -1,0 +1,276 @@
+"""Steps of training on a wgpu adapter: what each asks of the device, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from entrenar_py import backends, trace
+from entrenar_py.backends import Backend
+from entrenar_py.backends.steps import Stepper
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
+from entrenar_py.systems.probes import device_meter, step_oracle
+from entrenar_py.systems.probes.device_meter import Meter
+from entrenar_py.systems.recorder import Recorder
+from entrenar_py.training import dropout
+from entrenar_py.training.engine import Engine
+from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
+from entrenar_py.training.workload import Workload
+
+SCALE = 2.0**-3  # no step of one: a scale that is left out, or applied twice, shows
+ELEMENT_BYTES = 4
+NOISE = 0.1  # beside which no tensor is 0, as the second halves of adapters are at first
+NUM_SAMPLES = (3, 7)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step: by which replica, of how many samples from which on, at which of its weights.
+
+    `explained`: what comes out is compared with float64. `poisoned`: one weight is NaN.
+    """
+
+    replica: int
+    num_samples: int
+    first: int = 0
+    version: int = 0
+    explained: bool = False
+    poisoned: bool = False
+
+    @property
+    def given(self) -> str:
+        """Names what the step computes with."""
+        return f"replica {self.replica}, weights {self.version}, {self.first}+{self.num_samples}"
+
+
+def calls(few: int, *more: int) -> list[Call]:
+    """The steps of a run, so that each kind of leftover would show in one.
+
+    Twice the same; other samples and weights in the same memory; other numbers of samples, if any;
+    each again; a replica whose frozen weights differ; the first one again; a NaN, and after it.
+    """
+    again = Call(0, few)
+    return [
+        again,
+        again,
+        Call(0, few, first=few, version=1, explained=True),
+        *(Call(0, number, explained=True) for number in more),
+        again,
+        *(Call(0, number) for number in more),
+        Call(1, few, explained=True),
+        Call(1, few),
+        again,
+        Call(0, few, version=2, poisoned=True),
+        again,
+    ]
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """A Stepped event for each step, and Explained or Poisoned ones for what came out of some.
+
+    The run is `failed`, with the reason, without an adapter.
+    """
+    recorder = Recorder(scenario)
+    sizes = sizes_of(scenario)
+    try:
+        backend = backends.open_backend(scenario.backends[0])
+        bench = Bench(scenario, backend)
+        for number, call in enumerate(calls(*sizes)):
+            for event in bench.step(number, call):
+                recorder.emit(event)
+    except BackendUnavailable as error:
+        return recorder.finish(status="failed", reason=str(error))
+    return recorder.finish(status="completed")
+
+
+def sizes_of(scenario: Scenario) -> list[int]:
+    """How many samples its steps are of: the first number twice, with other samples, too.
+
+    Raises UsageError for what the data set has not enough samples for.
+    """
+    sizes = scenario.options.get("samples", NUM_SAMPLES)
+    whole = isinstance(sizes, list | tuple) and all(type(one) is int and one > 0 for one in sizes)
+    if not whole or not sizes or len(set(sizes)) < len(sizes):
+        raise UsageError(f"options samples={sizes!r}: use a list of different whole numbers >= 1")
+    least = max(2 * sizes[0], *sizes)
+    if least > scenario.num_samples:
+        raise UsageError(
+            f"options samples={sizes!r} with num_samples={scenario.num_samples}: "
+            f"use num_samples>={least}"
+        )
+    return list(sizes)
+
+
+class Watched:
+    """A workload whose look-up of samples is not counted as arithmetic of a step."""
+
+    def __init__(self, workload: Workload, meters: list[Meter]) -> None:
+        self.specs = workload.specs
+        self._workload = workload
+        self._meters = meters
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """The workload's."""
+        with self._meters[-1].resting():
+            return self._workload.batch(ids)
+
+    def loss_of(
+        self,
+        tensors: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        *,
+        linear: LinearFunction,
+        drop: DropFunction,
+    ) -> Tensor:
+        """The workload's."""
+        return self._workload.loss_of(tensors, batch, linear=linear, drop=drop)
+
+    def gradients(
+        self, tensors: Mapping[str, Tensor], ids: Sequence[int], *, drop: DropFunction, scale: float
+    ) -> tuple[float, list[Array]]:
+        """The workload's."""
+        return self._workload.gradients(tensors, ids, drop=drop, scale=scale)
+
+
+class Bench:
+    """Two replicas of a workload on one backend, and what was computed on it so far."""
+
+    def __init__(self, scenario: Scenario, backend: Backend) -> None:
+        self._scenario, self._backend = scenario, backend
+        self._model = models.model_of(scenario)
+        self._meters: list[Meter] = []
+        watched = Watched(self._model, self._meters)
+        self._replicas: list[Engine] = []
+        self._steppers: list[Stepper] = []
+        for index in range(2):
+            initial = self._model.initial(scenario.rng(f"initial {index}"))
+            replica = Engine(self._model, backend, initial, scale=SCALE)
+            self._replicas.append(replica)
+            self._steppers.append(backend.stepper(watched, replica.tensors, scale=SCALE))
+        self._made: dict[tuple[int, int], int] = {}  # (replica, number of samples) -> steps
+        self._graphs: dict[int, GraphModule] = {}
+
+    def step(self, number: int, call: Call) -> Iterator[trace.Event]:
+        """What call `number` of the run asked of the device, and what came out of it."""
+        replica = self._replicas[call.replica]
+        self._set_weights(replica, call)
+        ids = range(call.first, call.first + call.num_samples)
+        with device_meter.watching() as meter:
+            self._meters.append(meter)
+            drop = self._dropout(call)
+
+            def resting(x: Tensor) -> Tensor:
+                with meter.resting():
+                    return drop(x)
+
+            chosen = dropout.none if drop is dropout.none else resting
+            loss, gradients = self._steppers[call.replica](ids, chosen)
+        names = ["loss", *replica.layout.trainable]
+        results = dict(zip(names, [np.array(loss, np.float32), *gradients], strict=True))
+        yield self._stepped(number, call, meter, results)
+        if call.explained:
+            yield from self._explained(number, call, results)
+        if call.poisoned:
+            yield from self._poisoned(number, call, results)
+
+    def _set_weights(self, replica: Engine, call: Call) -> None:
+        rng = self._scenario.rng(f"weights {call.replica} {call.version}")
+        initial = self._model.initial(self._scenario.rng(f"initial {call.replica}"))
+        for name, part in replica.layout.trainable.items():
+            noise = rng.normal(0, NOISE, initial[name].shape).astype(np.float32)
+            replica.parameters[part] = (initial[name] + noise).reshape(-1)
+        for array in replica.buffers.values():
+            array[...] = rng.uniform(0, 1, array.shape)
+        if call.poisoned:
+            replica.parameters[0] = np.nan
+
+    def _dropout(self, call: Call) -> DropFunction:
+        """Masks that follow from what the call is given."""
+        if not self._scenario.dropout:
+            return dropout.none
+        return dropout.Dropout(self._scenario.dropout, self._scenario.rng(f"masks {call.given}"))
+
+    def _stepped(
+        self, number: int, call: Call, meter: Meter, results: Mapping[str, Array]
+    ) -> trace.Stepped:
+        earlier = self._made.get((call.replica, call.num_samples), 0)
+        self._made[call.replica, call.num_samples] = earlier + 1
+        inputs = self._oracle(call).inputs
+        return trace.Stepped(
+            step=number,
+            backend=self._backend.name,
+            device=self._backend.device,
+            software=self._backend.software,
+            num_samples=call.num_samples,
+            given=call.given,
+            earlier=earlier,
+            submissions=meter.submissions,
+            read_backs=meter.read_backs,
+            uploads=meter.uploads,
+            upload_bytes=meter.upload_bytes,
+            declared_bytes=ELEMENT_BYTES * sum(one.numel() for one in inputs),
+            num_inputs=len(inputs),
+            dispatches=meter.dispatches,
+            compiled=meter.compiled,
+            traced=meter.traced,
+            on_host=tuple(dict.fromkeys(meter.on_host)),
+            results={name: trace.record_tensor(array) for name, array in results.items()},
+        )
+
+    def _oracle(self, call: Call) -> step_oracle.Oracle:
+        return step_oracle.Oracle(
+            self._model,
+            self._replicas[call.replica].tensors,
+            range(call.first, call.first + call.num_samples),
+            self._dropout(call),
+            SCALE,
+        )
+
+    def _explained(
+        self, number: int, call: Call, results: Mapping[str, Array]
+    ) -> Iterator[trace.Explained]:
+        oracle = self._oracle(call)
+        if call.num_samples not in self._graphs:
+            self._graphs[call.num_samples] = oracle.captured()
+        tensors = [torch.from_numpy(one) for one in results.values()]
+        found = oracle.explain(tensors, self._graphs[call.num_samples])
+        for name, one in zip(results, found, strict=True):
+            yield trace.Explained(
+                of=self._scenario.workload,
+                tensor=name,
+                step=number,
+                device=self._backend.device,
+                software=self._backend.software,
+                finite=bool(np.isfinite(results[name]).all()),
+                num_elements=one.num_elements,
+                num_bounded=one.num_elements,
+                element=one.element,
+                error=one.element_error,
+                bound=one.element_bound,
+                total_error=one.error,
+                total_bound=one.bound,
+            )
+
+    def _poisoned(
+        self, number: int, call: Call, results: Mapping[str, Array]
+    ) -> Iterator[trace.Poisoned]:
+        expected = self._oracle(call).on_cpu()
+        for (name, array), right in zip(results.items(), expected, strict=True):
+            lost = np.isnan(right) & ~np.isnan(array)
+            yield trace.Poisoned(
+                of=self._scenario.workload,
+                tensor=name,
+                step=number,
+                device=self._backend.device,
+                software=self._backend.software,
+                reached=int(np.isnan(right).sum()),
+                lost=int(lost.sum()),
+                element=int(lost.argmax()) if lost.any() else None,
+            )

@@ -1,0 +1,1 @@
+"""Trainers whose workers all live in this process: the reference, and its textbook oracle."""

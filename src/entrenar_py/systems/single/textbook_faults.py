@@ -1,0 +1,156 @@
+"""What goes wrong in a run of the textbook trainer: ranks that leave or join, values planted.
+
+Ranks of this trainer have micro-batches and no logical shards. A fault at logical shard `shard` of
+the scenario strikes the micro-batch that holds the shard's first sample, and is recorded under that
+micro-batch's number, rank * accumulation + micro.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
+from entrenar_py.systems.single import textbook_replica
+from entrenar_py.systems.single.textbook_replica import Replica, Setup
+from entrenar_py.training import sharding
+
+
+def leave(setup: Setup, replicas: list[Replica], step: int) -> list[Replica]:
+    """The ranks that stay for `step`; the samples of those that leave go to them."""
+    for fault in _of(setup.scenario, "leave", step):
+        replicas = [replica for replica in replicas if replica.rank != fault.rank]
+        _record_change(setup, fault, "left")
+    return replicas
+
+
+def join(
+    setup: Setup, replicas: list[Replica], step: int, position: sharding.Position
+) -> list[Replica]:
+    """The ranks with those that come before `step`, each with a full copy of the first one's."""
+    for fault in _of(setup.scenario, "join", step):
+        assert fault.rank is not None, "faults.NEEDED has it"
+        newcomer = build_newcomer(setup, replicas[0], fault.rank, step)
+        replicas = sorted([*replicas, newcomer], key=lambda replica: replica.rank)
+        _record_change(setup, fault, "joined")
+        textbook_replica.record_start(setup, newcomer, step, position)
+    return replicas
+
+
+def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replica:
+    """Rank `rank` with the donor's tensors, optimizer and schedule, and dropout of its own.
+
+    Its dropout stream is keyed by the step too: a rank that was there before draws no mask again.
+    """
+    newcomer = textbook_replica.build_replica(setup, rank)
+    copy_tensors(newcomer, donor)
+    copy_optimizer(newcomer, donor)
+    copy_schedule(newcomer, donor)
+    newcomer.rng = setup.scenario.rng("dropout", rank, step)
+    return newcomer
+
+
+def copy_tensors(newcomer: Replica, donor: Replica) -> None:
+    """Gives the newcomer the donor's weights and buffers."""
+    textbook_replica.broadcast([donor, newcomer])
+
+
+def copy_optimizer(newcomer: Replica, donor: Replica) -> None:
+    """Gives the newcomer the donor's optimizer state."""
+    textbook_replica.load_optimizer(newcomer, textbook_replica.optimizer_arrays(donor))
+
+
+def copy_schedule(newcomer: Replica, donor: Replica) -> None:
+    """Puts the newcomer's scheduler where the donor's is."""
+    textbook_replica.load_schedule(newcomer, donor.scheduler.last_epoch)
+
+
+class MicroBatchFaults:
+    """The values planted in one micro-batch; made before its backward pass, applied after it."""
+
+    def __init__(
+        self, setup: Setup, replica: Replica, step: int, micro: int, ids: sharding.Ids
+    ) -> None:
+        self._setup, self._replica, self._step = setup, replica, step
+        self._shard = replica.rank * setup.scenario.accumulation + micro
+        self._faults = [
+            fault
+            for fault in setup.scenario.faults
+            if fault.value is not None and _strikes(setup.scenario, fault, step, replica.rank, ids)
+        ]
+        self._before = [self._element(fault).item() for fault in self._faults]
+
+    def apply(self, loss_sum: float, share: float) -> float:
+        """Plants the values and records them; the summed loss as it is afterwards.
+
+        `share` is the micro-batch's number of samples over the weight of the global batch.
+        """
+        for fault, before in zip(self._faults, self._before, strict=True):
+            assert fault.value is not None, "only such faults are kept"
+            value = float(fault.value)
+            if fault.kind == "non_finite_loss":
+                loss_sum = value
+            elif fault.kind == "huge_gradient":
+                self._element(fault).fill_(huge_element(before, value, share))
+            else:
+                self._element(fault).fill_(value)
+            self._setup.recorder.emit(
+                trace.Injected(
+                    fault=fault.to_dict(),
+                    step=self._step,
+                    rank=self._replica.rank,
+                    shard=self._shard,
+                )
+            )
+        return loss_sum
+
+    def _element(self, fault: Fault) -> Tensor:
+        """A view of the struck element of the accumulated gradient; a rank without samples had
+        none, and gets zeros.
+        """
+        name, element = models.place_of(fault, self._setup.model)
+        tensor = self._replica.tensors[name]
+        if tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
+        return tensor.grad.view(-1)[element]
+
+
+def huge_element(before: float, value: float, share: float) -> float:
+    """The accumulated element when `value` is the gradient of every sample of a micro-batch.
+
+    `before` is what earlier micro-batches have left there; the micro-batch adds its share of the
+    mean.
+    """
+    return before + value * share
+
+
+def _strikes(scenario: Scenario, fault: Fault, step: int, rank: int, ids: sharding.Ids) -> bool:
+    if fault.step != step or fault.rank not in (None, rank):
+        return False
+    return fault.shard is None or _first_sample(scenario, step, fault.shard) in ids
+
+
+def _first_sample(scenario: Scenario, step: int, shard: int) -> int:
+    """The sample at the head of logical shard `shard`; the batch's last one if it is empty."""
+    num_batches = -(-scenario.num_samples // scenario.batch_size)  # of one epoch
+    epoch, index = divmod(step, num_batches)
+    visit = sharding.order(scenario.num_samples, scenario.rng("order", epoch))
+    batch = sharding.batch(
+        visit, sharding.Position(epoch, index * scenario.batch_size), scenario.batch_size
+    )
+    head = sum(map(len, sharding.cut(batch, scenario.num_shards)[:shard]))
+    return batch[min(head, len(batch) - 1)]
+
+
+def _of(scenario: Scenario, kind: str, step: int) -> list[Fault]:
+    return [fault for fault in scenario.faults if (fault.kind, fault.step) == (kind, step)]
+
+
+def _record_change(setup: Setup, fault: Fault, change: str) -> None:
+    assert fault.step is not None, "faults.NEEDED has it"
+    assert fault.rank is not None, "faults.NEEDED has it"
+    setup.recorder.emit(trace.Injected(fault=fault.to_dict(), step=fault.step, rank=fault.rank))
+    setup.recorder.emit(trace.Membership(step=fault.step, rank=fault.rank, change=change))

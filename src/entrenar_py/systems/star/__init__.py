@@ -1,0 +1,1 @@
+"""Trainers over our own protocol, on TCP or simulated: parameter server, mesh and ring."""

@@ -1,0 +1,79 @@
+"""A worker that lies, as a scenario's faults say: what it says in place of the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from entrenar_py import trace
+from entrenar_py.drivers.message_faults import Said
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Computed, Message, TreeNode
+
+_TOO_MUCH = bytes(4)
+
+
+class Liar:
+    """What one worker says: the truth, but for the lies in `planned`, each once.
+
+    `told` is called with each before it is said.
+    """
+
+    def __init__(
+        self, planned: Callable[[], Iterable[Fault]], told: Callable[[Fault], None]
+    ) -> None:
+        self._planned, self._told = planned, told
+        self._said: dict[tuple[type[Message], int], Said] = {}  # what came first, by step
+
+    def speak(self, message: Message, payload: Buffer) -> list[Said]:
+        """What is said for `message` and `payload`."""
+        step = getattr(message, "step", None)
+        lies = [one for one in self._planned() if (one.step, one.at) == (step, _name(message))]
+        if step is None:
+            return [(message, payload)]
+        self._remember(message, payload, step)
+        if not lies:
+            return [(message, payload)]
+        self._told(lies[0])
+        return self._lie(lies[0].value, message, payload, step)
+
+    def _remember(self, message: Message, payload: Buffer, step: int) -> None:
+        """Keeps what was said in this step and in the one before, if it may be said again."""
+        if any(one.value == "old_step" for one in self._planned()):
+            self._said.setdefault((type(message), step), (message, bytes(payload)))
+            self._said = {place: s for place, s in self._said.items() if place[1] >= step - 1}
+
+    def _lie(self, value: str | None, message: Message, payload: Buffer, step: int) -> list[Said]:
+        match value, message:
+            case "old_step", _:
+                # One that was not there in the step before says what it would have said.
+                earlier = replace(message, step=step - 1)  # type: ignore[call-arg]
+                return [self._said.get((type(message), step - 1), (earlier, payload))]
+            case "too_long", _:
+                return [(message, bytes(payload) + _TOO_MUCH)]
+            case "not_mine", TreeNode():
+                # Its sibling: who has both sends their parent.
+                return [(replace(message, index=message.index ^ 1), payload)]
+            case "not_mine", Computed():
+                return [
+                    (replace(message, shards=(*message.shards, message.shards[-1] + 1)), payload)
+                ]
+            case "twice", _:
+                return [(message, payload), (message, payload)]
+            case "for_another", _:
+                return [(message, _of_another(bytes(payload)))]
+        raise AssertionError(f"{value} is no lie at {message}")
+
+
+def _name(message: Message) -> str:
+    return type(message).__name__
+
+
+def _of_another(payload: bytes) -> bytes:
+    """The same records, of the next rank."""
+    events = trace.load_events(payload)
+    return trace.dump_events(
+        replace(one, rank=one.rank + 1) if isinstance(one, trace.Shard | trace.Update) else one
+        for one in events
+    )

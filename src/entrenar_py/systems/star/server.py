@@ -1,0 +1,388 @@
+"""What a parameter server does besides talking: adds, averages, keeps the state and the record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entrenar_py import backends, trace
+from entrenar_py.backends import Backend
+from entrenar_py.errors import CheckpointError, ProtocolError, TraceError, UsageError
+from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
+from entrenar_py.protocol.frames import Buffer, new_room
+from entrenar_py.protocol.messages import (
+    Applied,
+    Average,
+    Computed,
+    Loaded,
+    Message,
+    NonFinite,
+    Offer,
+    State,
+    TreeNode,
+    Weights,
+    Welcome,
+)
+from entrenar_py.protocol.terms import Run
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import replicas, updates
+from entrenar_py.systems.replicas import Replicas
+from entrenar_py.systems.star import audited_copies, audited_shards, topology
+from entrenar_py.training import blocks, checkpoint, contents, reduction, sharding, state
+
+# Room for the events of a message: names, numbers and digests, of each shard and tensor.
+_EVENTS_BYTES = 2**20
+_NOBODY = -1
+
+# What a worker may record of itself, by the message that brings it.
+_RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
+    Loaded: (trace.Attempt, trace.Start),
+    Computed: (trace.Shard, trace.Injected),
+    NonFinite: (trace.Shard, trace.Injected),
+    Applied: (trace.Update, trace.Reduced),
+}
+
+
+class Server(Replicas):
+    """The run as the coordinator holds it: a replica of its own, and everyone's record."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.present: set[int] = set()
+        self.checkpoint_path: Path | None = None
+        self.replica = self.new_worker(_NOBODY, self.initial())
+        self._updates = updates.by_server(scenario)
+        self._beside: replicas.Worker | None = None  # where steps are prepared
+        self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
+        self._sums = blocks.Sums(scenario.num_shards)
+        self._copies = audited_copies.Copies()
+        self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
+        # What goes down: the average as far as it is reduced; then what the step made of it.
+        self._vector = np.empty(self.layout.num_elements, np.float32)
+        self._total = (0.0, 0.0)  # the step's summed loss and its weight
+        self._average: replicas.Average | None = None
+        self._ids = self.batch()
+
+    def backend_of(self, rank: int) -> Backend:
+        """The server computes no gradient: it needs no worker's device."""
+        return backends.open_backend("cpu")
+
+    def _num_blocks(self) -> int:
+        """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
+        if "block_bytes" not in self.scenario.options:
+            owners = topology.num_owners(self.scenario)
+            return blocks.num_blocks(self.layout.num_elements, owners)
+        block_bytes = self.scenario.options["block_bytes"]
+        if type(block_bytes) is not int or block_bytes < 4:
+            raise UsageError(
+                f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4"
+            )
+        return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
+
+    def run_between(self, first: int, last: int) -> Run:
+        """The run from step `first` to before step `last`, as far as the scenario says.
+
+        Whoever drives it adds whom it waits for, and before which steps it is saved
+        (`dataclasses.replace`): nobody else makes a run's shape.
+        """
+        return Run(
+            terms=self.terms,
+            world_size=self.scenario.world_size,
+            num_shards=self.scenario.num_shards,
+            num_steps=last,
+            num_blocks=self.blocks.count,
+            first_step=first,
+            resumed=first > 0,
+            audited=partial(audited_shards.shards, self.scenario),
+            server_updates=self._updates,
+        )
+
+    @property
+    def _state_bytes(self) -> int:
+        return state.num_bytes(self.workload.specs, self.scenario.optimizer)
+
+    def sizes(self) -> dict[type[Message], int]:
+        """The most payload bytes that a message of each kind may bring."""
+        events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
+        return {
+            TreeNode: self.blocks.num_bytes_max,
+            Loaded: events,
+            Computed: events,
+            NonFinite: events,
+            Applied: events,
+            State: self._state_bytes,
+        }
+
+    def room(self, message: Message, num_bytes: int) -> memoryview:
+        """Memory for the payload of `message`, which may never be whole."""
+        if isinstance(message, TreeNode):
+            return self._sums.room(num_bytes)
+        return new_room(message, num_bytes)
+
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Returns if `payload` is what `message` of `rank` must carry; ProtocolError if not."""
+        if isinstance(message, TreeNode) and message.block < self.blocks.count:
+            due = self.blocks.num_bytes(message.block)
+            if len(payload) != due:
+                raise ProtocolError(
+                    f"TreeNode block={message.block} with {len(payload)} bytes: "
+                    f"the manifest makes {due}"
+                )
+        if isinstance(message, TreeNode):
+            self.require_sum(message)
+        if isinstance(message, State):
+            if len(payload) != self._state_bytes:
+                raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
+            self.require_progress(payload)
+        if message.carries == "events":
+            self._events_in(rank, message, payload)
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Takes over what `message` carries, which `require` has seen; the memory, too."""
+        if isinstance(message, TreeNode):
+            self._sums.take(rank, message.block, _node(message, payload), payload)
+            return
+        if isinstance(message, State):
+            self.replica = self.take_over(_NOBODY, payload)
+            self._ids = self.batch()
+            return
+        events = self._events_in(rank, message, payload)
+        if isinstance(message, Computed):
+            self._events.setdefault(rank, []).extend(events)
+        else:
+            self._record(map(self._completed, events) if self._updates else events)
+
+    def deliver(self, rank: int) -> None:
+        """What `rank` has told and sent of its last delivery counts."""
+        self._sums.deliver(rank)
+        self._record(self._events.pop(rank, []))
+
+    def copy(self, rank: int, message: Message, payload: Buffer) -> None:
+        """Takes over what `message` carries of a copy that is yet to be compared."""
+        if isinstance(message, TreeNode):
+            self._copies.take(rank, message.block, _node(message, payload), payload)
+        else:
+            self._copies.begin(rank, self._events_in(rank, message, payload))
+
+    def end_copy(self, rank: int, shard: int) -> None:
+        """The copy that `rank` has begun is whole."""
+        self._copies.end(rank, shard)
+
+    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
+        """What says, in any thread, whose copies of `shard` are there, and which are the same."""
+        whole = self._copies.of(shard)
+        return lambda: ([one.rank for one in whole], audited_copies.alike(whole))
+
+    def conclude(self, effect: Conclude) -> None:
+        """Takes over the copy that counts, and records the audit."""
+        chosen, events = self._copies.conclude(effect, self._locate)
+        self._record(events)
+        if chosen is not None:
+            for block, (node, payload) in chosen.nodes.items():
+                self._sums.take(_NOBODY, block, node, payload)
+            self._sums.deliver(_NOBODY)
+
+    def joined(self, effect: Joined) -> None:
+        """Records who came late; those of the beginning need no mention."""
+        self.present.add(effect.rank)
+        if effect.late:
+            self.recorder.emit(
+                trace.Membership(step=effect.step, rank=effect.rank, change="joined")
+            )
+
+    def left(self, effect: Left) -> None:
+        """Forgets what a worker that is gone had not wholly delivered."""
+        self.present.discard(effect.rank)
+        self._sums.forget(effect.rank)
+        self._record(audited_copies.injected(self._events.pop(effect.rank, [])))
+        self._record(self._copies.forget(effect.rank))
+        self.recorder.emit(
+            trace.Membership(
+                step=effect.step, rank=effect.rank, change="left", reason=effect.reason
+            )
+        )
+
+    def gather(self, step: int) -> None:
+        """Forgets what was delivered of a step that did not happen."""
+        self._sums.clear()
+        self._copies.clear()
+        self._events.clear()
+        self._average = None
+
+    def complete(self, block: int) -> None:
+        """All of `block` is there: `reduce` may be called, in any thread."""
+        self._sums.complete(block)
+
+    def reduce(self, block: int) -> tuple[float, float] | str:
+        """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
+        mean = self._vector[self.blocks.part(block)]
+        averaged = self._sums.average(block, self.scale, out=mean)
+        if averaged is None:
+            return "the average gradient or loss is not finite, though every worker said its was"
+        self._total = averaged
+        return averaged
+
+    def average_held(self) -> replicas.Average:
+        """The average of the step in work, once all of it is reduced."""
+        if self._average is None:
+            self._average = self.averaged(self._vector, *self._total)
+        return self._average
+
+    def prepare(self, step: int) -> tuple[float, float]:
+        """Makes `step` beside the state in use, in any thread: the summed loss and its weight."""
+        average = self.average_held()
+        if self._beside is None:
+            self._beside = self.new_worker(_NOBODY, self.replica.replica.arrays)
+        self._beside.follow(self.replica)
+        self.move(self._beside, average)
+        self._beside.replica.copy_to(self._vector)
+        return self._total
+
+    def apply_average(self, step: int) -> None:
+        """Makes `step` here, too, or uses what was prepared."""
+        if self._updates:
+            assert self._beside is not None, "what is applied was prepared"
+            self.replica, self._beside = self._beside, self.replica
+        else:
+            self.move(self.replica, self.average_held())
+        self.advance(len(self._ids))
+        self._ids = self.batch()
+
+    def stop(self, effect: Stop) -> None:
+        """Records that training halts."""
+        said = effect.said
+        self.recorder.emit(
+            trace.Halt(
+                step=effect.step,
+                reason=effect.reason,
+                rank=effect.rank,
+                shard=effect.shard if said is None else said.shard,
+                tensor=None if said is None else said.tensor,
+                ids=() if said is None else said.ids,
+            )
+        )
+
+    def save(self, step: int) -> None:
+        """Writes the checkpoint before `step`; recorded as the lowest rank's, whose state it is."""
+        assert self.checkpoint_path is not None, "a run that saves has a place for it"
+        progress = self.progress(step)
+        checkpoint.save(
+            self.checkpoint_path,
+            checkpoint.as_arrays(tensors=self.replica.replica.arrays, optimizer=self.replica.state),
+            {**progress, "scenario": self.scenario.to_dict(), **self.notes()},
+        )
+        rank = min(self.present, default=0)
+        saved = trace.Saved(step=step, rank=rank, progress=progress, **self.state(self.replica))
+        self.recorder.emit(saved)
+
+    def notes(self) -> Mapping[str, Any]:
+        """Return what else a checkpoint says, as JSON; `read_notes` is given it back."""
+        return {}
+
+    def read_notes(self, progress: Mapping[str, Any]) -> None:
+        """Takes what `notes` said out of the checkpoint that is restored."""
+
+    def restore(self) -> int:
+        """Takes the state from the checkpoint, the initial one if there is none; the next step.
+
+        CheckpointError, naming what differs, if it is one of another scenario, or can't be gone
+        on with.
+        """
+        assert self.checkpoint_path is not None
+        self.present.clear()
+        if not self.checkpoint_path.exists():
+            self.replica = self.new_worker(_NOBODY, self.initial())
+            self.position, self.schedule_step = sharding.Position(), 0
+            self._ids = self.batch()
+            return 0
+        expected = checkpoint.as_arrays(
+            tensors=self.replica.replica.arrays, optimizer=self.replica.state
+        )
+        largest = contents.bytes_max(expected)
+        arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
+        self._require_own(progress)
+        steps, samples = self.scenario.num_steps, self.scenario.num_samples
+        limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
+        contents.require(self.checkpoint_path, arrays, progress, expected=expected, limits=limits)
+        self.read_notes(progress)
+        self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
+        saved = checkpoint.group_of(arrays, "optimizer")
+        self.replica.state = {name: saved[name].copy() for name in self.replica.state}
+        self.position = sharding.Position(progress["epoch"], progress["offset"])
+        self.schedule_step = progress["schedule_step"]
+        self._ids = self.batch()
+        return int(progress["step"])
+
+    def _require_own(self, progress: Mapping[str, Any]) -> None:
+        held = progress.get("scenario")
+        theirs, ours = held if isinstance(held, dict) else {}, self.scenario.to_dict()
+        names = [name for name in (*ours, *theirs) if theirs.get(name) != ours.get(name)]
+        if names:
+            name = names[0]
+            raise CheckpointError(
+                f"checkpoint {self.checkpoint_path}: it is of a run with {name}="
+                f"{theirs.get(name)!r}, this one has {name}={ours.get(name)!r}; go on with the "
+                "scenario that it was made by, or give another path"
+            )
+
+    def payload(self, message: Message) -> Buffer:
+        """What `message` carries: a state, the average or the new weights, or the scenario."""
+        if isinstance(message, Welcome):
+            return self.dump(self.replica)
+        if isinstance(message, Offer):
+            return json.dumps(self.scenario.to_dict(), sort_keys=True).encode()
+        if isinstance(message, Average | Weights):
+            return blocks.payload_of(self._vector[self.blocks.part(message.block)])
+        return b""
+
+    def _completed(self, event: trace.Event) -> trace.Event:
+        """`event` with what only the server knows of a step that it made."""
+        if not isinstance(event, trace.Update):
+            return event
+        average = self.average_held()
+        return replace(
+            event,
+            learning_rate=average.rate,
+            gradient=average.record,
+            grad_norm=average.norm,
+            applied_norm=average.applied_norm,
+        )
+
+    def _locate(self, block: int, place: int) -> tuple[str, int]:
+        """The tensor, and the element of it, at `place` in `block`."""
+        return self.layout.locate(self.blocks.part(block).start + place)
+
+    def _record(self, events: Iterable[trace.Event]) -> None:
+        for event in events:
+            self.recorder.emit(event)
+
+    def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
+        """What `rank` tells of itself; ProtocolError if it tells of another, or another thing."""
+        try:
+            events = trace.load_events(bytes(payload))
+        except TraceError as error:
+            raise ProtocolError(f"{type(message).__name__}: {error}") from error
+        step = getattr(message, "step", None)
+        for event in events:
+            if not isinstance(event, _RECORDS[type(message)]):
+                raise ProtocolError(f"{type(message).__name__} with an event {event.kind}")
+            if isinstance(event, trace.Attempt):
+                continue  # of nobody, and of no step
+            place = (getattr(event, "rank", None), getattr(event, "step", None))
+            if place != (rank, step):
+                raise ProtocolError(
+                    f"{type(message).__name__} of rank {rank} in step {step} tells of another"
+                )
+        return events
+
+
+def _node(message: TreeNode, payload: Buffer) -> reduction.Node:
+    """The node whose block `message` brings; its vector is a view of `payload`."""
+    vector = blocks.vector_of(payload)
+    return reduction.Node(message.level, message.index, vector, message.loss, message.weight)

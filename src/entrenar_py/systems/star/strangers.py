@@ -1,0 +1,74 @@
+"""Who comes uninvited, as a scenario's faults say, and what each says when it is challenged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from entrenar_py.drivers.uninvited_client import Guest
+from entrenar_py.faults import Fault
+from entrenar_py.protocol import handshake
+from entrenar_py.protocol.frames import CHUNK_BYTES, FIELDS, MAGIC, TO_COORDINATOR, Encoder
+from entrenar_py.protocol.messages import VERSION, Challenge, Hello
+from entrenar_py.protocol.terms import Terms
+
+GARBAGE_BYTES = 1_000
+CLAIMED_BYTES = 2**62
+PACE_S = 1.0
+PORT = 1  # at which it says that it hears others, as who takes part in a mesh must
+OTHER = "0" * 64  # as long as a digest, and of nothing
+
+
+def guest(fault: Fault, terms: Terms, secret: bytes) -> Guest:
+    """The stranger that `fault` sends to a run with `terms` and `secret`."""
+    match fault.value:
+        case "garbage":
+            noise = random.Random(fault.step).randbytes(GARBAGE_BYTES)
+            return Guest(lambda challenge: noise)
+        case "huge_claim":
+            return Guest(lambda challenge: _claim())
+        case "silent":
+            return Guest(lambda challenge: b"")
+        case "slow_loris":
+            return Guest(_applicant(terms, secret, None), pace_s=PACE_S)
+        case "wrong_secret":
+            return Guest(_applicant(terms, secret + b"!", None))
+        case "wrong_run":
+            return Guest(_applicant(replace(terms, run=OTHER), secret, None))
+        case "wrong_manifest":
+            return Guest(_applicant(replace(terms, manifest=OTHER), secret, None))
+        case "wrong_data":
+            return Guest(_applicant(replace(terms, data=OTHER), secret, None))
+        case _:  # taken_rank, one_too_many: right but for its place
+            return Guest(_applicant(terms, secret, fault.rank))
+
+
+def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Challenge], bytes]:
+    """One that says hello, and proves what it can."""
+
+    def hello(challenge: Challenge) -> bytes:
+        plain = Hello(
+            version=VERSION,
+            run=terms.run,
+            manifest=terms.manifest,
+            data=terms.data,
+            backend="cpu",
+            rank=rank,
+            port=PORT,
+            nonce=challenge.nonce[::-1],
+            proof="",
+        )
+        proof = handshake.proof_of_worker(secret, challenge, plain)
+        return b"".join(Encoder().encode(replace(plain, proof=proof)))
+
+    return hello
+
+
+def _claim() -> bytes:
+    """The prefix of a hello that announces what nobody could hold."""
+    fields = FIELDS.pack(
+        *(MAGIC, VERSION, Hello.tag, True, TO_COORDINATOR, 0),
+        *(1, CHUNK_BYTES, CLAIMED_BYTES),
+    )
+    return fields + bytes(16)

@@ -1,0 +1,42 @@
+"""What each rank of torch's trainers takes of a step's samples, and what all of them make together.
+
+Every rank shuffles alike, by seed and epoch, and takes its own part: nothing is sent for that.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.systems.torch.workload_module import Model
+from entrenar_py.training import sharding
+
+
+def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
+    """The samples of this step, over all ranks."""
+    visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
+    return sharding.batch(visit, position, scenario.batch_size)
+
+
+def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
+    """What rank `index` takes of a global batch, in micro-batches; some may be empty."""
+    local = sharding.cut(ids, rank.world_size)[index]
+    return sharding.cut(local, rank.scenario.accumulation)
+
+
+def total_weight(rank: Rank, model: Model, ids: sharding.Ids) -> float:
+    """What the global batch counts: ranks hold other numbers of samples, and of tokens."""
+    local = sharding.cut(ids, rank.world_size)[rank.index]
+    weight = torch.tensor(model.count(local), device=rank.device)
+    dist.all_reduce(weight)
+    return float(weight)
+
+
+def update_buffers(rank: Rank, model: Model, ids: sharding.Ids) -> None:
+    """Moves the running means by the global batch's mean, not the rank's; all ranks hold them."""
+    totals = model.statistics(sharding.cut(ids, rank.world_size)[rank.index])
+    for total in totals.values():
+        dist.all_reduce(total)
+    model.move_buffers(totals, len(ids))

@@ -1,0 +1,156 @@
+"""torch's DistributedDataParallel, as it is to be used: gloo on the CPU, NCCL on GPUs.
+
+Batches of any size on any number of ranks: each rank's loss is weighted by what it counts in the
+global batch, micro-batches but the last are not synchronised, a NaN stops every rank before it is
+reduced, and a run goes on from its checkpoint as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import entrenar_py
+from entrenar_py import trace
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch import ranks, workload_module
+from entrenar_py.systems.torch.batches import (
+    global_batch,
+    micro_batches,
+    total_weight,
+    update_buffers,
+)
+from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch.ranks import Rank, write
+from entrenar_py.training import sharding
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says, each rank a process of its own."""
+    return ranks.run(scenario)
+
+
+def train(rank: Rank) -> None:
+    """What one rank does, from its start or the last checkpoint to its last step.
+
+    Raises NotFinite where that is why training stops.
+    """
+    scenario = rank.scenario
+    torch.manual_seed(rank.seed)  # dropout's: another on every rank
+    model = workload_module.Model(scenario).to(rank.device)
+    # Else buckets are made anew after the first step, also after the first of a resume: with three
+    # ranks or more a gradient in another place of its bucket is added in another order.
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+    optimizer = workload_module.optimizer_of(scenario, model)
+    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    position, step = sharding.Position(), 0
+    if rank.resumes:
+        position, step = load(rank, model, optimizer, scheduler)
+    elif rank.saves:
+        save(rank, model, optimizer, scheduler, position, step)
+    obs = entrenar_py.observe(ddp, optimizer, step=step)
+    guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
+    while step < rank.until:
+        ids = global_batch(scenario, position)
+        try:
+            accumulate(rank, ddp, guard, obs, ids, position.epoch)
+            guard.agree()
+        except NotFinite as error:
+            obs.halted(
+                str(error),
+                rank=error.rank,
+                micro_batch=error.micro,
+                tensor=error.tensor,
+                ids=micro_batches(rank, ids, error.rank)[error.micro],
+            )
+            raise
+        obs.reduced()
+        update_buffers(rank, model, ids)
+        clip(scenario, model)
+        optimizer.step()
+        scheduler.step()
+        position = sharding.advance(position, len(ids), scenario.num_samples)
+        step += 1
+        if rank.saves:
+            save(rank, model, optimizer, scheduler, position, step)
+    obs.close()
+
+
+def accumulate(
+    rank: Rank,
+    ddp: DistributedDataParallel,
+    guard: FiniteGuard,
+    obs: entrenar_py.Observation,
+    ids: sharding.Ids,
+    epoch: int,
+) -> None:
+    """Leaves the mean gradient of the global batch in every rank's `.grad`."""
+    ddp.zero_grad()
+    weight = total_weight(rank, ddp.module, ids)
+    parts = micro_batches(rank, ids, rank.index)
+    for number, part in enumerate(parts):
+        obs.samples(part, epoch=epoch)
+        with nullcontext() if number == len(parts) - 1 else ddp.no_sync():
+            # Who has no samples takes part all the same, with a loss that counts nothing.
+            loss = ddp(part) if part else ddp(ids[:1]) * 0
+            guard.begin(loss)
+            own = ddp.module.count(part)
+            obs.loss(loss.detach() / max(own, 1.0), own)
+            (loss * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
+
+
+def clip(scenario: Scenario, model: nn.Module) -> None:
+    """Clips the reduced gradient, in place, by its float64 norm: in float32 squares overflow."""
+    if scenario.clip_norm is not None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        squares = [p.grad.double().square().sum() for p in trainable if p.grad is not None]
+        norm = torch.stack(squares).sum().sqrt()
+        nn.utils.clip_grads_with_norm_(trainable, scenario.clip_norm, norm)
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def save(
+    rank: Rank,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    position: sharding.Position,
+    step: int,
+) -> None:
+    """Rank 0 writes one file with all that a resume needs, every rank's random state too."""
+    random = rank.all_random_states()
+    if rank.index == 0:
+        content: dict[str, Any] = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "random": random,
+            "epoch": position.epoch,
+            "offset": position.offset,
+            "step": step,
+        }
+        write(rank.checkpoint, content)
+    dist.barrier()
+
+
+def load(
+    rank: Rank,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+) -> tuple[sharding.Position, int]:
+    """Where to go on, and the next step; who was not there when it was saved draws its own."""
+    saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    if rank.worker in saved["random"]:
+        rank.restore_random(saved["random"][rank.worker])
+    return sharding.Position(saved["epoch"], saved["offset"]), saved["step"]

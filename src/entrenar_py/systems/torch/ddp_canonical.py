@@ -1,0 +1,110 @@
+"""DistributedDataParallel with the canonical all-reduce: the same bits for 1, 2, 4, 8 ... workers.
+
+As `ddp`, but for the loop over micro-batches: these are the leaves of one tree over the global
+batch, and what is random in one depends on its place there, not on who computes it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import entrenar_py
+from entrenar_py import trace
+from entrenar_py.canonical.reducer import Reducer
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch import ddp, ranks, workload_module
+from entrenar_py.systems.torch.batches import global_batch, update_buffers
+from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.training import sharding
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says, each rank a process of its own."""
+    share = num_leaves(scenario) // scenario.world_size
+    return ranks.run(scenario, micro_batches=share, promises=("bitwise", "draws"))
+
+
+def num_leaves(scenario: Scenario) -> int:
+    """Into how many micro-batches a global batch is cut, by all ranks together."""
+    return scenario.num_shards * scenario.accumulation
+
+
+def train(rank: Rank) -> None:
+    """What one rank does, from its start or the last checkpoint to its last step.
+
+    Raises NotFinite where that is why training stops.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # nothing was multiplied yet
+    torch.use_deterministic_algorithms(True)
+    scenario = rank.scenario
+    model = workload_module.Model(scenario).to(rank.device)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    reducer = entrenar_py.canonical_all_reduce(wrapped, micro_batches=num_leaves(scenario))
+    optimizer = workload_module.optimizer_of(scenario, model)
+    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    position, step = sharding.Position(), 0
+    if rank.resumes:
+        position, step = ddp.load(rank, model, optimizer, scheduler)
+    elif rank.saves:
+        ddp.save(rank, model, optimizer, scheduler, position, step)
+    obs = entrenar_py.observe(wrapped, optimizer, step=step)
+    guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
+    while step < rank.until:
+        ids = global_batch(scenario, position)
+        leaves = sharding.cut(ids, num_leaves(scenario))
+        try:
+            accumulate(rank, reducer, wrapped, guard, obs, step, position.epoch, leaves)
+            guard.agree()
+        except NotFinite as error:
+            leaf = leaves[error.rank * len(reducer.shards) + error.micro]
+            obs.halted(
+                str(error),
+                rank=error.rank,
+                micro_batch=error.micro,
+                tensor=error.tensor,
+                ids=leaf,
+            )
+            raise
+        obs.reduced()
+        update_buffers(rank, model, ids)
+        ddp.clip(scenario, model)
+        optimizer.step()
+        scheduler.step()
+        position = sharding.advance(position, len(ids), scenario.num_samples)
+        step += 1
+        if rank.saves:
+            ddp.save(rank, model, optimizer, scheduler, position, step)
+    obs.close()
+
+
+def accumulate(
+    rank: Rank,
+    reducer: Reducer,
+    wrapped: DistributedDataParallel,
+    guard: FiniteGuard,
+    obs: entrenar_py.Observation,
+    step: int,
+    epoch: int,
+    leaves: list[sharding.Ids],
+) -> None:
+    """Leaves the mean gradient of the global batch in every rank's `.grad`, in the tree's bits."""
+    total = sum(wrapped.module.count(leaf) for leaf in leaves)
+    own = [leaves[shard] for shard in reducer.shards]
+    for leaf in reducer.fold(own):
+        torch.manual_seed(seed(rank.scenario, step, reducer.shard))
+        obs.samples(leaf, epoch=epoch)
+        # A leaf without samples has a loss that counts nothing, wherever it is computed.
+        loss = wrapped(leaf) if leaf else wrapped(leaves[0][:1]) * 0
+        guard.begin(loss)
+        count = wrapped.module.count(leaf)
+        obs.loss(loss.detach() / max(count, 1.0), count)
+        (loss * len(leaves) / total).backward()  # the mean of all leaves is that of the batch
+
+
+def seed(scenario: Scenario, step: int, shard: int) -> int:
+    """What dropout draws from in a leaf: the same on whichever rank it is computed."""
+    return int(scenario.rng("torch", step, shard).integers(2**63))

@@ -1,0 +1,376 @@
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105), a local SGD: gloo on the CPU, NCCL on GPUs.
+
+Each worker makes a number of steps alone, with an optimizer of its own that it keeps. Then the
+outer weights make one Nesterov step along the mean of what the workers moved, and everyone goes on
+from there: one all-reduce a round. A worker that dies takes its round with it; one that comes is
+given the outer weights and their momentum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import entrenar_py
+from entrenar_py import trace
+from entrenar_py.outer import Outer
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch import ranks, workload_module
+from entrenar_py.systems.torch.batches import global_batch
+from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.training import sharding
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says, each worker a process of its own."""
+    Outer.of(scenario.options)  # told at once if it is out of range
+    return replace(ranks.run(scenario), promises=("rounds",))
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What a worker found that is not finite, in which of its steps."""
+
+    step: int
+    ids: tuple[int, ...]
+    error: NotFinite
+
+
+@dataclass
+class Round:
+    """Where a worker stands: `step` is its next, `begun` the first after the last outer step.
+
+    The global batch is cut for `members`, also for one that has died since: nobody hears of that
+    before the round is over. `weight` is what the worker's samples of this round count.
+    """
+
+    members: tuple[int, ...]
+    step: int = 0
+    begun: int = 0
+    weight: float = 0.0
+    position: sharding.Position = field(default_factory=sharding.Position)
+
+
+class Worker:
+    """What one worker holds: the model it trains alone, and the outer weights of all."""
+
+    def __init__(self, rank: Rank) -> None:
+        scenario = rank.scenario
+        self.rank = rank
+        self.rule = Outer.of(scenario.options)
+        self.model = workload_module.Model(scenario).to(rank.device)
+        self.inner = workload_module.optimizer_of(scenario, self.model)
+        self.scheduler = workload_module.scheduler_of(scenario, self.inner)
+        self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.outer = {name: p.detach().clone() for name, p in self.trained.items()}
+        self.averaged = {name: one.clone() for name, one in self.model.named_buffers()}
+        self.outer_optimizer = outer_optimizer_of(self.rule, list(self.outer.values()))
+        self.round = Round(members=rank.workers)
+
+
+def outer_optimizer_of(rule: Outer, weights: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Momentum as Nesterov's, over the rounds; every worker has one, and all have the same."""
+    return torch.optim.SGD(
+        weights,
+        lr=rule.outer_learning_rate,
+        momentum=rule.outer_momentum,
+        nesterov=rule.outer_momentum > 0,
+    )
+
+
+def train(rank: Rank) -> None:
+    """What one worker does, from its start or its checkpoint to its last step.
+
+    Raises NotFinite where that is why training stops.
+    """
+    torch.manual_seed(rank.seed)  # dropout's: another on every worker
+    worker = Worker(rank)
+    begin(worker)
+    obs = entrenar_py.observe(worker.model, worker.inner, step=worker.round.step)
+    # After observe: hooks of a tensor run in their order, and this is to see what that one plants.
+    guard = FiniteGuard(worker.trained)
+    bad: Bad | None = None
+    while True:
+        if is_due(worker):
+            if not synchronise(worker):
+                halt(obs, bad)
+            obs.synchronised(worker.outer_optimizer, worker.outer)
+            save(worker)
+        if worker.round.step >= rank.until:
+            break
+        bad = inner_step(worker, guard, obs)
+        save(worker)
+    if worker.round.step > worker.round.begun and average([torch.zeros(1)], worker) is None:
+        halt(obs, bad)  # nobody leaves in the middle of a round that is lost
+    obs.close()
+
+
+# --- alone ------------------------------------------------------------------------------------
+
+
+def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation) -> Bad | None:
+    """Moves this worker's weights by the mean gradient of its own samples.
+
+    Where that is not finite nothing moves, what it was is returned, and the round is over for this
+    worker: the others hear of it when theirs is.
+    """
+    now, scenario = worker.round, worker.rank.scenario
+    own = samples(worker)
+    ids = [i for part in own for i in part]
+    weight = worker.model.count(ids)
+    worker.inner.zero_grad()
+    for part in own:
+        obs.samples(part, epoch=worker.round.position.epoch)
+        # Who has no samples makes the step all the same, with a loss that counts nothing.
+        loss = worker.model(part) if part else worker.model([0]) * 0
+        guard.begin(loss)
+        count = worker.model.count(part)
+        obs.loss(loss.detach() / max(count, 1.0), count)
+        (loss / max(weight, 1.0)).backward()
+    error = guard.found(worker.rank.index)
+    if error is not None:
+        found = Bad(now.step, tuple(own[error.micro]), error)
+        end = worker.rule.round_end(now.step, scenario.num_steps)
+        now.step, now.weight = min(end, worker.rank.until), math.nan
+        return found
+    obs.reduced()
+    update_buffers(worker, ids)
+    clip(worker)
+    worker.inner.step()
+    worker.scheduler.step()
+    drawn = len(global_batch(scenario, now.position))
+    now.position = sharding.advance(now.position, drawn, scenario.num_samples)
+    now.weight += weight
+    now.step += 1
+    return None
+
+
+def samples(worker: Worker) -> list[sharding.Ids]:
+    """What this worker takes of the global batch, in micro-batches; some may be empty."""
+    ids = global_batch(worker.rank.scenario, worker.round.position)
+    members = worker.round.members
+    local = sharding.cut(ids, len(members))[members.index(worker.rank.worker)]
+    return sharding.cut(local, worker.rank.scenario.accumulation)
+
+
+def update_buffers(worker: Worker, ids: sharding.Ids) -> None:
+    """Moves the running means by this worker's own batch; they are averaged with the weights."""
+    if ids:
+        worker.model.move_buffers(worker.model.statistics(ids), len(ids))
+
+
+def clip(worker: Worker) -> None:
+    """Clips this worker's gradient, in place, by its float64 norm: in float32 squares overflow."""
+    limit = worker.rank.scenario.clip_norm
+    if limit is not None:
+        squares = [p.grad.double().square().sum() for p in trained_with_gradients(worker)]
+        norm = torch.stack(squares).sum().sqrt()
+        torch.nn.utils.clip_grads_with_norm_(trained_with_gradients(worker), limit, norm)
+
+
+def trained_with_gradients(worker: Worker) -> list[Any]:
+    """The parameters that this step's loss depends on."""
+    return [p for p in worker.trained.values() if p.grad is not None]
+
+
+# --- together ---------------------------------------------------------------------------------
+
+
+def is_due(worker: Worker) -> bool:
+    """Whether a round is over, and its outer step not made."""
+    now, num_steps = worker.round, worker.rank.scenario.num_steps
+    return now.step > now.begun and worker.rule.ends_round(now.step - 1, num_steps)
+
+
+@torch.no_grad()
+def synchronise(worker: Worker) -> bool:
+    """Makes the outer step along the mean pseudo-gradient, and everyone goes on from there.
+
+    False, and nothing done, if one of the workers has found something not finite.
+    """
+    buffers = dict(worker.model.named_buffers())
+    mean = average([*pseudo_gradient(worker), *buffers.values()], worker)
+    if mean is None:
+        return False
+    outer_step(worker, mean[: len(worker.outer)])
+    for buffer, value in zip(buffers.values(), mean[len(worker.outer) :], strict=True):
+        buffer.copy_(value)
+    worker.averaged = {name: buffer.clone() for name, buffer in buffers.items()}
+    go_on_from_outer(worker)
+    now = worker.round
+    now.members, now.begun, now.weight = worker.rank.workers, now.step, 0.0
+    return True
+
+
+def pseudo_gradient(worker: Worker) -> list[Tensor]:
+    """How far this worker has come from the outer weights, per tensor, against its direction."""
+    return [outer - worker.trained[name].detach() for name, outer in worker.outer.items()]
+
+
+def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
+    """The mean over the workers that are there, by the weight of their samples; one all-reduce.
+
+    None if somebody's weight is NaN: that is how all hear of what is not finite there.
+    """
+    weight = worker.round.weight
+    device = worker.rank.device
+    parts = [one.to(device, torch.float32).reshape(-1) * weight for one in tensors]
+    flat = torch.cat([*parts, parts[0].new_tensor([weight])])
+    dist.all_reduce(flat)
+    if bool(flat[-1].isnan()):
+        return None
+    means = (flat[:-1] / flat[-1]).split_with_sizes([one.numel() for one in tensors])
+    return [mean.view_as(one).to(one.dtype) for mean, one in zip(means, tensors, strict=True)]
+
+
+def outer_step(worker: Worker, gradient: Sequence[Tensor]) -> None:
+    """Moves the outer weights by the outer optimizer's rule."""
+    for outer, mean in zip(worker.outer.values(), gradient, strict=True):
+        outer.grad = mean
+    worker.outer_optimizer.step()
+
+
+def go_on_from_outer(worker: Worker) -> None:
+    """The next round begins at the outer weights; the inner optimizer keeps what it knows."""
+    for name, outer in worker.outer.items():
+        worker.trained[name].copy_(outer)
+
+
+def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
+    """Stops every worker, all naming the first place that any of them has found."""
+    told = own and (own.step, own.ids, own.error.rank, own.error.micro, own.error.tensor)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, told)
+    step, ids, *place = min((one for one in found if one), key=lambda one: one[0])
+    error = NotFinite(*place)
+    obs.halted(
+        str(error),
+        step=step,
+        rank=error.rank,
+        micro_batch=error.micro,
+        tensor=error.tensor,
+        ids=ids,
+    )
+    raise error
+
+
+# --- who begins, goes on, or comes ------------------------------------------------------------
+
+
+def begin(worker: Worker) -> None:
+    """Gives the worker what it goes on from: its own checkpoint, or the outer state of another."""
+    rank = worker.rank
+    own = load(worker)
+    holders: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(holders, own or (rank.life == 0 and rank.index == 0))
+    if not all(holders):
+        source = holders.index(True)
+        state: list[Any] = [outer_state(worker) if rank.index == source else None]
+        dist.broadcast_object_list(state, source, device=rank.device)
+        if not holders[rank.index]:
+            welcome(worker, state[0])
+    now = worker.round
+    now.members = tuple(sorted({*now.members, *rank.workers}))
+    save(worker)
+
+
+def outer_state(worker: Worker) -> dict[str, Any]:
+    """What all workers have in common, and who comes is given."""
+    now = worker.round
+    return {
+        "weights": on_cpu(worker.outer),
+        "buffers": on_cpu(worker.averaged),
+        "momentum": on_cpu(momentum_of(worker)),
+        "scheduler": worker.scheduler.state_dict(),
+        "round": (now.members, now.step, now.begun, now.position.epoch, now.position.offset),
+    }
+
+
+def momentum_of(worker: Worker) -> dict[str, Tensor]:
+    """What the outer optimizer remembers, per tensor; nothing before its first step."""
+    states = {name: worker.outer_optimizer.state[one] for name, one in worker.outer.items()}
+    found = {name: state.get("momentum_buffer") for name, state in states.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that any rank can read."""
+    return {name: one.detach().cpu().clone() for name, one in tensors.items()}
+
+
+@torch.no_grad()
+def take(worker: Worker, state: dict[str, Any]) -> None:
+    """Makes the outer state this worker's; its own model is left as it is."""
+    for name, outer in worker.outer.items():
+        outer.copy_(state["weights"][name])
+    worker.averaged = {name: one.to(worker.rank.device) for name, one in state["buffers"].items()}
+    for name, momentum in state["momentum"].items():
+        kept = worker.outer_optimizer.state[worker.outer[name]]
+        kept["momentum_buffer"] = momentum.to(worker.rank.device)
+    worker.scheduler.load_state_dict(state["scheduler"])
+    members, step, begun, epoch, offset = state["round"]
+    worker.round = Round(members, step, begun, 0.0, sharding.Position(epoch, offset))
+
+
+@torch.no_grad()
+def welcome(worker: Worker, state: dict[str, Any]) -> None:
+    """Lets a worker begin at the outer weights, with the outer momentum; its own optimizer is new.
+
+    What it did before it went away is lost, with the round in which it went.
+    """
+    take(worker, state)
+    go_on_from_outer(worker)
+    for name, buffer in worker.model.named_buffers():
+        buffer.copy_(worker.averaged[name])
+    rates = worker.scheduler.get_last_lr()
+    for group, rate in zip(worker.inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def checkpoint(rank: Rank) -> Path:
+    """Each worker's own: between outer steps no two hold the same."""
+    return rank.checkpoint.with_name(f"{rank.checkpoint.name}-{rank.worker}")
+
+
+def save(worker: Worker) -> None:
+    """Writes all that this worker needs to go on; asks nobody."""
+    if not worker.rank.saves:
+        return
+    content: dict[str, Any] = {
+        "life": worker.rank.life,
+        "outer": outer_state(worker),
+        "weight": worker.round.weight,
+        "model": worker.model.state_dict(),
+        "inner": worker.inner.state_dict(),
+        "random": worker.rank.random_states(),
+    }
+    ranks.write(checkpoint(worker.rank), content)
+
+
+def load(worker: Worker) -> bool:
+    """Whether the worker was there until now, and goes on where it stood."""
+    rank = worker.rank
+    if not rank.resumes or not checkpoint(rank).exists():
+        return False
+    saved = torch.load(checkpoint(rank), map_location=rank.device, weights_only=True)
+    if not is_current(rank, saved["life"]):
+        return False
+    take(worker, saved["outer"])
+    worker.round.weight = saved["weight"]
+    worker.model.load_state_dict(saved["model"])
+    worker.inner.load_state_dict(saved["inner"])
+    rank.restore_random(saved["random"])
+    return True
+
+
+def is_current(rank: Rank, life: int) -> bool:
+    """Whether a checkpoint of that life is of now: one of a worker that was away is stale."""
+    return life == rank.life - 1

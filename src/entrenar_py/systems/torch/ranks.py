@@ -1,0 +1,363 @@
+"""Runs of the trainers that torch.distributed carries: a process a rank, started as torchrun does.
+
+A run has one life or more: it ends one at a stop, when a worker is to join, and when a worker dies;
+the next begins from the checkpoint with those who are there then. Each rank is recorded by
+`observe`, as anybody's own trainer is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from entrenar_py import mutants, systems, trace
+from entrenar_py.drivers.processes import Crew, Hand, Job
+from entrenar_py.errors import BackendUnavailable, SystemFailure
+from entrenar_py.faults import Fault
+from entrenar_py.observing import FAULTS, FOLDER
+from entrenar_py.rank_files import assembly, parameter_counts
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import environment, membership, preloaded
+from entrenar_py.systems.torch import fault_timing
+from entrenar_py.systems.torch.finite_guard import NotFinite
+
+DEADLINE_S = 120.0
+PARTING_S = 5.0  # for the others, once a rank has failed: their collectives fail too, or hang
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one process is told: it is rank `index` of those `workers`, in life `life` of a run.
+
+    It trains until step `until`, and `saves` a checkpoint after every step if anything is to happen
+    after which a run goes on from one.
+    """
+
+    scenario: Scenario
+    index: int
+    workers: tuple[int, ...]
+    life: int
+    until: int
+    saves: bool
+    device: torch.device
+    checkpoint: Path
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on from the checkpoint."""
+        return self.life > 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this life has."""
+        return len(self.workers)
+
+    @property
+    def worker(self) -> int:
+        """Which of the scenario's workers it is, the same in all lives."""
+        return self.workers[self.index]
+
+    @property
+    def seed(self) -> int:
+        """Another for every worker, and for one that comes back."""
+        return self.seed_of(self.worker)
+
+    def seed_of(self, worker: int) -> int:
+        """That of another worker."""
+        return int(self.scenario.rng("torch", worker, self.life).integers(2**63))
+
+    def random_states(self) -> list[Tensor]:
+        """Where the generators stand that this rank draws from: the CPU's, and its GPU's."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def all_random_states(self) -> dict[int, list[Tensor]]:
+        """Those of every rank, by worker; all ranks call it."""
+        states: list[list[Tensor]] = [[] for _ in self.workers]
+        dist.all_gather_object(states, self.random_states())
+        return dict(zip(self.workers, states, strict=True))
+
+    def restore_random(self, states: Sequence[Tensor]) -> None:
+        """Puts the generators back where they stood."""
+        torch.set_rng_state(states[0].cpu())
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1].cpu(), self.device)
+
+
+def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
+    """Writes it whole or not at all: who dies while it writes leaves the last one."""
+    unfinished = checkpoint.with_suffix(".part")
+    torch.save(content, unfinished)
+    unfinished.replace(checkpoint)
+
+
+# --- the process that starts them -------------------------------------------------------------
+
+
+@cache
+def crew() -> Crew:
+    """The ranks' processes; they end with this one."""
+    made = Crew(main, preload=preloaded.MODULES, one_job=True)
+    atexit.register(made.dismiss)
+    return made
+
+
+def run(
+    scenario: Scenario,
+    *,
+    micro_batches: int | None = None,
+    promises: tuple[str, ...] = (),
+    group_size: Callable[[Scenario, int], int] = lambda *_: 1,
+    in_stages: bool = False,
+) -> trace.Trace:
+    """Trains as `scenario` says with the system it names.
+
+    A rank has `micro_batches` a step, or as many as the scenario accumulates. Of a number of ranks
+    `group_size` tells how many, one after the other, compute one batch: together, or `in_stages`,
+    each with parameters of its own.
+    """
+    num_micros = micro_batches or scenario.accumulation
+
+    def place(fault: Fault, workers: Sequence[int]) -> list[Fault]:
+        arranged = fault_timing.Arrangement(
+            micro_batches=num_micros,
+            group_size=group_size(scenario, len(workers)),
+            in_stages=in_stages,
+        )
+        return fault_timing.place(scenario, fault, workers, arranged)
+
+    with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
+        lives = _Lives(scenario, Path(folder), num_micros, place)
+        status, reason = lives.live()
+        return trace.Trace(
+            scenario=scenario,
+            environment=environment.describe(),
+            promises=promises,
+            events=(*lives.events, trace.End(status=status, reason=reason)),
+        )
+
+
+class _Lives:
+    """A run, life by life."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        micro_batches: int,
+        place: Callable[[Fault, Sequence[int]], list[Fault]],
+    ) -> None:
+        self._scenario, self._folder, self._micro_batches = scenario, folder, micro_batches
+        self._place = place
+        self._workers = membership.initial_ranks(scenario)
+        self._faults = list(scenario.faults)  # those that have not struck
+        self._joins = [one for one in self._faults if one.kind == "join"]
+        self.events: list[trace.Event] = []
+
+    def live(self) -> tuple[str, str]:
+        """Runs to the end: its status, and the reason."""
+        scenario = self._scenario
+        ends = {*scenario.stops, *((one.step or 0) for one in self._joins), scenario.num_steps}
+        life, step = 0, 0
+        for until in sorted(ends):
+            self._join(step)
+            while step < until:
+                answers, died = self._one_life(life, until)
+                life += 1
+                if all(answer and answer["status"] == "done" for answer in answers):
+                    step = until
+                    continue
+                if any(answer and answer["status"] == "halted" for answer in answers):
+                    halted = [a["reason"] for a in answers if a and a["status"] == "halted"]
+                    return "halted", halted[0]
+                lost = self._lost(died)
+                if not lost:
+                    return "failed", next((a["reason"] for a in answers if a), "every rank died")
+                self._workers = [one for one in self._workers if one not in lost]
+        return "completed", ""
+
+    def _lost(self, died: set[int]) -> set[int]:
+        """Those of the workers that `died`, if that was planned of all of them."""
+        struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
+        planned = {one["rank"] for one in struck if one["kind"] == "leave"}
+        return died if died <= planned else set()
+
+    def _join(self, step: int) -> None:
+        for fault in [one for one in self._joins if one.step == step]:
+            assert fault.rank is not None, "faults.NEEDED has it"
+            self.events += [
+                trace.Injected(fault=fault.to_dict(), step=step, rank=fault.rank),
+                trace.Membership(step=step, rank=fault.rank, change="joined"),
+            ]
+            self._workers = sorted([*self._workers, fault.rank])
+            self._joins.remove(fault)
+
+    def _one_life(self, life: int, until: int) -> tuple[list[dict[str, Any] | None], set[int]]:
+        """What each rank answered, None of one that died or was stuck; and the workers that died
+        by themselves.
+        """
+        folder = self._folder / f"life-{life:03}"
+        folder.mkdir()
+        scenario, workers = self._scenario, tuple(self._workers)
+        placed = {
+            json.dumps(adapted.to_dict()): fault
+            for fault in self._faults
+            for adapted in self._place(fault, workers)
+        }
+        saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
+        job = {
+            "scenario": scenario.to_dict(),
+            "workers": workers,
+            "until": until,
+            "life": life,
+            "saves": saves,
+            "folder": str(folder),
+            "checkpoint": str(self._folder / "checkpoint"),
+            "faults": [json.loads(one) for one in placed],
+        }
+        hands = [crew().give(json.dumps({**job, "index": i}).encode()) for i in range(len(workers))]
+        dead = _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
+        answers = [None if one.answer is None else json.loads(one.answer) for one in hands]
+        self._take(folder, placed, struck=any(one and one["struck"] for one in answers))
+        return answers, {w for w, hand in zip(workers, hands, strict=True) if hand in dead}
+
+    def _take(self, folder: Path, placed: Mapping[str, Fault], *, struck: bool) -> None:
+        """Adds what the ranks of a life recorded: under the workers' numbers, not the ranks'."""
+        ranks, problems = assembly.load(folder)
+        if problems:
+            raise SystemFailure(problems[0])
+        events = assembly.numbered(
+            assembly.ordered(ranks), self._micro_batches, assembly.places(ranks)
+        )
+        for event in [*parameter_counts.holdings(ranks), *events]:
+            if isinstance(event, trace.Injected):
+                fault = placed[json.dumps(dict(event.fault))]
+                event = replace(event, fault=fault.to_dict())
+                self._faults = [one for one in self._faults if one != fault]
+            rank = getattr(event, "rank", None)
+            if rank is not None:
+                event = replace(event, rank=self._workers[rank])  # type: ignore[call-arg]
+            self.events.append(event)
+        if struck and self._scenario.mutant is not None:
+            self.events.insert(0, trace.Planted(name=self._scenario.mutant))
+
+
+def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
+    """Waits until every rank has answered or died, and gives those that died; once one has failed
+    the others have PARTING_S, as a collective that lacks a rank may wait for ever.
+    """
+    dead = []
+    deadline = time.monotonic() + deadline_s
+    waiting = list(hands)
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        ready = connection.wait([hand.pipe for hand in waiting], left_s)
+        for hand in [one for one in waiting if one.pipe in ready]:
+            hand.heard()
+            waiting.remove(hand)
+            if hand.answer is None:
+                dead.append(hand)
+            if hand.answer is None or json.loads(hand.answer)["status"] == "failed":
+                deadline = min(deadline, time.monotonic() + PARTING_S)
+    crew().gather(0.0)
+    return dead
+
+
+# --- one rank's process -----------------------------------------------------------------------
+
+
+def main(pipe: Connection) -> NoReturn:
+    """Does one job, answers, and ends at once.
+
+    Nothing of torch's is taken down: gloo's threads sometimes hang, or abort, while it is.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us decides
+    torch.set_num_threads(1)
+    desk = Job(pipe)
+    given = desk.next()
+    if given is not None:
+        job = json.loads(given)
+        # What torch prints is no part of a report; it is there to be read until the run is over.
+        with Path(job["folder"], f"{job['index']:05}.output.txt").open("wb") as output:
+            os.dup2(output.fileno(), sys.stdout.fileno())
+            os.dup2(output.fileno(), sys.stderr.fileno())
+        scenario = Scenario.from_dict(job["scenario"])
+        with mutants.planted(scenario.mutant) as planting:
+            status, reason = _train(scenario, job)
+        answer = {"status": status, "reason": reason, "struck": planting.struck}
+        desk.answer(json.dumps(answer).encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _train(scenario: Scenario, job: Mapping[str, Any]) -> tuple[str, str]:
+    """Trains as one rank: how that ended, and why."""
+    index, workers, folder = job["index"], tuple(job["workers"]), Path(job["folder"])
+    os.environ.update(
+        {
+            "RANK": str(index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(len(workers)),
+            FOLDER: str(folder),
+            FAULTS: json.dumps(job["faults"]),
+        }
+    )
+    try:
+        device = _device(scenario, index, len(workers))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=index,
+            world_size=len(workers),
+            timeout=timedelta(seconds=scenario.options.get("deadline_s", DEADLINE_S)),
+        )
+        rank = Rank(
+            scenario=scenario,
+            index=index,
+            workers=workers,
+            life=job["life"],
+            until=job["until"],
+            saves=job["saves"],
+            device=device,
+            checkpoint=Path(job["checkpoint"]),
+        )
+        systems.module_of(scenario.system).train(rank)
+    except NotFinite as error:
+        return "halted", str(error)
+    except Exception as error:  # noqa: BLE001  (a rank's crash is a result: its run failed)
+        return "failed", f"rank {index}: {type(error).__name__}: {error}"
+    return "done", ""
+
+
+def _device(scenario: Scenario, index: int, world_size: int) -> torch.device:
+    """The CPU, or a GPU of the rank's own; BackendUnavailable if there are fewer GPUs."""
+    if scenario.backends[0] != "cuda":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count < world_size:
+        raise BackendUnavailable(
+            f"backend cuda: {world_size} ranks need a GPU each, this machine has {count}; "
+            f"use --world-size {max(count, 1)} or less"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

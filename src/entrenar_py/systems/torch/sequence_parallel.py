@@ -1,0 +1,75 @@
+"""Sequence parallelism: tensor parallelism whose ranks, between the layers that they share, hold a
+part of each sequence each, instead of all of it.
+
+What tensor parallelism all-reduces is reduce-scattered and all-gathered here: the same traffic, and
+norms and residuals take 1/tp of the memory and of the time. Training itself is `tensor_parallel`'s.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from entrenar_py import trace
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch import ranks, tensor_parallel, workload_layers
+from entrenar_py.systems.torch.ranks import Rank
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says, each rank a process of its own."""
+    tensor_parallel.degree(scenario, scenario.world_size)
+    return ranks.run(scenario, group_size=tensor_parallel.degree)
+
+
+def train(rank: Rank) -> None:
+    """What one rank does, from its start or the last checkpoint to its last step."""
+    tensor_parallel.train_with(rank, parallelize)
+
+
+def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
+    """Cuts `model`, in place, over the ranks of `mesh`; what has no sequences as
+    `tensor_parallel` does.
+
+    A norm's gradient comes from a part of the sequence on each rank: the parts are to be added
+    (`tensor_parallel.add_terms`), not averaged.
+    """
+    if not isinstance(model, workload_layers.Decoder):
+        tensor_parallel.parallelize(model, mesh)
+        return
+    part, whole = Shard(1), Replicate()  # of [n, t, d]
+    # Gathered once for all the layers that read it: their gradients are added, then scattered.
+    gather = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=part),
+            "blocks.*.attention_norm": SequenceParallel(),
+            "blocks.*.attention": gather,
+            "blocks.*.attention.q": tensor_parallel.AdaptedColwise(),
+            "blocks.*.attention.k": ColwiseParallel(),
+            "blocks.*.attention.v": tensor_parallel.AdaptedColwise(),
+            "blocks.*.attention.o": RowwiseParallel(output_layouts=part),
+            "blocks.*.mlp_norm": SequenceParallel(),
+            "blocks.*.mlp": gather,
+            "blocks.*.mlp.gate": ColwiseParallel(),
+            "blocks.*.mlp.up": ColwiseParallel(),
+            "blocks.*.mlp.down": RowwiseParallel(output_layouts=part),
+            "norm": SequenceParallel(),
+            "head": PrepareModuleInputOutput(
+                input_layouts=(part, None),
+                desired_input_layouts=(whole, None),
+                output_layouts=Shard(-1),
+                desired_output_layouts=whole,
+            ),
+        },
+    )

@@ -1,0 +1,265 @@
+"""Tensor parallelism by `parallelize_module`, beside data parallelism: ranks in pairs hold half of
+each layer and compute the same batch, pairs hold copies and compute different ones.
+
+`options.tp` is the size of such a group (2); of a world that it does not divide, the largest number
+that divides both. The checkpoint holds whole tensors: a run goes on with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import entrenar_py
+from entrenar_py import trace
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch import ranks, whole_checkpoint, workload_layers, workload_module
+from entrenar_py.systems.torch.batches import global_batch
+from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
+from entrenar_py.systems.torch.ranks import Rank
+from entrenar_py.training import decoder, sharding
+
+Parallelize = Callable[[workload_layers.Layers, DeviceMesh], None]
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Trains as `scenario` says, each rank a process of its own."""
+    degree(scenario, scenario.world_size)
+    return ranks.run(scenario, group_size=degree)
+
+
+def train(rank: Rank) -> None:
+    """What one rank does, from its start or the last checkpoint to its last step."""
+    train_with(rank, parallelize)
+
+
+def degree(scenario: Scenario, world_size: int) -> int:
+    """How many ranks share a layer; UsageError for a number that its heads can't be split by."""
+    size = scenario.options.get("tp", 2)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UsageError(f"option tp={size!r} on system {scenario.system}: use a number of ranks")
+    if scenario.workload.startswith("decoder") and decoder.NUM_KV_HEADS % size:
+        raise UsageError(
+            f"option tp={size} on system {scenario.system}: {scenario.workload} has "
+            f"{decoder.NUM_KV_HEADS} key-value heads; use a number that divides them"
+        )
+    return math.gcd(size, world_size)
+
+
+# --- how the model is cut ---------------------------------------------------------------------
+
+
+def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
+    """Cuts `model`, in place, over the ranks of `mesh`.
+
+    Each pair of layers is cut by columns and then by rows: one all-reduce behind the second, and
+    one, of the gradient, before the first. The embedding, which is the output's weight, too, is cut
+    by the vocabulary.
+    """
+    if isinstance(model, workload_layers.Classifier):
+        # Dropout comes between its layers: it is drawn of the whole, the same on all ranks.
+        whole = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh, dict.fromkeys(("hidden1", "hidden2", "output"), whole))
+    elif isinstance(model, workload_layers.Decoder):
+        parallelize_module(
+            model,
+            mesh,
+            {
+                "embedding": RowwiseParallel(input_layouts=Replicate()),
+                "blocks.*.attention_norm": Replicated(),
+                "blocks.*.attention.q": AdaptedColwise(),
+                "blocks.*.attention.k": ColwiseParallel(),
+                "blocks.*.attention.v": AdaptedColwise(),
+                "blocks.*.attention.o": RowwiseParallel(),
+                "blocks.*.mlp_norm": Replicated(),
+                "blocks.*.mlp.gate": ColwiseParallel(),
+                "blocks.*.mlp.up": ColwiseParallel(),
+                "blocks.*.mlp.down": RowwiseParallel(),
+                "norm": Replicated(),
+                "head": PrepareModuleInputOutput(
+                    input_layouts=(Replicate(), None),
+                    desired_input_layouts=(Replicate(), None),
+                    output_layouts=Shard(-1),
+                    desired_output_layouts=Replicate(),
+                ),
+            },
+        )
+
+
+class AdaptedColwise(ColwiseParallel):
+    """A layer with an adapter beside it, by columns: A, which is small, is on all ranks, B and the
+    frozen weight are cut alike.
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            placement = Replicate() if key == "lora_a" else Shard(0)
+            cut = distribute_tensor(parameter.detach(), device_mesh, [placement])
+            module.register_parameter(key, nn.Parameter(cut))
+
+
+class Replicated(ParallelStyle):
+    """A module that computes the same on all ranks, its parameters DTensors like all others: the
+    optimizer's multi-tensor kernels take one kind at a time.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=lambda _, inputs, mesh: tuple(  # type: ignore[arg-type]
+                DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs
+            ),
+            output_fn=lambda _, output, mesh: output.to_local(),
+        )
+
+
+def cut_model(
+    model: workload_layers.Layers, mesh: DeviceMesh, parallelize: Parallelize
+) -> list[nn.Parameter]:
+    """Cuts `model`; its parameters that train."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    parallelize(model, mesh)
+    for name, parameter in model.named_parameters():
+        # A style makes new parameters, and all of them train.
+        parameter.requires_grad_(name not in frozen)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        if isinstance(parameter, DTensor) and parameter.placements[0].is_replicate():
+            parameter.register_hook(add_terms)  # type: ignore[no-untyped-call]
+    return trainable
+
+
+def add_terms(gradient: Tensor) -> Tensor:
+    """A replicated parameter's gradient: the sum, where ranks of a group have come to terms of it,
+    each by its part of what comes behind.
+    """
+    assert isinstance(gradient, DTensor)
+    return gradient.redistribute(placements=[Replicate()])
+
+
+# --- the training loop ------------------------------------------------------------------------
+
+
+def train_with(rank: Rank, parallelize: Parallelize) -> None:
+    """As `train`, the model cut by `parallelize`. Raises NotFinite where that is why it stops."""
+    scenario, size = rank.scenario, degree(rank.scenario, rank.world_size)
+    shape = (rank.world_size // size, size)
+    mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
+    place, group = mesh.get_local_rank("dp"), mesh["tp"].get_group()
+    # Who shares a layer draws the same dropout, other groups another.
+    torch.manual_seed(rank.seed_of(rank.workers[place * size]))
+    model = workload_layers.build(scenario).to(rank.device)
+    trainable = cut_model(model, mesh["tp"], parallelize)
+    data = workload_layers.Data(scenario, rank.device)
+    optimizer = workload_module.optimizer_of(scenario, model)
+    scheduler = workload_module.scheduler_of(scenario, optimizer)
+    position, step = sharding.Position(), 0
+    if rank.resumes:
+        position, step = whole_checkpoint.load(rank, model, optimizer, scheduler)
+    elif rank.saves:
+        whole_checkpoint.save(rank, model, optimizer, position, step)
+    obs = entrenar_py.observe(model, optimizer, step=step, layout=mesh)
+    guard = FiniteGuard({n: p for n, p in model.named_parameters() if p.requires_grad})
+    while step < rank.until:
+        ids = global_batch(scenario, position)
+        parts = sharding.cut(local_batch(ids, mesh, place), scenario.accumulation)
+        try:
+            accumulate(model, data, guard, obs, parts, position.epoch, data.count(ids))
+            guard.agree()
+        except NotFinite as error:
+            there = local_batch(ids, mesh, error.rank // size)
+            obs.halted(
+                str(error),
+                rank=error.rank,
+                micro_batch=error.micro,
+                tensor=error.tensor,
+                ids=sharding.cut(there, scenario.accumulation)[error.micro],
+            )
+            raise
+        for parameter in trainable:  # over the groups; within one the layers have seen to it
+            dist.all_reduce(local_gradient(parameter), group=mesh["dp"].get_group())
+        obs.reduced()
+        data.move_buffers(model, ids)
+        clip(trainable, scenario.clip_norm, group)
+        optimizer.step()
+        scheduler.step()
+        position = sharding.advance(position, len(ids), scenario.num_samples)
+        step += 1
+        if rank.saves:
+            whole_checkpoint.save(rank, model, optimizer, position, step)
+    obs.close()
+
+
+def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids:
+    """What the group of ranks at `place` takes of a global batch: there are as many parts as
+    groups, not as ranks.
+    """
+    return sharding.cut(ids, mesh["dp"].size())[place]
+
+
+def accumulate(
+    model: workload_layers.Layers,
+    data: workload_layers.Data,
+    guard: FiniteGuard,
+    obs: entrenar_py.Observation,
+    parts: Iterable[sharding.Ids],
+    epoch: int,
+    weight: float,
+) -> None:
+    """Leaves in `.grad` this group's share of the mean over a global batch of `weight`."""
+    model.zero_grad()
+    for part in parts:
+        obs.samples(part, epoch=epoch)
+        loss = model(*data.batch(part, max(len(part), 1)))
+        guard.begin(loss)
+        own = data.count(part)
+        obs.loss(loss.detach() / max(own, 1.0), own)
+        (loss / weight).backward()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of the gradient, not a copy; zeros where there was none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def norm_l2(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
+    """The norm of the whole gradient, in float64: pieces are added over `group`, copies count once;
+    0-d.
+    """
+    squares: dict[bool, list[Tensor]] = {True: [], False: []}  # of pieces, of copies
+    for parameter in trainable:
+        in_pieces = isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
+        squares[in_pieces].append(local_gradient(parameter).double().square().sum())
+    zero = torch.zeros_like(next(iter(squares[True] + squares[False])))
+    pieces = torch.stack([zero, *squares[True]]).sum()
+    dist.all_reduce(pieces, group=group)
+    return (pieces + torch.stack([zero, *squares[False]]).sum()).sqrt()
+
+
+def clip(
+    trainable: Iterable[nn.Parameter], clip_norm: float | None, group: dist.ProcessGroup
+) -> None:
+    """Scales all that this rank holds of the gradient by the same factor, in place."""
+    if clip_norm is None:
+        return
+    factor = (clip_norm / (norm_l2(trainable, group) + 1e-6)).clamp(max=1.0)
+    for parameter in trainable:
+        local_gradient(parameter).mul_(factor.to(parameter.dtype))

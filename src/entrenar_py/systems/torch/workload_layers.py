@@ -1,0 +1,172 @@
+"""A scenario's workload as a chain of real torch layers, which can be sharded and cut into stages.
+
+The names of parameters are those of the workload's tensors. `linear` and `mlp` stand here, the
+decoders in `decoder_module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import models
+from entrenar_py.systems.torch import decoder_module
+from entrenar_py.systems.torch.decoder_module import Decoder
+from entrenar_py.training import decoder, engine, sharding
+from entrenar_py.training.workload import DigitClassifier, LinearRegression
+
+__all__ = ["Classifier", "Data", "Decoder", "Layers", "Regression", "build", "num_units"]
+
+
+class Regression(nn.Linear):
+    """y = w x + b, a single unit."""
+
+    num_units = 1
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
+    ) -> Tensor:
+        """[n, 1] -> [n, 1], or with `targets` the loss."""
+        y = super().forward(x)
+        return y if targets is None else self.loss_sum(y, targets)
+
+    @staticmethod
+    def loss_sum(y: Tensor, targets: Tensor) -> Tensor:
+        """0-d; a target that is NaN counts nothing."""
+        real = ~targets.isnan()
+        return F.mse_loss(y[real], targets[real], reduction="sum")
+
+
+class Classifier(nn.Module):
+    """Two hidden tanh layers with dropout, a unit each, and the output."""
+
+    num_units = 3
+    running_mean: Tensor  # of the pixels
+
+    def __init__(self, width: int, dropout: float, units: Iterable[int] = range(num_units)) -> None:
+        super().__init__()
+        self.units = sorted(units)
+        sizes = {"hidden1": (64, width), "hidden2": (width, width), "output": (width, 10)}
+        self._names = list(sizes)
+        for unit in self.units:
+            self.add_module(self._names[unit], nn.Linear(*sizes[self._names[unit]]))
+        if 0 in self.units:
+            self.register_buffer("running_mean", torch.empty(64))
+        self._dropout = dropout
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
+    ) -> Tensor:
+        """What comes out of `units`, all that are here if None: pixels float32 [n, 64] go into the
+        first, scores [n, 10] come out of the last; with `targets` their loss.
+        """
+        for unit in self.units if units is None else units:
+            if unit == 0:
+                x = x - self.running_mean
+            x = self.get_submodule(self._names[unit])(x)
+            if unit < self.num_units - 1:
+                x = F.dropout(torch.tanh(x), self._dropout)
+        return x if targets is None else self.loss_sum(x, targets)
+
+    @staticmethod
+    def loss_sum(scores: Tensor, targets: Tensor) -> Tensor:
+        """0-d; a target PADDING counts nothing."""
+        return F.cross_entropy(scores, targets, ignore_index=decoder.PADDING, reduction="sum")
+
+
+Layers: TypeAlias = Regression | Classifier | Decoder
+
+
+def num_units(scenario: Scenario) -> int:
+    """Into how many stages the workload can be cut at most; UsageError if it has no layers."""
+    if scenario.workload == "linear":
+        return Regression.num_units
+    if scenario.workload == "mlp":
+        return Classifier.num_units
+    if scenario.workload in ("decoder", "decoder_full"):
+        return Decoder.num_units
+    raise UsageError(
+        f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
+        "linear, mlp, decoder, decoder_full"
+    )
+
+
+def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
+    """The workload with its initial values, or those of its `units` alone."""
+    workload = models.model_of(scenario)
+    model: Layers
+    here = range(num_units(scenario)) if units is None else list(units)
+    if scenario.workload == "linear":
+        model = Regression()
+    elif scenario.workload == "mlp":
+        model = Classifier(scenario.width, scenario.dropout, here)
+    else:
+        model = Decoder(scenario.dropout, here)
+    values = workload.initial(scenario.rng("initial"))
+    held = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    model.load_state_dict({name: torch.from_numpy(values[name]) for name in held})
+    trained = {spec.name for spec in workload.specs if spec.role == "trainable"}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return model
+
+
+class Data:
+    """The samples of a scenario's workload, as its layers take them."""
+
+    def __init__(self, scenario: Scenario, device: torch.device) -> None:
+        workload = models.model_of(scenario)
+        assert isinstance(workload, LinearRegression | DigitClassifier | decoder.ByteDecoder)
+        self._workload, self.device = workload, device
+
+    def batch(self, ids: Sequence[int], num_rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of `ids`, in `num_rows` rows: those behind them count nothing."""
+        workload = self._workload
+        # Who has no samples has rows all the same, of a sample that does not count.
+        inputs, targets = workload.batch([*ids, *[0] * (num_rows - len(ids))])
+        nothing = torch.nan if targets.is_floating_point() else decoder.PADDING
+        targets = targets.clone()
+        targets[len(ids) :] = nothing
+        if isinstance(workload, decoder.ByteDecoder):
+            more = decoder_module.LENGTH - decoder.POSITIONS
+            inputs, targets = F.pad(inputs, (0, more)), F.pad(targets, (0, more), value=nothing)
+        return inputs.to(self.device), targets.to(self.device)
+
+    def count(self, ids: Sequence[int]) -> float:
+        """What `ids` count in the mean: samples, or tokens."""
+        return float(self._workload.weight(ids)) if ids else 0.0
+
+    def example(self, unit: int, num_rows: int) -> Tensor:
+        """What goes into `unit`, or out of the last one if there is none of that number: a tensor
+        without values.
+        """
+        shape = self._shapes()[unit]
+        kind = self._workload.batch([0])[0].dtype if unit == 0 else torch.float32
+        # What comes out of a unit has a gradient; without it none would be sent back.
+        return torch.empty(num_rows, *shape, dtype=kind, device="meta", requires_grad=unit > 0)
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        if isinstance(self._workload, DigitClassifier):
+            width = self._workload.specs[0].shape[0]
+            return [(64,), (width,), (width,), (10,)]
+        if isinstance(self._workload, decoder.ByteDecoder):
+            hidden = (decoder_module.LENGTH, decoder.HIDDEN)
+            scores = (decoder_module.LENGTH, decoder.VOCABULARY)
+            return [(decoder_module.LENGTH,), *[hidden] * (Decoder.num_units - 1), scores]
+        return [(1,), (1,)]
+
+    def move_buffers(self, model: nn.Module, ids: sharding.Ids) -> None:
+        """Moves the running means towards the mean of the global batch `ids`: all are told."""
+        totals = self._workload.statistics(ids)
+        for name, buffer in model.named_buffers():
+            total = torch.from_numpy(totals[name]).to(buffer)
+            buffer.lerp_(total / len(ids), engine.BUFFER_MOMENTUM)

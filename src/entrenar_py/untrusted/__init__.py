@@ -1,0 +1,1 @@
+"""What others wrote (contracts, ledgers, paths, peers): opened within bounds, printed visibly."""

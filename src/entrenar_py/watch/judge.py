@@ -1,0 +1,200 @@
+"""What the rows of all ranks say of a watched step. Numbers in, findings out: no device, no wait.
+
+Every rank has all rows, and so finds the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.errors import WatchFinding
+from entrenar_py.watch.clauses import FINITENESS, IDENTITY, LIVENESS
+from entrenar_py.watch.exchange import Rows
+from entrenar_py.watch.ownership import Piece, holders
+
+# Formats whose NaN and Inf the digest sees on every device.
+_SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How often a clause was looked at: steps, and comparisons in all of them. `note` says what is
+    not looked at, and why.
+    """
+
+    clause: str
+    check: str
+    steps: int
+    comparisons: int
+    note: str
+
+
+class Judge:
+    """Of a training in which rank r holds `ranks[r]`, by `clauses` (check -> id)."""
+
+    def __init__(
+        self, ranks: Sequence[Sequence[Piece]], clauses: Mapping[str, str], patience: int
+    ) -> None:
+        self._ranks, self._clauses, self._patience = ranks, clauses, patience
+        shape = (len(ranks), max(map(len, ranks)))
+        self._held = holders(ranks)
+        self._copies = _places(one for held in self._held for one in held[1:])
+        self._firsts = _places(held[0] for held in self._held for _ in held[1:])
+        self._floating = np.zeros(shape, bool)
+        for rank, pieces in enumerate(ranks):
+            self._floating[rank, : len(pieces)] = [one.dtype in _SEEN for one in pieces]
+        self._there = np.zeros(shape, bool)
+        for rank, pieces in enumerate(ranks):
+            self._there[rank, : len(pieces)] = True
+        self._last: Rows | None = None
+        self._idle = np.zeros(shape, bool)  # did not move from one look to the next
+        self._since = np.zeros(shape, np.int64)  # the last step of which it may have moved
+        self._steps: Counter[str] = Counter()
+        self._comparisons: Counter[str] = Counter()
+
+    def look(self, step: int, rows: Rows) -> list[WatchFinding]:
+        """What broke at `step`: at most one finding a clause, of the first tensor."""
+        judges = {IDENTITY: self._differing, FINITENESS: self._not_finite, LIVENESS: self._dead}
+        found = []
+        for check in self._clauses:
+            broken, compared = judges[check](step, rows)
+            if compared:
+                self._steps[check] += 1
+                self._comparisons[check] += compared
+            found += broken
+        return found
+
+    def idle(self, rank: int) -> list[int]:
+        """Rows of `rank` that did not move: of these it is asked whether they should have."""
+        if LIVENESS not in self._clauses:
+            return []
+        return [int(row) for row in np.flatnonzero(self._idle[rank])]
+
+    def watched(self) -> tuple[Watched, ...]:
+        """Every clause, whether or not it could be looked at."""
+        notes = {IDENTITY: self._alone(), FINITENESS: self._unseen(), LIVENESS: ""}
+        return tuple(
+            Watched(id_, check, self._steps[check], self._comparisons[check], notes[check])
+            for check, id_ in self._clauses.items()
+        )
+
+    # --- identity ---------------------------------------------------------------------------------
+
+    def _differing(self, step: int, rows: Rows) -> tuple[list[WatchFinding], int]:
+        copies, firsts = self._copies.T, self._firsts.T
+        differ = (rows[*copies, :2] != rows[*firsts, :2]).any(axis=1)
+        if not differ.any():
+            return [], len(differ)
+        broken = {tuple(one) for one in self._firsts[differ].tolist()}
+        held = [one for one in self._held if one[0] in broken]
+        return [self._difference(step, held[0], rows, len(held))], len(differ)
+
+    def _difference(
+        self, step: int, held: Sequence[tuple[int, int]], rows: Rows, num_tensors: int
+    ) -> WatchFinding:
+        digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in held}
+        (most, votes), *_ = Counter(digests.values()).most_common()
+        odd = {rank: one for rank, one in digests.items() if one != most}
+        if votes <= len(digests) - votes:  # nobody can say who is right
+            odd = digests
+        others = [rank for rank in digests if rank not in odd]
+        what = f"hold other weights than {_ranks(others)}" if others else "hold different weights"
+        shown = ", ".join(f"rank {rank}: {one}" for rank, one in list(odd.items())[:4])
+        right = f"; the others: {most}" if others else ""
+        return self._finding(
+            IDENTITY,
+            step,
+            list(odd),
+            self._name(held[0]),
+            f"{_ranks(odd)} {what if len(odd) > 1 else what.replace('hold', 'holds', 1)} "
+            f"({shown}{right}){_more(num_tensors)}",
+        )
+
+    def _alone(self) -> str:
+        if len(self._ranks) == 1:
+            return "one process: there is no other to compare with"
+        compared = {one for held in self._held for one in held}
+        alone = [
+            self._name((rank, row))
+            for rank, pieces in enumerate(self._ranks)
+            for row in range(len(pieces))
+            if (rank, row) not in compared
+        ]
+        if not alone:
+            return ""
+        return f"{len(alone)} tensors or shards are held by one rank alone, the first {alone[0]}"
+
+    # --- finiteness -------------------------------------------------------------------------------
+
+    def _not_finite(self, step: int, rows: Rows) -> tuple[list[WatchFinding], int]:
+        bad = self._floating & (rows[:, :, 2] != 0)
+        message = "NaN or Inf in the weights after the step"
+        return list(self._named(FINITENESS, step, bad, message)), int(self._floating.sum())
+
+    def _unseen(self) -> str:
+        unseen = sorted({p.dtype for held in self._ranks for p in held if p.dtype not in _SEEN})
+        return f"not of dtype {', '.join(unseen)}" if unseen else ""
+
+    # --- liveness ---------------------------------------------------------------------------------
+
+    def _dead(self, step: int, rows: Rows) -> tuple[list[WatchFinding], int]:
+        last, self._last = self._last, rows
+        if last is None:
+            self._since[:] = step
+            return [], 0
+        self._idle = self._there & (rows[:, :, :2] == last[:, :, :2]).all(axis=2)
+        stuck = self._idle & (rows[:, :, 3] != 0)
+        self._since[~stuck] = step
+        dead = stuck & (step - self._since >= self._patience)
+        self._since[dead] = step  # told once, and again as long after
+        message = (
+            f"did not move in {self._patience} steps or more, though it is trainable and its "
+            "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
+        )
+        # What rests and is not said to have had a gradient was not looked at: it may be frozen.
+        looked_at = (self._there & ~self._idle) | stuck
+        return list(self._named(LIVENESS, step, dead, message)), int(looked_at.sum())
+
+    # --- all --------------------------------------------------------------------------------------
+
+    def _named(
+        self, check: str, step: int, broken: NDArray[np.bool_], message: str
+    ) -> Iterator[WatchFinding]:
+        """One finding, of the first tensor that is broken on any rank."""
+        rows = np.flatnonzero(broken.any(axis=0))
+        if len(rows):
+            ranks = [int(rank) for rank in np.flatnonzero(broken[:, rows[0]])]
+            name = self._name((ranks[0], int(rows[0])))
+            ranks = [rank for rank in ranks if self._name((rank, int(rows[0]))) == name]
+            said = f"{_ranks(ranks)}: {message}{_more(len(rows))}"
+            yield self._finding(check, step, ranks, name, said)
+
+    def _finding(
+        self, check: str, step: int, ranks: Sequence[int], tensor: str, message: str
+    ) -> WatchFinding:
+        return WatchFinding(
+            message, clause=self._clauses[check], step=step, ranks=tuple(ranks), tensor=tensor
+        )
+
+    def _name(self, place: tuple[int, int]) -> str:
+        rank, row = place
+        return self._ranks[rank][row].name
+
+
+def _places(found: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """int64 [places, 2]: rank and row."""
+    return np.array(list(found), np.int64).reshape(-1, 2)
+
+
+def _ranks(ranks: Sequence[int] | Mapping[int, str]) -> str:
+    shown = ", ".join(map(str, list(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _more(num_tensors: int) -> str:
+    return f"; so in {num_tensors} tensors" if num_tensors > 1 else ""

@@ -1,0 +1,189 @@
+"""Watches a training in production: the same weights everywhere, finite, and moving.
+
+After every k-th step of the optimizer each tensor's digest goes to all ranks, and `judge` looks at
+them. On a GPU nothing waits for that: what a step left is looked at in the next that is watched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from entrenar_py.errors import UsageError, WatchFinding
+from entrenar_py.observing import arguments, tensors
+from entrenar_py.watch import clauses, digest, exchange
+from entrenar_py.watch.digest_table import ROW_WORDS, DigestTable, places
+from entrenar_py.watch.exchange import Exchange
+from entrenar_py.watch.judge import Judge, Watched
+from entrenar_py.watch.ownership import Parameters, local
+
+_LOG = logging.getLogger("entrenar_py")
+_LIVE = 3  # the word of a row that says that the tensor should have moved
+
+
+class Watch:
+    """One rank's; all ranks watch the same steps. See `observe` for what it is given."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        contract: str | Path | None,
+        on_finding: Callable[[WatchFinding], None] | None,
+        patience: int,
+        step: int,
+    ) -> None:
+        (self._optimizer,) = arguments.optimizers(model, optimizer)
+        arguments.require_callable("on_finding", on_finding)
+        self._every = arguments.steps("every", every, least=1)
+        self._patience = arguments.steps("patience", patience, least=1)
+        self._step = arguments.steps("step", step, least=0)
+        self._clauses = clauses.select(contract)
+        self._tell = _stop if on_finding is None else on_finding
+        self._parameters = Parameters(tensors.unwrapped(model))
+        if not self._parameters.names:
+            raise UsageError("a model without parameters: there is nothing to watch")
+        self._judge: Judge | None = None
+        self._pending: int | None = None  # the step whose rows were sent and not yet looked at
+        self._table: DigestTable | None = None
+        self._places: object = None
+        self._asked: tuple[int, ...] | None = None
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        atexit.register(self._leave)
+
+    def watched(self) -> tuple[Watched, ...]:
+        """Which clauses were looked at, how often, and what is not looked at."""
+        if self._judge is None:
+            not_yet = "no step was made yet"
+            return tuple(Watched(id_, one, 0, 0, not_yet) for one, id_ in self._clauses.items())
+        return self._judge.watched()
+
+    def close(self) -> None:
+        """Looks at what was not yet looked at, and watches no more."""
+        self._hook.remove()
+        atexit.unregister(self._leave)
+        self._look()
+
+    def _after_step(self) -> None:
+        if self._judge is None:  # in the first step of all ranks, whatever they watch
+            self._open()
+        step = self._step
+        self._step += 1
+        if self._step % self._every:
+            return
+        self._look()
+        parameters = self._parameters.now()
+        held = [local(one) for one in parameters]
+        self._follow(held)
+        rows = self._rows(held)
+        self._mark(rows, parameters)
+        self._exchange.send(rows)
+        self._pending = step
+        if not self._exchange.waits:
+            self._look()
+
+    def _look(self) -> None:
+        step, self._pending = self._pending, None
+        if step is not None:
+            assert self._judge is not None
+            for finding in self._judge.look(step, self._exchange.receive()):
+                self._tell(finding)
+
+    def _follow(self, held: Sequence[Tensor]) -> None:
+        """Sees to it that tensors are digested where they are now; they may have been moved."""
+        now = places(held)
+        if now == self._places:
+            return
+        self._places = now
+        if self._parameters.pieces() != self._pieces:
+            raise UsageError(
+                "the parameters have other shapes, dtypes or shards than at the first "
+                "step: close() this observation and observe() the model again"
+            )
+        devices = {one.device for one in held}
+        on_gpu = len(devices) == 1 and held[0].device.type == "cuda"
+        self._table = DigestTable(held) if on_gpu else None
+
+    def _open(self) -> None:
+        """Hears what each rank holds, and says what will not be watched."""
+        self._pieces = self._parameters.pieces()
+        own = (self._pieces, self._every, self._step, self._patience, dict(self._clauses))
+        told = exchange.tell(own)
+        for rank, one in enumerate(told):
+            if one[1:] != own[1:]:
+                raise UsageError(
+                    "the ranks watch different things (every, step, patience, clauses): "
+                    f"rank {rank} {one[1:]}, this rank {own[1:]}; give all of them the same"
+                )
+        ranks = [one[0] for one in told]
+        self._rank = torch.distributed.get_rank() if len(ranks) > 1 else 0
+        self._judge = Judge(ranks, self._clauses, self._patience)
+        device = local(self._parameters.now()[0]).device
+        self._exchange = Exchange(max(map(len, ranks)), device)
+        if self._rank == 0:
+            for one in self._judge.watched():
+                if one.note:
+                    _LOG.warning("watch: %s (%s): %s", one.clause, one.check, one.note)
+
+    def _rows(self, held: Sequence[Tensor]) -> Tensor:
+        if self._table is not None:
+            return self._table.run()
+        roots = [digest.root(digest.header(one), digest.memory(one)) for one in held]
+        rows = torch.zeros((len(held), ROW_WORDS), dtype=torch.int64)
+        rows[:, :2] = digest.all_words(roots)
+        rows[:, 2] = torch.tensor([not digest.is_finite(one) for one in held])
+        return rows
+
+    def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Says of those that did not move last time whether this step should have moved them."""
+        assert self._judge is not None
+        idle = self._judge.idle(self._rank)
+        if not idle:
+            return
+        rates = {p: group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
+        asked: dict[object, dict[int, Tensor]] = {}  # row -> gradient, of each device and dtype
+        for row in idle:
+            one = parameters[row]
+            if not one.requires_grad or one.grad is None or not local(one.grad).numel():
+                continue
+            # Of what is in no group the rate is unknown: nobody said that it should not move. Nor
+            # is that of a rate on a device, for which the host would have to wait.
+            rate = rates.get(one)
+            if rate is None or isinstance(rate, Tensor) or rate > 0:
+                gradient = local(one.grad).detach()
+                asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
+        if asked:
+            # A launch a dtype, not one a tensor: there may be hundreds that rest.
+            norms = [torch._foreach_norm([*of.values()], float("inf")) for of in asked.values()]
+            largest = torch.cat([torch.stack(one).float().to(rows.device) for one in norms])
+            live = ((largest > 0) & largest.isfinite()).to(rows)
+            places = self._places_of(tuple(chain.from_iterable(asked.values())), rows.device)
+            rows[:, _LIVE].index_put_((places,), live)
+
+    def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
+        """The rows `asked`, as an index on `device`: sent when they change, without waiting."""
+        if asked != self._asked:
+            rows = torch.tensor(asked)
+            rows = rows.pin_memory() if device.type == "cuda" else rows
+            self._asked, self._index = asked, rows.to(device, non_blocking=True)
+        return self._index
+
+    def _leave(self) -> None:
+        """The process ends without `close`: nothing can be stopped any more, and nothing may hang,
+        so what has arrived is told in the log.
+        """
+        if self._pending is not None and self._exchange.has_arrived():
+            self._tell = lambda finding: _LOG.error("%s", finding)
+            self._look()
+
+
+def _stop(finding: WatchFinding) -> None:
+    raise finding

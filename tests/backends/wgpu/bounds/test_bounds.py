@@ -1,0 +1,146 @@
+"""What a float32 device may compute: never less than it does, and not much more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from entrenar_py.backends.wgpu import bounds, capture
+from entrenar_py.backends.wgpu.bounds import intervals, sensitivity
+from entrenar_py.backends.wgpu.bounds.intervals import Interval
+from entrenar_py.errors import UsageError
+from tests.backends.wgpu import random_graphs
+from tests.backends.wgpu.steps import captured, plain, step
+
+NUM_GRAPHS = 15  # `make graphs` tries 500, on a wgpu adapter
+
+
+def test_random_graphs_on_the_cpu_stay_within_their_bounds() -> None:
+    """And nearly every element has one."""
+    num_elements, num_bounded = random_graphs.try_many(NUM_GRAPHS, random_graphs.on_cpu)
+    assert num_bounded > 0.9 * num_elements > 0
+
+
+def test_either_neighbour_of_an_exact_result_is_within() -> None:
+    """A device may round up or down; what float32 holds exactly is not rounded."""
+    third, half = torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    one = intervals.rounded(third, third)
+    assert one.low < third < one.high
+    assert float(one.high - one.low) == 2.0**-25
+    assert intervals.rounded(half, half) == Interval(half, half)
+
+
+def test_a_sum_that_float64_rounds_is_no_exact_one() -> None:
+    """1 + 2^-60 may be rounded up by a device."""
+    one, tiny = (torch.tensor(x, dtype=torch.float64) for x in (1.0, 2.0**-60))
+    result = intervals.add(Interval(one, one), Interval(tiny, tiny))
+    assert (float(result.low), float(result.high)) == (1.0, 1 + 2.0**-23)
+
+
+def softmax(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.softmax(-1),)
+
+
+def summed(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.sum(0),)
+
+
+def product(x: Tensor) -> tuple[Tensor, ...]:
+    return (x @ x.T,)
+
+
+def tail_dropped(x: Tensor) -> tuple[Tensor, ...]:
+    return (x[:-1].sum(0),)
+
+
+def of_few_bits(x: Tensor) -> tuple[Tensor, ...]:
+    few = x.bfloat16().float()
+    return (few @ few.T,)
+
+
+def not_shifted(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.exp() / (x.exp().sum(-1, keepdim=True) + 1e-4),)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [(summed, tail_dropped), (product, of_few_bits), (softmax, not_shifted)],
+)
+def test_what_is_wrong_is_outside(
+    right: Callable[[Tensor], tuple[Tensor, ...]], wrong: Callable[[Tensor], tuple[Tensor, ...]]
+) -> None:
+    """A term left out, operands of 8 bits, a formula that is nearly right."""
+    x = torch.randn(33, 17, generator=torch.Generator().manual_seed(0))
+    graph = capture.capture(right, [x])
+    assert all(one.explained for one in bounds.agrees(right(x), graph, [x]))
+    assert not any(one.explained for one in bounds.agrees(wrong(x), graph, [x]))
+    nothing = [torch.full_like(one, torch.nan) for one in right(x)]
+    assert not any(one.explained for one in bounds.agrees(nothing, graph, [x]))
+
+
+def test_a_comparison_within_errors_has_both_outcomes() -> None:
+    """Where rounding decides, both branches are within; elsewhere one is."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.where(x.square() * 3 > 0.27, 1.0, 5.0),)
+
+    x = torch.tensor([0.3, 0.2, 0.4])
+    (found,) = bounds.bound(capture.capture(run, [x]), [x])
+    assert found.low.tolist() == [1.0, 5.0, 1.0]
+    assert found.high.tolist() == [5.0, 5.0, 1.0]
+
+
+def test_what_may_be_anything_counts_as_unbounded() -> None:
+    """A quotient by what may be zero; it is not compared, and does not pass as compared."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return (1 / (x * x - 0.09),)
+
+    x = torch.tensor([0.3, 2.0])
+    (found,) = bounds.agrees(run(x), capture.capture(run, [x]), [x])
+    assert (found.num_bounded, found.num_elements, found.explained) == (1, 2, True)
+
+
+def test_an_operation_without_a_bound_is_refused_by_its_line() -> None:
+    """Rather than taken to be exact."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.special.bessel_j0(x),)
+
+    x = torch.ones(3)
+    with pytest.raises(UsageError, match=r"bessel_j0.default at test_bounds.py:\d+ in run"):
+        bounds.bound(capture.capture(run, [x]), [x])
+
+
+@pytest.mark.parametrize("name", ["mlp", "decoder"])
+def test_a_whole_step_is_explained_to_first_order(name: str) -> None:
+    """Loss and gradients, and what explains them is less than a hundredth of them."""
+    run, inputs = step(name)
+    results = run(*inputs)
+    found = sensitivity.deviations(results, captured(name), plain(inputs))
+    assert all(one.explained for one in found)
+    assert all(one.bound <= 0.01 * one.size for one in found)
+
+
+def test_a_step_that_is_a_hundredth_off_is_not_explained() -> None:
+    """In none of its gradients, and not in one that is no number."""
+    run, inputs = step("mlp")
+    results = [one.detach() for one in run(*inputs)]
+    for wrong in ([one * 1.01 for one in results], [one * torch.nan for one in results]):
+        found = sensitivity.deviations(wrong, captured("mlp"), plain(inputs))
+        assert not any(one.explained for one in found)
+
+
+def test_one_element_that_is_off_is_named() -> None:
+    """A single one may be off by more than rounding explains of it, and less than of all."""
+    run, inputs = step("mlp")
+    results = [one.detach().double() for one in run(*inputs)]
+    right = sensitivity.deviations(results, captured("mlp"), plain(inputs))[1]
+    wrong = [one.clone() for one in results]
+    wrong[1].view(-1)[5] += (right.element_bound + right.bound) / 2
+    found = sensitivity.deviations(wrong, captured("mlp"), plain(inputs))[1]
+    assert (found.element, found.explained) == (5, False)
+    assert found.error <= found.bound

@@ -1,0 +1,190 @@
+"""Runs with a knob turned, written by hand, beside the usual one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py.checks import knob_pairs
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Event, Shard, Start, Trace, Update, record_tensor
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import broken, scenario
+
+IDS = (3, 0, 2, 1)
+USUAL = scenario(
+    system="command",
+    workload="own",
+    world_size=1,
+    num_shards=1,
+    num_samples=4,
+    batch_size=4,
+    num_steps=2,
+    options={"clipping": "other"},
+)
+SLOPE = np.random.default_rng(0).normal(size=24).astype(np.float32)
+VALUES = {"accumulation": "2", "clip": "0.5", "loss_scale": "1024", "permute": "1"}
+UNTURNED = {"accumulation": "1", "clip": "1e9", "loss_scale": "1", "permute": "0"}
+
+
+def run(
+    knob: str = "",
+    *,
+    factor: float = 1.0,
+    ids: Sequence[int] = IDS,
+    micro_batches: int = 1,
+    local: float = 1.0,
+    slope: np.ndarray[Any, Any] = SLOPE,
+    dtype: Any = np.float32,
+) -> Trace:
+    """Two steps with the gradient `slope` times `factor`, and `local` times it in each shard."""
+    subject = USUAL
+    if knob:
+        changes = {"accumulation": micro_batches, "num_shards": micro_batches}
+        changed = USUAL.with_(**changes, batch_size=len(ids))
+        subject = knob_pairs.option(changed, USUAL, knob, VALUES[knob], UNTURNED[knob])
+    weights = {"w": record_tensor(np.ones(24, np.float32), values=True)}
+    events: list[Event] = [Start(step=0, rank=0, weights=weights, trainable=("w",))]
+    own = (local * slope).astype(dtype).astype(np.float32)
+    for step in range(2):
+        events += [
+            Shard(
+                step=step,
+                epoch=step,
+                rank=0,
+                shard=number,
+                ids=tuple(ids[number::micro_batches]),
+                loss_sum=len(ids) / micro_batches,
+                weight=len(ids) / micro_batches,
+                finite=True,
+                gradient={"w": record_tensor(own, values=True)},
+            )
+            for number in range(micro_batches)
+        ]
+        gradient = (factor * slope).astype(np.float32)
+        events.append(
+            Update(
+                step=step,
+                rank=0,
+                loss=None,
+                weight=4.0,
+                learning_rate=USUAL.learning_rate,
+                finite=True,
+                weights=weights,
+                gradient={"w": record_tensor(gradient, values=True)},
+            )
+        )
+    return traces.hand_written(*events, subject=subject)
+
+
+def test_the_usual_run_is_known() -> None:
+    """From the scenario of the other one alone, also when it was stored."""
+    turned = run("accumulation", micro_batches=2).scenario
+    stored = Scenario.from_dict(json.loads(json.dumps(turned.to_dict())))
+    assert knob_pairs.family(stored) == [turned, USUAL]
+    assert knob_pairs.family_of_parity(stored) == [turned, USUAL]
+    assert knob_pairs.family(USUAL) == [USUAL]
+    assert len(knob_pairs.family_of_parity(USUAL)) > 1
+
+
+@pytest.mark.parametrize("check", ["parity", "weighting"])
+@pytest.mark.parametrize(
+    "turned",
+    [
+        run("accumulation", micro_batches=2, local=0.5),
+        run("loss_scale", local=1024.0),
+        run("permute", ids=IDS[::-1]),
+    ],
+)
+def test_a_turn_that_changes_nothing(check: str, turned: Trace) -> None:
+    """Is held, and a note says what was compared."""
+    finding = traces.judge(check, [turned, run()])
+    assert finding.verdict is Verdict.HELD, finding
+    assert any(note.startswith("compared ") for note in finding.notes)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 0.999])
+@pytest.mark.parametrize("knob", ["accumulation", "loss_scale", "permute"])
+def test_another_gradient(knob: str, factor: float) -> None:
+    """Is found at its place, and the message says which knob was turned."""
+    turned = run(knob, factor=factor, micro_batches=2, local=1024.0, ids=IDS[::-1])
+    found = broken(traces.judge("parity", [turned, run()]))
+    assert (found.step, found.rank, found.tensor) == (0, 0, "w")
+    words = f"with {knob}={VALUES[knob]}: averaged gradient is not that of {knob}="
+    assert found.message.startswith(words)
+
+
+def test_a_step_for_every_micro_batch() -> None:
+    """Half of the samples in as many micro-batches: the optimizer did not wait for the rest."""
+    found = broken(traces.judge("parity", [run("accumulation", ids=IDS[:2]), run()]))
+    assert found.step == 0
+    assert "the optimizer steps after every micro-batch" in found.message
+
+
+@pytest.mark.parametrize(
+    ("turned", "reason"),
+    [
+        (run("accumulation"), "as many micro-batches in a step as with 1"),
+        (run("accumulation", micro_batches=2, ids=(0, 1)), "keep the global batch"),
+        (run("loss_scale"), "not scaled at all"),
+        (run("permute"), "nothing was permuted"),
+        (run("clip", factor=0.5, ids=(0, 1)), "step 0 draws other samples"),
+        (run("clip", factor=1.0, slope=SLOPE / 100), ""),
+    ],
+)
+def test_a_knob_that_does_something_else(turned: Trace, reason: str) -> None:
+    """Is inconclusive, and says how the runs differ, or that they don't."""
+    usual = run(slope=SLOPE / 100) if not reason else run()
+    finding = traces.judge("parity", [turned, usual])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert (reason or "is no longer than that") in finding.reason
+
+
+def test_without_the_usual_run() -> None:
+    """There is nothing to compare with."""
+    finding = traces.judge("parity", [run("loss_scale", local=1024.0)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "no run with loss_scale=1 is there" in finding.reason
+
+
+@pytest.mark.parametrize("check", ["parity", "step_rule"])
+def test_clipped_as_it_should_be(check: str) -> None:
+    """The same direction, in the norm that was asked for."""
+    factor = 0.5 / (float(np.linalg.norm(SLOPE)) + 1e-6)
+    finding = traces.judge(check, [run("clip", factor=factor), run()])
+    assert "with clip" not in finding.reason
+    assert finding.compared > 0
+
+
+@pytest.mark.parametrize("check", ["parity", "step_rule"])
+@pytest.mark.parametrize(
+    ("factor", "bent", "words"),
+    [
+        (1.0, False, "the norm of the applied gradient is larger"),
+        (0.4, False, "clipped to this norm"),
+        (0.5, True, "clipped to this norm"),
+    ],
+)
+def test_clipped_otherwise(check: str, factor: float, bent: bool, words: str) -> None:
+    """Not at all, too far, or into another direction."""
+    slope = np.where(np.arange(24) < 12, 2 * SLOPE, SLOPE) if bent else SLOPE
+    turned = run("clip", factor=factor / float(np.linalg.norm(slope)), slope=slope)
+    found = broken(traces.judge(check, [turned, run()]))
+    assert found.step == 0
+    assert words in found.message
+
+
+def test_sixteen_bits_are_given_their_rounding() -> None:
+    """What was computed in float16 may be off by some of its roundings, and by no factor."""
+    half: dict[str, Any] = {"slope": SLOPE, "dtype": np.float16}
+    near = traces.judge(
+        "parity", [run("permute", ids=IDS[::-1], factor=0.999, **half), run(**half)]
+    )
+    assert near.verdict is Verdict.HELD, near
+    far = traces.judge("parity", [run("permute", ids=IDS[::-1], factor=0.9, **half), run(**half)])
+    assert far.verdict is Verdict.FALSIFIED

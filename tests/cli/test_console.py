@@ -1,0 +1,63 @@
+"""Standard output: any text, no markup, colours on request, a reader that leaves."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+
+from entrenar_py.cli import console
+from entrenar_py.untrusted import printing
+
+
+def printed(text: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What arrives on a standard output of this encoding."""
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
+    console.standard_output(color=False).print(text)
+    return output.getvalue().decode(encoding)
+
+
+def test_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither markup nor emoji codes mean anything."""
+    text = "[red]x[/] :smile: [/]\n"
+    assert printed(text.rstrip(), "utf-8", monkeypatch) == text
+
+
+def test_what_the_encoding_lacks_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ASCII terminal shows every name."""
+    assert printed("loss α", "ascii", monkeypatch) == "loss \\u03b1\n"
+
+
+def test_a_stream_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding program may have put anything in place of standard output."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    console.standard_output(color=True).print("x")
+    assert stream.getvalue() == "x\n"
+
+
+def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No exception, no exit: the rest of the output goes nowhere."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        output = console.standard_output(color=False)
+        output.print("lost")
+        output.print("lost too")
+        print("not even here", flush=True)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`>&-` in a shell: nothing is printed, nothing is lost that somebody wanted to read."""
+    monkeypatch.setattr(sys, stream, None)
+    printing.say("x")
+    printing.warn("x")
+    console.standard_output(color=False).print("x")
+    assert not printing.lost()

@@ -1,0 +1,136 @@
+"""The command line: its flags, what goes together, its help and its reference."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.backends import BACKENDS
+from entrenar_py.cli import option_reference, options
+from entrenar_py.errors import UsageError
+from entrenar_py.harness import plan
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "help.txt"
+REFERENCE = Path(__file__).parents[2] / "docs" / "cli.md"
+
+FLAGS = [
+    *(
+        "-h",
+        "--help",
+        "--version",
+        "--contract",
+        "--bind",
+        "--config",
+        "--no-config",
+        "--only",
+        "--exclude",
+        "--severity",
+    ),
+    *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
+    *("--deadline", "--steps", "-x"),
+    *(
+        "--allow-inconclusive",
+        "--list",
+        "--validate",
+        "--suggest",
+        "--judge",
+        "--replay",
+        "--mutants",
+    ),
+    *("--strict", "--rule", "--suppress", "--json", "--junit", "--sarif", "--html", "--github"),
+    *("--trace-dir", "--quiet", "--no-color"),
+]
+
+
+def test_flags() -> None:
+    """A flag is added, renamed or dropped on purpose: each has a test of what it does."""
+    assert [name for action in actions() for name in action.option_strings] == FLAGS
+
+
+def actions() -> list[argparse.Action]:
+    """Every option of the parser."""
+    return options.parser()._actions
+
+
+def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--help` reads as the golden file."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert options.parser().format_help() == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_reference_is_current() -> None:
+    """docs/cli.md is what the parser says: write `options_page.reference()` to it."""
+    assert REFERENCE.read_text(encoding="utf-8") == option_reference.reference()
+
+
+def test_help_names_every_choice() -> None:
+    """Trainers and backends stand in the help, which must not import their tables."""
+    text = options.parser().format_help()
+    assert all(name in text for name in (*plan.TRAINERS, *BACKENDS))
+
+
+def test_modes_name_options_that_exist() -> None:
+    """No mode allows an option that was renamed."""
+    known = {action.dest for action in actions()}
+    assert set(options.MODES) - {"command"} <= known
+    assert {name for names in options.MODES.values() for name in names} <= known
+
+
+def test_no_mode() -> None:
+    """Without a mode every option counts."""
+    given = options.parse(["--contract", "c", "--seed", "3", "--json", "a", "--junit", "b"])
+    assert given.mode is None
+    assert given.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--contract c --list --json r.json", "--json means nothing with --list; leave it out"),
+        ("--contract c --validate --only A", "--only means nothing with --validate"),
+        ("--mutants --contract c", "--contract means nothing with --mutants"),
+        ("--contract c --replay f --seed 4", "--seed means nothing with --replay"),
+        ("--contract c --judge t -x", "-x means nothing with --judge"),
+        ("--contract c --judge t --trace-dir d", "--trace-dir means nothing with --judge"),
+        ("--contract c --steps 4", "--steps means something with a command behind -- alone"),
+        ("--contract c --deadline 4", "--deadline means something with a command behind"),
+        ("--contract c --list -- train", "a command behind -- means nothing with --list"),
+        ("--contract c --backend cpu -- train", "--backend means nothing with a command behind"),
+        ("--contract c --", "after -- comes the command that trains"),
+        ("--list --validate", "not allowed with argument --list"),
+        ("--json same --junit same", "--json and --junit are both same; give two files"),
+        ("--html same --sarif same", "--sarif and --html are both same; give two files"),
+        ("--json ./same --trace-dir same", "--json and --trace-dir are both same; give two files"),
+        ("--contract c --json c", "--contract and --json are both c; give two files"),
+        ("--contract c --bind b --html b", "--bind and --html are both b; give two files"),
+        ("--contract c --replay r --json r", "--replay and --json are both r; give two files"),
+        ("--contract c --list --github", "--github means nothing with --list; leave it out"),
+        ("--world-size 0", "'0': use a whole number from 1 to"),
+        ("--world-size 2,x", "'x': use a whole number"),
+        ("--seed -1", "'-1': use a whole number"),
+        ("--seed " + "9" * 5000, "use a whole number from 0 to"),
+        ("--examples 1.5", "'1.5': use a whole number"),
+        ("--timeout 0", "'0': use a number of seconds > 0"),
+        ("--timeout inf", "'inf': use a number of seconds > 0"),
+        ("--timeout soon", "'soon': use a number of seconds > 0"),
+        ("--severity P0,P9", "'P0,P9': allowed are P0, P1, P2"),
+        ("--only ,", "',' names nothing"),
+        ("--judge", "expected at least one argument"),
+        ("--nonsense", "unrecognized arguments: --nonsense; see entrenar-check --help"),
+        ("--exam 3", "unrecognized arguments"),
+    ],
+)
+def test_refused(line: str, message: str) -> None:
+    """What makes no sense is refused by name, and nothing is silently ignored."""
+    with pytest.raises(UsageError) as refusal:
+        options.parse(line.split())
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_lists() -> None:
+    """Lists are split at commas."""
+    given = options.parse(["--only", "A, B", "--world-size", "1,3", "--severity", "P0,P2"])
+    assert (given.only, given.world_size, given.severity) == (("A", "B"), (1, 3), ("P0", "P2"))

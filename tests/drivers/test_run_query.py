@@ -1,0 +1,270 @@
+"""Asking over real sockets: who answers, who does not, and how that is said."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.drivers import run_query
+from entrenar_py.drivers.run_query import Told
+from entrenar_py.drivers.tcp import CoordinatorServer
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Message, Offer
+from tests.drivers.certificates import Authority, client_context, server_context
+from tests.drivers.fakes import LOOPBACK, SECRET, TIMING, FakeServer, free_port, go, run_of
+
+SCENARIO = {"seed": 0, "note": "é" * 100}
+
+
+class Knowing(FakeServer):
+    """Knows what its run is."""
+
+    def payload(self, message: Message) -> Buffer:
+        known = json.dumps(SCENARIO).encode()
+        return known if isinstance(message, Offer) else super().payload(message)
+
+
+class Talkative(FakeServer):
+    """Has more to tell than anyone wants to hear."""
+
+    def payload(self, message: Message) -> Buffer:
+        return bytes(run_query.SCENARIO_BYTES_MAX + 1) if isinstance(message, Offer) else b""
+
+
+async def ask(
+    port: int,
+    *,
+    host: str = LOOPBACK,
+    secret: bytes = SECRET,
+    context: ssl.SSLContext | None = None,
+    patience_s: float = 5.0,
+    alone: Callable[[str], None] = lambda problem: None,
+) -> Told | do.Finish:
+    """What is told there."""
+    return await run_query.ask(
+        host,
+        port,
+        secret=secret,
+        backend="cpu",
+        context=context,
+        patience_s=patience_s,
+        alone=alone,
+    )
+
+
+@asynccontextmanager
+async def serving(
+    hands: FakeServer, *, port: int = 0, context: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[CoordinatorServer, int]]:
+    """A coordinator that listens and waits for workers, and its port."""
+    server = CoordinatorServer(run_of(), hands, timing=TIMING, secret=SECRET)
+    _, port = await server.listen(LOOPBACK, port, context=context)
+    running = asyncio.ensure_future(server.finish())
+    yield server, port
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def test_the_scenario_and_the_times_are_told() -> None:
+    """To one who knows the secret; the run does not take it for a worker."""
+
+    async def story() -> None:
+        hands = Knowing()
+        async with serving(hands) as (server, port):
+            told = await ask(port)
+            assert server.end.machine.peers == {}
+        assert isinstance(told, Told)
+        assert json.loads(told.scenario) == SCENARIO
+        assert (told.heartbeat_s, told.dead_after_s) == (0.05, 5.0)
+        assert hands.told == []
+
+    go(story())
+
+
+def test_a_wrong_secret_is_refused() -> None:
+    """At once: it would be wrong the next time, too."""
+
+    async def story() -> None:
+        async with serving(Knowing()) as (_, port):
+            told = await ask(port, secret=b"open barley")
+        assert told == do.Finish("failed", "refused: wrong secret")
+
+    go(story())
+
+
+def test_a_scenario_without_end_is_not_taken() -> None:
+    """Its size is refused before anything is allocated for it."""
+
+    async def story() -> None:
+        async with serving(Talkative()) as (_, port):
+            told = await ask(port, patience_s=0.01)
+        assert isinstance(told, do.Finish)
+        assert f"{run_query.SCENARIO_BYTES_MAX} are allowed now" in told.reason
+
+    go(story())
+
+
+def test_a_coordinator_may_come_later() -> None:
+    """It is asked again until it is there."""
+
+    async def story() -> None:
+        port = free_port()
+        alone = asyncio.Event()
+        problems: list[str] = []
+
+        def hear(problem: str) -> None:
+            problems.append(problem)
+            alone.set()
+
+        asked = asyncio.ensure_future(ask(port, alone=hear))
+        await alone.wait()
+        async with serving(Knowing(), port=port):
+            assert isinstance(await asked, Told)
+        assert "Connect call failed" in problems[0]
+
+    go(story())
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("no.such.host.invalid", "unknown host 'no.such.host.invalid' ("),
+        (LOOPBACK, "Connect call failed"),
+    ],
+)
+def test_nobody_is_there(host: str, reason: str) -> None:
+    """After its patience it says where it asked, and which part of the address is wrong."""
+
+    async def story() -> None:
+        port = free_port()
+        told = await ask(port, host=host, patience_s=0.01)
+        assert isinstance(told, do.Finish)
+        assert told.reason.startswith(f"no coordinator at {host}:{port}: ")
+        assert reason in told.reason
+
+    go(story())
+
+
+def test_another_service_is_there() -> None:
+    """Garbage, and a connection that ends without a word: both are said."""
+
+    async def story() -> None:
+        answers = [b"HTTP/1.1 400 Bad Request\r\n" + b"\r\n" * 99, b""]
+        reasons = []
+
+        async def answer(_: object, writer: asyncio.StreamWriter) -> None:
+            writer.write(answers[0])
+            writer.close()
+
+        other = await asyncio.start_server(answer, LOOPBACK, 0)
+        port = other.sockets[0].getsockname()[1]
+        while answers:
+            told = await ask(port, patience_s=0.01)
+            assert isinstance(told, do.Finish)
+            reasons.append(told.reason)
+            del answers[0]
+        assert "magic=b'HTTP': not a frame of this protocol" in reasons[0]
+        assert "closed by the other end" in reasons[1]
+        other.close()
+
+    go(story())
+
+
+def test_silence_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the connection and says nothing is not waited for longer than ANSWER_S."""
+
+    async def story() -> None:
+        monkeypatch.setattr(run_query, "ANSWER_S", 0.05)
+        held: list[asyncio.StreamWriter] = []
+        other = await asyncio.start_server(lambda _, writer: held.append(writer), LOOPBACK, 0)
+        port = other.sockets[0].getsockname()[1]
+        told = await ask(port, patience_s=0.01)
+        assert isinstance(told, do.Finish)
+        assert told.reason.endswith(": no answer within 0.05 s")
+        for writer in held:
+            writer.close()
+        other.close()
+
+    go(story())
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    """Who trusts the coordinator's certificate, and shows its own, is told; nobody else is."""
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+
+    async def story() -> None:
+        async with serving(Knowing(), context=server_context(ours)) as (_, port):
+            told = await ask(port, context=client_context(ours, ours))
+            assert isinstance(told, Told)
+            assert json.loads(told.scenario) == SCENARIO
+            for context in (
+                client_context(theirs, ours),
+                client_context(ours, None),
+                client_context(ours, theirs),
+                None,
+            ):
+                told = await ask(port, context=context, patience_s=0.01)
+                assert isinstance(told, do.Finish)
+
+    go(story())
+
+
+def test_closed_in_the_handshake(tmp_path: Path) -> None:
+    """As by a proxy in front of a coordinator that is not there yet: why is said all the same."""
+    authority = Authority(tmp_path, "ca")
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(2**16)
+        writer.close()
+
+    async def story() -> None:
+        async with await asyncio.start_server(hang_up, LOOPBACK) as server:
+            port = server.sockets[0].getsockname()[1]
+            context = client_context(authority, None)
+            finished = await ask(port, context=context, patience_s=0.0)
+        assert isinstance(finished, do.Finish)
+        assert finished.reason.endswith(f"{LOOPBACK}:{port}: closed by the other end")
+
+    go(story())
+
+
+def test_a_refused_certificate_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reason for no answer. asyncio has nothing to add, whichever of its objects is freed
+    first: without the finalizer of one it is as if that came too late.
+    """
+    monkeypatch.delattr(asyncio.StreamReaderProtocol, "__del__")
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    listener = socket.create_server((LOOPBACK, 0))
+    logged: list[object] = []
+
+    def refuse() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection, pytest.raises(ssl.SSLError):
+                server_context(ours).wrap_socket(connection, server_side=True)
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: logged.append(told))
+        refusing = asyncio.create_task(asyncio.to_thread(refuse))
+        for context in (client_context(ours, None), client_context(ours, theirs)):
+            port = listener.getsockname()[1]
+            told = await ask(port, context=context, patience_s=0.0)
+            assert isinstance(told, do.Finish)
+            assert " alert " in told.reason
+            gc.collect()
+        await refusing
+
+    go(story())
+    listener.close()
+    assert logged == []

@@ -1,0 +1,73 @@
+"""The soak: on right trainers no check may say FALSIFIED, whatever the scenario.
+
+`python -m tests.harness.test_no_false_alarm 1000` tries so many scenarios instead
+of a test run's few.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hypothesis import given, settings
+
+from entrenar_py import systems
+from entrenar_py.checks import CHECKS, Check
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.scenarios import scenarios
+
+NUM_SCENARIOS = 60
+
+
+def fits(check: Check, scenario: Scenario) -> bool:
+    """Whether `check` judges training runs, and asks of the trainer only what it promises."""
+    promises_bits = scenario.system == "reference"
+    return check.explores and (promises_bits or check.name != "worker_count")
+
+
+def alarms(scenario: Scenario) -> list[str]:
+    """One line per check that says FALSIFIED, and per run that failed, of all families."""
+    runs: dict[Scenario, Trace] = {}
+    found = []
+    for check in CHECKS.values():
+        if not fits(check, scenario):
+            continue
+        family = check.family(scenario)
+        runs |= {member: systems.run(member) for member in family if member not in runs}
+        finding = traces.judge(check.name, [runs[member] for member in family])
+        if finding.verdict is Verdict.FALSIFIED:
+            place = finding.counterexample.place() if finding.counterexample else ""
+            found.append(f"{check.name}: {finding.reason} ({place})")
+    found += [run.end.reason for run in runs.values() if run.end.status == "failed"]
+    return found
+
+
+def soak(num_scenarios: int) -> None:
+    """Tries so many random scenarios; AssertionError with the smallest that alarms."""
+
+    @settings(max_examples=num_scenarios, deadline=None)
+    @given(scenario=scenarios())
+    def stays_silent(scenario: Scenario) -> None:
+        assert alarms(scenario) == []
+
+    stays_silent()
+
+
+def test_right_trainers_never_alarm() -> None:
+    """On the unbroken reference and textbook trainers no check says FALSIFIED."""
+    soak(NUM_SCENARIOS)
+
+
+def main() -> None:
+    """Soaks as long as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m tests.harness.test_no_false_alarm")
+    parser.add_argument("num_scenarios", type=int, help="how many random scenarios to try")
+    count = parser.parse_args().num_scenarios
+    soak(count)
+    print(f"no false alarm in {count} scenarios")
+
+
+if __name__ == "__main__":
+    main()

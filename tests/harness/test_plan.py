@@ -1,0 +1,300 @@
+"""Plans: what a command line makes of a clause's scenarios, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py import checks, systems
+from entrenar_py.contract import Contract, Invariant
+from entrenar_py.contract.problems import Position
+from entrenar_py.errors import UsageError
+from entrenar_py.harness import counterexamples, plan
+from entrenar_py.harness.counterexamples import Saved
+from entrenar_py.harness.plan import Plan, Task
+from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import Verdict, inconclusive
+
+LEAVE = {"kind": "leave", "rank": 0, "step": 1}
+NAN = {"kind": "non_finite_gradient", "step": 1, "value": "nan"}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counterexamples are looked for below the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def clause(*scenarios: Mapping[str, Any], **changes: Any) -> Invariant:
+    """A clause that coverage decides."""
+    usual: dict[str, Any] = {"id": "F-DP-002", "name": "cover", "statement": ""}
+    position = Position("c.yaml", 3, 5)
+    return Invariant(**{**usual, "position": position, "scenarios": scenarios, **changes})
+
+
+def planned(given: Plan, *scenarios: Mapping[str, Any], **changes: Any) -> tuple[Scenario, ...]:
+    """What `given` makes of a clause with `scenarios`."""
+    ((task,), _) = plan.divide([clause(*scenarios, **changes)], given)
+    return task.planned
+
+
+def test_a_clause_without_scenarios_takes_its_checks() -> None:
+    """As they are, under a plan that asks for nothing."""
+    own = checks.CHECKS["coverage"].plan(clause())
+    assert list(planned(Plan())) == own
+
+
+def test_seeds_are_shifted() -> None:
+    """Every scenario's own seed counts beside the plan's."""
+    seeds = [one.seed for one in planned(Plan(seed=10), {"seed": [0, 5]})]
+    assert seeds == [10, 15]
+
+
+def test_trainers_are_replaced_and_probes_are_not() -> None:
+    """A matrix product is the same whatever trains."""
+    wish = Plan(system="textbook", world_sizes=(2,), backends=("wgpu",))
+    trainer, probe = planned(wish, {"world_size": 3}, {"system": "matmul", "world_size": 1})
+    assert (trainer.system, trainer.world_size, trainer.backends) == ("textbook", 2, ("wgpu",))
+    assert (probe.system, probe.world_size, probe.backends) == ("matmul", 1, ("cpu",))
+
+
+def test_a_clause_about_another_trainer_is_run_on_that_one() -> None:
+    """Unless a trainer was asked for by name, whichever that is."""
+    record = {"system": ["textbook", "reference"]}
+    assert [one.system for one in planned(Plan(), record)] == ["textbook", "reference"]
+    for system in ("reference", "textbook"):
+        assert {one.system for one in planned(Plan(system=system), record)} == {system}
+
+
+def test_what_presupposes_common_steps_is_left_out() -> None:
+    """Of a system whose workers step alone; and it is told which clauses those are."""
+    clauses = [clause(), clause(id="F-DP-001", name="identity")]
+    for system, left_out in (("local_sgd", ["F-DP-001"]), ("ddp", []), (None, [])):
+        wish = Plan(system=system)
+        tasks, not_applying = plan.divide(clauses, wish)
+        assert [one.invariant.id for one in not_applying] == left_out
+        assert all("of all workers together" in one.reason for one in not_applying)
+        assert [task.invariant.id for task in tasks] == [
+            one.id for one in clauses if one.id not in left_out
+        ]
+
+
+def test_the_same_bits_are_asked_of_those_that_promise_them() -> None:
+    clauses = [clause(id="F-TI-006", name="bits"), clause(id="F-TI-007", name="determinism")]
+    for system, left_out in (("ddp", ["F-TI-006"]), ("ddp_canonical", []), ("reference", [])):
+        _, not_applying = plan.divide(clauses, Plan(system=system))
+        assert [one.invariant.id for one in not_applying] == left_out
+        assert all("promises rounding" in one.reason for one in not_applying)
+
+
+def test_scenarios_with_faults_that_a_system_can_not_inject() -> None:
+    """They are left out, and it is said; a clause that has no others does not apply."""
+    records = ({"faults": [LEAVE]}, {"faults": [NAN], "seed": [1, 2]}, {"system": "matmul"})
+    wish = Plan(system="ddp_canonical", world_sizes=(2,))
+    (task,), none = plan.divide([clause(*records)], wish)
+    assert none == ()
+    assert [(one.system, one.seed) for one in task.planned] == [
+        *(("ddp_canonical", 1), ("ddp_canonical", 2)),
+        ("matmul", 0),
+    ]
+    assert task.notes == ("left out: 1 scenario with leave, which ddp_canonical can't do",)
+    gone = LEAVE | {"rank": 2, "step": 0}
+    back = {"kind": "join", "rank": 2, "step": 2}
+    tasks, (alone,) = plan.divide([clause({"faults": [gone, back]})], wish)
+    assert tasks == ()
+    assert alone.reason == "every scenario is with leave or join, which ddp_canonical can't do"
+    for system in (None, "ddp"):
+        (task,), _ = plan.divide([clause(*records)], Plan(system=system))
+        assert (len(task.planned), task.notes) == (4, ())
+
+
+def test_sizes_are_fitted_to_the_system_that_was_asked_for() -> None:
+    """The next powers of two, also of what has no --world-size; all else stays as it is."""
+    record = {"num_shards": 3, "accumulation": 3, "num_samples": 3, "batch_size": 3}
+    ((task,), _) = plan.divide([clause(record)], Plan(system="ddp_canonical"))
+    (one,) = task.planned
+    sizes = (one.world_size, one.num_shards, one.accumulation, one.num_samples, one.batch_size)
+    assert sizes == (4, 4, 4, 4, 3)
+    assert task.notes == ("fitted to the powers of two that ddp_canonical needs: 1 scenario",)
+    (one,) = planned(Plan(system="ddp_canonical", world_sizes=(2,)), record)
+    assert (one.world_size, one.num_shards, one.num_samples) == (2, 4, 3)
+    (one,) = planned(Plan(system="ddp"), record)
+    assert (one.world_size, one.num_shards, one.accumulation) == (3, 3, 3)
+
+
+def test_a_world_size_that_was_given_stays() -> None:
+    """The run says that the system can't have it; the number of shards is no matter then."""
+    (one,) = planned(Plan(system="ddp_canonical", world_sizes=(3,)), {})
+    assert one.world_size == 3
+    reason = systems.run(one).end.reason
+    assert "world_size=3 on system ddp_canonical: use a power of two, as 4" in reason
+
+
+def test_systems_of() -> None:
+    """Trainers, each once; a probe only where nothing trains."""
+    runs = planned(Plan(), {"system": ["matmul", "textbook", "reference"], "seed": [0, 1]})
+    assert plan.systems_of(runs) == "textbook, reference"
+    assert plan.systems_of(runs[:2]) == "matmul"
+    assert plan.systems_of([]) == ""
+
+
+def test_world_sizes() -> None:
+    """Each once; shards grow where there are too few; faults of ranks that are gone go too."""
+    leaves = [{"kind": "leave", "rank": 1, "step": 1}, {"kind": "leave", "rank": 3, "step": 2}]
+    record = {"world_size": [4, 5], "num_shards": 5, "faults": leaves}
+    runs = planned(Plan(world_sizes=(2, 9)), record)
+    assert [(one.world_size, one.num_shards, len(one.faults)) for one in runs] == [
+        (2, 5, 1),
+        (9, 9, 2),
+    ]
+
+
+def test_too_many_workers() -> None:
+    """Refused with the clause's place, however many."""
+    for world_size in (51, 10**9):
+        with pytest.raises(UsageError, match=r"c.yaml:3:5: clause F-DP-002: world_size=.*use wor"):
+            planned(Plan(world_sizes=(world_size,)), {})
+
+
+def test_fixed() -> None:
+    """What a person asked for stays when exploring."""
+    assert Plan().fixed == ()
+    assert Plan(world_sizes=(2,)).fixed == ("world_size",)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"system": "magic"}, "system='magic': allowed are reference"),
+        ({"backends": ["cpu", "tpu"]}, "backend='tpu' on system reference: allowed are cuda, wgpu"),
+        ({"system": "matmul", "backends": ["auto"]}, "backend='auto' on system matmul: allowed"),
+        ({"mutant": "no-such-bug"}, "mutant='no-such-bug': allowed are "),
+        ({"options": {"bogus": 1}}, "option='bogus' on system reference: allowed are terms"),
+        ({"system": "memory", "options": {"m": 1}}, "option='m' on system memory: allowed are bud"),
+        ({"workload": "own"}, "workload='own': allowed are linear, mlp, decoder"),
+        ({"workload": "mlp", "num_samples": 9999}, "num_samples=9999 with workload=mlp"),
+        ({"world_size": 1, "faults": [LEAVE]}, "rank=0 step=1: no other worker would be left"),
+        ({"faults": [{**NAN, "tensor": "nope"}]}, "tensor='nope': linear trains weight, bias"),
+        ({"system": "textbook", "faults": [{**NAN, "element": 1}]}, "element=1: weight of linear"),
+        ({"system": "manifest", "faults": [LEAVE]}, "kind='leave' on system manifest: allowed are"),
+        (
+            {"system": "backend_chain", "faults": [{"kind": "absent", "backend": "tpu"}]},
+            "fault absent backend='tpu': allowed are cuda, wgpu, cpu",
+        ),
+        ({"num_samples": 2}, "world_size=3 with num_samples=2"),
+        ({"system": "ddp_canonical"}, "world_size=3 on system ddp_canonical: use a power of two"),
+        ({"system": "ddp_canonical", "world_size": 2, "faults": [LEAVE]}, "'leave' on system ddp_"),
+    ],
+)
+def test_what_can_not_be_run(record: dict[str, Any], message: str) -> None:
+    """What only a run would miss is found before any run, and by validation alone too."""
+    where = f"c.yaml:3:5: clause F-DP-002: .*{message}"
+    with pytest.raises(UsageError, match=where):
+        planned(Plan(), record)
+    with pytest.raises(UsageError, match=where):
+        plan.require_runnable([clause({}), clause(record)])
+
+
+def test_what_the_command_line_makes_impossible_is_left_to_the_run() -> None:
+    """The contract is right; its run with one worker says why it could not be made."""
+    (one,) = planned(Plan(world_sizes=(1,)), {"faults": [LEAVE]})
+    end = systems.run(one).end
+    assert end.status == "failed"
+    assert "no other worker would be left" in end.reason
+
+
+def test_faults_of_workers_that_are_not_there() -> None:
+    """They are left out, unless nothing would go wrong: then the last worker takes the first."""
+    late = LEAVE | {"rank": 3}
+    (one,) = planned(Plan(world_sizes=(2,)), {"world_size": 4, "faults": [late]})
+    assert [(fault.kind, fault.rank) for fault in one.faults] == [("leave", 1)]
+    (one,) = planned(Plan(world_sizes=(2,)), {"world_size": 4, "faults": [LEAVE, late]})
+    assert [fault.rank for fault in one.faults] == [LEAVE["rank"]]
+
+
+def test_clauses_that_are_not_tried_are_not_required() -> None:
+    """Without a check nothing of a clause is run; without scenarios its check's are."""
+    plan.require_runnable([clause({"system": "magic"}, id="F-NEW"), clause()])
+
+
+def test_backends_of_a_plan() -> None:
+    """Those of a trainer, `auto` too."""
+    (one,) = planned(Plan(backends=("auto", "cpu")), {})
+    assert one.backends == ("auto", "cpu")
+    with pytest.raises(UsageError, match="backend='tpu': allowed are cuda, wgpu, cpu, auto"):
+        Plan(backends=("tpu",))
+    with pytest.raises(UsageError, match="system='matmul': allowed are reference, textbook"):
+        Plan(system="matmul")
+
+
+def test_uncovered() -> None:
+    """A clause without a check has nothing planned, and says why nothing was compared."""
+    ((task,), _) = plan.divide([clause({}, id="F-NEW")], Plan())
+    assert (task.check, task.scenarios) == (None, [])
+    assert task.untried().reason == (
+        "c.yaml:3:5: no check covers it: nothing was compared; "
+        "--suggest drafts a binding for it (docs/bindings.md)"
+    )
+    assert task.untried().verdict is Verdict.INCONCLUSIVE
+
+
+def test_known_counterexamples_come_first() -> None:
+    """Those of the trainer, sizes and backends asked for; probes always."""
+
+    def save(**changes: Any) -> Scenario:
+        usual = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 1}
+        scenario = Scenario(**{**usual, **changes})
+        finding = inconclusive("F-DP-002", "any")
+        counterexamples.save(Saved(invariant="F-DP-002", scenario=scenario, finding=finding))
+        return scenario
+
+    two, three = save(), save(world_size=3)
+    other, probe = save(system="textbook"), save(system="matmul")
+
+    def known(given: Plan) -> set[Scenario]:
+        ((task,), _) = plan.divide([clause({"seed": 1, "world_size": 2})], given)
+        assert task.scenarios[: len(task.known)] == list(task.known)
+        assert len(set(task.scenarios)) == len(task.scenarios)
+        return set(task.known)
+
+    assert known(Plan()) == {two, three, probe}
+    assert known(Plan(world_sizes=(3,))) == {three, probe}
+    assert known(Plan(system="textbook")) == {other, probe}
+    assert known(Plan(system="reference")) == {two, three, probe}
+    assert known(Plan(backends=("wgpu",))) == {probe}
+    save(system="magic")
+    with pytest.raises(UsageError, match=r"F-DP-002-.*json: system='magic'"):
+        known(Plan())
+
+
+def test_select_keeps_the_contracts_order() -> None:
+    """All three filters hold at once."""
+    clauses = tuple(
+        clause(id=name, severity=s) for name, s in (("A", "P0"), ("B", "P1"), ("C", "P0"))
+    )
+    contract = Contract(path=Path("c.yaml"), digest="", metadata={}, invariants=clauses)
+
+    def ids(**filters: Any) -> list[str]:
+        return [one.id for one in plan.select(contract, **filters)]
+
+    assert ids() == ["A", "B", "C"]
+    assert ids(only=("C", "A", "B"), exclude=("A",), severities=("P0",)) == ["C"]
+    with pytest.raises(UsageError, match=r"id 'D' is not in c.yaml: it has A, B, C"):
+        ids(exclude=("D",))
+
+
+def test_is_trainer() -> None:
+    """A system by others is taken for a trainer, ours are known."""
+    assert plan.is_trainer("reference")
+    assert plan.is_trainer("somebody's own")
+    assert not plan.is_trainer("matmul")
+
+
+def test_a_task_lists_each_scenario_once() -> None:
+    """One that broke before and is planned too is tried once."""
+    one = Scenario(system="reference", workload="linear", world_size=2, seed=0)
+    task = Task(invariant=clause(), check=None, known=(one,), planned=(one, one.with_(seed=1)))
+    assert task.scenarios == [one, one.with_(seed=1)]

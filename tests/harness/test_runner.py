@@ -1,0 +1,209 @@
+"""Running: once each, within a deadline, kept if asked; judging: a crash knows nothing."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py import checks, systems, trace
+from entrenar_py.contract import Invariant
+from entrenar_py.contract.problems import Position
+from entrenar_py.harness import runner
+from entrenar_py.harness.runner import Judgement, Runner
+from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import Counterexample, Finding, Verdict, worst
+
+CLAUSE = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
+
+
+def scenario(seed: int = 0) -> Scenario:
+    """Two workers, three steps."""
+    return Scenario(system="reference", workload="linear", world_size=2, seed=seed, num_steps=3)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
+    """The scenarios that were really run, in order; the runs themselves are empty."""
+    seen: list[Scenario] = []
+
+    def run(one: Scenario) -> trace.Trace:
+        seen.append(one)
+        return ended(one)
+
+    monkeypatch.setattr(systems, "run", run)
+    return seen
+
+
+def ended(one: Scenario, status: str = "completed") -> trace.Trace:
+    """A trace in which nothing happened."""
+    events = (trace.End(status=status),)
+    return trace.Trace(scenario=one, environment={}, promises=(), events=events)
+
+
+def test_each_scenario_runs_once(ran: list[Scenario], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for again, it is remembered; of too many the oldest is forgotten."""
+    monkeypatch.setattr(runner, "REMEMBERED", 2)
+    runs = Runner()
+    for seed in (0, 1, 0, 1, 2, 1, 0):
+        assert runs.run(scenario(seed)).scenario.seed == seed
+    assert [one.seed for one in ran] == [0, 1, 2, 0]
+
+
+def test_traces_are_kept(tmp_path: Path) -> None:
+    """Each run's trace, in a file named after its scenario; nothing without a folder."""
+    Runner().run(scenario())
+    result = Runner(tmp_path).run(scenario())
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"{scenario().digest}.jsonl"
+    assert trace.load(path) == result
+
+
+def test_a_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the deadline the trace has failed and says so; the alarm is off again."""
+
+    def hang(one: Scenario) -> NoReturn:
+        threading.Event().wait()
+        raise AssertionError("an event that no one sets was set")
+
+    monkeypatch.setattr("entrenar_py.systems.single.reference.run", hang)
+    before = signal.getsignal(signal.SIGALRM)
+    end = Runner(run_deadline_s=0.05).run(scenario()).end
+    assert end.status == "failed"
+    assert end.reason == "SystemFailure: the run took longer than 0.05 s and was stopped"
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_no_deadline_outside_the_main_thread(ran: list[Scenario]) -> None:
+    """Signals reach the main thread only; a run elsewhere is made without."""
+    thread = threading.Thread(target=Runner(run_deadline_s=1e-9).run, args=(scenario(),))
+    thread.start()
+    thread.join()
+    assert ran == [scenario()]
+
+
+Judge = Callable[[Invariant, Sequence[trace.Trace]], Finding]
+
+
+def check_with(judge: Judge) -> checks.Check:
+    """A check whose family is the scenario and its repetition."""
+    return replace(checks.CHECKS["determinism"], judge=judge)
+
+
+def held(clause: Invariant, traces: Sequence[trace.Trace]) -> Finding:
+    """Holds, comparing as many things as there are traces."""
+    return Finding(invariant=clause.id, verdict=Verdict.HELD, compared=len(traces))
+
+
+def test_a_scenario_is_judged_beside_its_family(ran: list[Scenario]) -> None:
+    """All members run; a sound family is no sign of trouble."""
+    judgement = Runner().attempt(CLAUSE, check_with(held), scenario())
+    assert judgement.finding.compared == 2
+    assert not judgement.failed
+    assert [one.repeat for one in ran] == [0, 1]
+    assert Runner().try_scenario(CLAUSE, check_with(held), scenario()) == judgement.finding
+
+
+def test_trouble() -> None:
+    """A crashed check and a failed run are both told from runs that had nothing to compare."""
+
+    def crash(clause: Invariant, traces: Sequence[trace.Trace]) -> NoReturn:
+        raise KeyError("step")
+
+    crashed = runner.judge(CLAUSE, check_with(crash), [ended(scenario())])
+    assert crashed.failed
+    assert crashed.finding.verdict is Verdict.INCONCLUSIVE
+    assert crashed.finding.reason == "the check determinism crashed: KeyError: 'step'"
+    assert runner.judge(CLAUSE, check_with(held), [ended(scenario(), "failed")]).failed
+    assert not runner.judge(CLAUSE, check_with(held), [ended(scenario(), "halted")]).failed
+
+
+def finding(verdict: Verdict, compared: int = 1, reason: str = "", *notes: str) -> Finding:
+    """A finding on the clause."""
+    broken = Counterexample(message=reason) if verdict is Verdict.FALSIFIED else None
+    return Finding(
+        invariant="F-X",
+        verdict=verdict,
+        compared=compared,
+        reason=reason,
+        counterexample=broken,
+        notes=notes,
+    )
+
+
+def test_telling() -> None:
+    """Of explored runs only those count that compared something, or that failed."""
+    silent, loud = finding(Verdict.INCONCLUSIVE, 0), finding(Verdict.HELD)
+    broken, failed = finding(Verdict.FALSIFIED), finding(Verdict.INCONCLUSIVE, 0, "crashed")
+    explored = [
+        Judgement(finding=silent, failed=False),
+        Judgement(finding=loud, failed=False),
+        Judgement(finding=broken, failed=False),
+        Judgement(finding=failed, failed=True),
+    ]
+    assert runner.telling(explored) == [loud, broken, failed]
+
+
+def test_combine() -> None:
+    """The first break wins; comparisons add up; reasons of one verdict and all notes are kept."""
+    held, one, two = (
+        finding(Verdict.HELD, 5, "", "a"),
+        finding(Verdict.FALSIFIED, 1, "one", "b"),
+        finding(Verdict.FALSIFIED, 2, "two", "a"),
+    )
+    both = runner.combine([held, one, two])
+    assert (both.verdict, both.compared, both.reason) == (Verdict.FALSIFIED, 8, "one")
+    assert both.counterexample == one.counterexample
+    assert both.notes == ("a", "b")
+    open_ = [finding(Verdict.INCONCLUSIVE, 0, reason) for reason in ("x", "y", "x", "z", "u")]
+    assert runner.combine([held, *open_]).reason == "x; y; z; and 1 more"
+
+
+@given(verdicts=st.lists(st.sampled_from(Verdict), min_size=1))
+def test_the_worst_verdict_wins(verdicts: list[Verdict]) -> None:
+    """Whatever the order."""
+    combined = runner.combine([finding(verdict) for verdict in verdicts])
+    assert combined.verdict is worst(verdicts)
+    assert combined.compared == len(verdicts)
+
+
+def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
+    """What held without it is inconclusive; what broke, and what held with it, stays."""
+    check = checks.CHECKS["replica_identity"]
+    mutated = scenario().with_(mutant="ddp-bypass")
+
+    def verdict(found: Verdict, *events: trace.Event) -> Verdict:
+        finding = Finding(invariant="F-X", verdict=found, compared=1)
+        judged = replace(check, judge=lambda *_: finding)
+        one = trace.Trace(scenario=mutated, environment={}, promises=(), events=events)
+        return runner.judge(CLAUSE, judged, [one, ended(scenario())]).finding.verdict
+
+    assert verdict(Verdict.HELD) is Verdict.INCONCLUSIVE
+    assert verdict(Verdict.HELD, trace.Planted(name="ddp-bypass")) is Verdict.HELD
+    assert verdict(Verdict.FALSIFIED) is Verdict.FALSIFIED
+    idle = runner.judge(CLAUSE, check_with(held), [ended(mutated)]).finding
+    why = "mutant ddp-bypass took no part: no function that it replaces was called in this run"
+    assert (idle.reason, idle.compared) == (why, 1)
+
+
+def test_a_bug_in_somebodys_own_trainer_is_not_planted_here() -> None:
+    """There `mutant` is a name, and the run counts as it is."""
+    theirs = ended(scenario().with_(system="mine", workload="own", mutant="my-label"))
+    judgement = runner.judge(CLAUSE, check_with(held), [theirs])
+    assert (judgement.finding.verdict, judgement.finding.compared) == (Verdict.HELD, 1)
+
+
+def test_nothing_to_compare_anywhere() -> None:
+    """Only if no run had anything is there nothing missing."""
+    open_ = finding(Verdict.INCONCLUSIVE, 0, "x")
+    empty = replace(open_, vacuous=True)
+    assert runner.combine([empty, empty]).vacuous
+    assert not runner.combine([empty, open_]).vacuous

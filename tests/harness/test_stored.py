@@ -1,0 +1,262 @@
+"""Stored traces: each judged beside its family, by the clauses that it can say something about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py import checks, systems, trace
+from entrenar_py.command import judging
+from entrenar_py.contract import Invariant
+from entrenar_py.contract.problems import Position
+from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.harness import stored
+from entrenar_py.harness.plan import Task
+from entrenar_py.reports.report import Entry
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Verdict
+
+
+def scenario(**changes: Any) -> Scenario:
+    """Two workers, four steps."""
+    usual = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 0}
+    return Scenario(**{**usual, "num_steps": 4, **changes})
+
+
+def run(**changes: Any) -> Trace:
+    """The trace of `scenario`."""
+    return systems.run(scenario(**changes))
+
+
+def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(),)) -> Entry:
+    """What the check `name` says of `traces`."""
+    clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
+    task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
+    files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
+    (entry,) = stored.judge_stored([task], files)
+    return entry
+
+
+def own(**changes: Any) -> Trace:
+    """The trace of `scenario` as of somebody's own trainer."""
+    ran = run(**{name: value for name, value in changes.items() if name != "mutant"})
+    theirs = ran.scenario.with_(system="mine", workload="own", mutant=changes.get("mutant"))
+    return replace(ran, scenario=theirs, promises=())
+
+
+def edited(one: Trace, kind: type[trace.Shard | trace.Update], **changes: Any) -> Trace:
+    """`one` with `changes` in every event of `kind` of rank 1."""
+    events = (
+        replace(event, **changes) if isinstance(event, kind) and event.rank == 1 else event
+        for event in one.events
+    )
+    return replace(one, events=tuple(events))
+
+
+def test_planned_and_others() -> None:
+    """Runs that the clause plans, and any other training run: all count, none was explored."""
+    entry = judged("replica_identity", run(), run(seed=1), run(system="textbook"))
+    assert (entry.verdict, entry.num_scenarios, entry.num_explored) == (Verdict.HELD, 3, 0)
+
+
+def test_a_run_by_others_is_a_training_run() -> None:
+    """Its system is not ours, so it is judged like any trainer's."""
+    theirs = replace(run(), scenario=scenario(system="their own"))
+    assert judged("replica_identity", theirs).verdict is Verdict.HELD
+
+
+def test_beside_its_family() -> None:
+    """A run is compared with those it was compared with when it was run, if they are there."""
+    alone = judged("determinism", run())
+    assert alone.verdict is Verdict.INCONCLUSIVE
+    assert alone.finding.reason.startswith("no scenario was run twice: record a second run")
+    assert judged("determinism", run(), run(repeat=1)).verdict is Verdict.HELD
+
+
+def test_the_nearest_other_trace_is_put_beside() -> None:
+    """Where a baseline is missing the reason says how the nearest trace misses it; a copy of the
+    trace itself is none.
+    """
+    entry = judged("determinism", run(), run(repeat=1, seed=7))
+    assert entry.finding.reason.endswith("the nearest other trace differs in seed (7, needed 0)")
+    assert judged("determinism", run(), run()).verdict is Verdict.INCONCLUSIVE
+    alone = own(detail="values", world_size=1, num_shards=1)
+    assert judged("parity", own(detail="values"), alone).verdict is Verdict.HELD
+
+
+def test_what_differs_in_detail_alone_is_of_the_family() -> None:
+    """A run recorded with values is the baseline of one recorded without."""
+    entry = judged("parity", own(), own(world_size=1, detail="values"))
+    assert (entry.verdict, entry.finding.reason) == (Verdict.HELD, "")
+
+
+@pytest.mark.parametrize("label", ["broken-one", None])
+def test_no_trace_is_judged_by_another_experiment(label: str | None) -> None:
+    """A run that differs in its mutant explains what is missing, and breaks no one."""
+    label_of_other = None if label else "broken-one"
+    alone = own(world_size=1, mutant=label)
+    losses = [replace(one, loss=(one.loss or 0.0) * 1.5) for one in alone.of(trace.Update)]
+    kept = [one for one in alone.events if not isinstance(one, trace.Update)]
+    entry = judged("parity", own(mutant=label_of_other), replace(alone, events=(*losses, *kept)))
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    near = f"the nearest other trace differs in mutant ({label}, needed {label_of_other})"
+    assert near in entry.finding.reason
+
+
+def test_no_trace_is_its_own_baseline() -> None:
+    """A run that calls itself the repetition is not compared with itself."""
+    assert judged("determinism", run(repeat=1)).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}])
+def test_a_blind_trace_is_not_hidden_by_a_good_one(ranks: set[int]) -> None:
+    """Whether one rank lacks the fact or all do; the reason names the file."""
+    good, blind = own(), own(seed=9)
+    events = tuple(
+        replace(one, weights={})
+        if isinstance(one, trace.Start | trace.Update) and one.rank in ranks
+        else one
+        for one in blind.events
+    )
+    entry = judged("replica_identity", good, replace(blind, events=events))
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    assert entry.finding.reason.startswith("1.jsonl: rank")
+    assert "recorded no weights" in entry.finding.reason
+    assert judged("replica_identity", good, own(seed=9)).verdict is Verdict.HELD
+
+
+def test_a_blind_pair_is_not_hidden_by_a_good_one() -> None:
+    """Two runs that are each other's baselines don't excuse each other."""
+    pairs = [
+        replace(own(seed=seed, world_size=world_size), promises=("bitwise",))
+        for seed in (0, 9)
+        for world_size in (1, 2)
+    ]
+    assert judged("worker_count", *pairs).verdict is Verdict.HELD
+    pairs[3] = edited(pairs[3], trace.Update, weights={})
+    entry = judged("worker_count", *pairs)
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    assert entry.finding.reason.startswith("2.jsonl (beside 3.jsonl): one run only recorded")
+
+
+def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:
+    """Alone it says nothing on how a gradient is weighted; the run that it is beside does."""
+    pair = own(detail="values"), own(detail="values", world_size=1)
+    assert judged("weighting", *pair).verdict is Verdict.HELD
+    entry = judged("weighting", edited(pair[0], trace.Shard, weight=0.0), pair[1])
+    assert entry.finding.reason.startswith("0.jsonl (beside 1.jsonl): ")
+
+
+def test_runs_with_nothing_to_compare_are_passed_over() -> None:
+    """One worker has no replica; where no run has one the reason names the files, a few of them."""
+    alone = [own(seed=seed, world_size=1) for seed in range(5)]
+    assert judged("replica_identity", *alone, own()).verdict is Verdict.HELD
+    reason = judged("replica_identity", *alone).finding.reason
+    files = "0.jsonl, 1.jsonl, 2.jsonl, and 2 more: no two workers of one run were recorded"
+    assert reason.startswith(files)
+    assert judged("replica_identity", alone[0]).finding.reason.startswith("no two workers")
+
+
+def test_a_break_names_its_file() -> None:
+    """Of several files the one that broke the clause."""
+    broken = edited(own(seed=1), trace.Update, weights={"weight": trace.TensorRecord("0" * 32)})
+    reason = judged("replica_identity", own(), broken).finding.reason
+    assert reason.startswith("1.jsonl: rank 1 and rank 0 hold different weights")
+
+
+def test_probes_say_that_they_are() -> None:
+    """A training trace is no evidence for them, and the reason says what to run."""
+    entry = judged("matmul", run(), planned=(scenario(system="matmul", world_size=1),))
+    assert "--only F-X and without --judge" in entry.finding.reason
+
+
+def test_two_traces_of_one_scenario() -> None:
+    """Both are judged: the broken one is not hidden by the sound one, in either order."""
+    sound = run()
+    update = sound.of(trace.Update)[-1]
+    drifted = replace(update, weights={"weight": trace.TensorRecord("0" * 32)})
+    events = tuple(drifted if event is update else event for event in sound.events)
+    for pair in ((replace(sound, events=events), sound), (sound, replace(sound, events=events))):
+        assert judged("replica_identity", *pair).verdict is Verdict.FALSIFIED
+
+
+def test_probes_are_left_to_their_clauses() -> None:
+    """A matrix product is no evidence on replicas, not even missing evidence."""
+    product = run(system="matmul", world_size=1)
+    entry = judged("replica_identity", product)
+    assert entry.finding.reason == "c.yaml:3:5: no run of it was seen: nothing was compared"
+    assert judged("replica_identity", run(), product).verdict is Verdict.HELD
+
+
+def test_failed_runs_count() -> None:
+    """Whether planned or not: a run that failed is never passed over."""
+    failed = replace(run(seed=3), events=(trace.End(status="failed", reason="it crashed"),))
+    entry = judged("replica_identity", run(), failed)
+    assert entry.verdict is Verdict.INCONCLUSIVE
+    assert "it crashed" in entry.finding.reason
+
+
+def test_uncovered() -> None:
+    """A clause without a check stays open."""
+    assert judged("no such check", run()).verdict is Verdict.INCONCLUSIVE
+
+
+def test_load(tmp_path: Path) -> None:
+    """Files, and folders of them in the order of their names; nothing else in a folder counts."""
+    folder = tmp_path / "t"
+    for name, seed in (("b.jsonl", 1), ("a.jsonl", 0), ("notes.txt", 2)):
+        trace.save(run(seed=seed), folder / name)
+    loaded = stored.load([folder / "notes.txt", folder])
+    assert [one.scenario.seed for one in loaded.values()] == [2, 0, 1]
+    assert list(loaded) == [folder / name for name in ("notes.txt", "a.jsonl", "b.jsonl")]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match=r"none: holds no \*.jsonl file; give one that does"):
+        stored.load([tmp_path / "none"])
+    with pytest.raises(TraceError, match="gone"):
+        stored.load([tmp_path / "gone"])
+
+
+def test_environment() -> None:
+    """What all traces agree on once, what they differ in as a list."""
+    one, two = (replace(run(), environment={"torch": v, "python": "3"}) for v in ("1", "2"))
+    more = replace(one, environment={"python": "3", "gpu": "a"})
+    assert stored.environment([one, two, one, more]) == {
+        "torch": ["1", "2"],
+        "python": "3",
+        "gpu": "a",
+    }
+
+
+def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
+    """It means the files that it fits; one that fits none is refused, and so is a plain name."""
+    for seed in (0, 1):
+        trace.save(run(seed=seed), tmp_path / f"run-{seed}.jsonl")
+    found = stored.load([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
+    assert [path.name for path in found] == ["run-0.jsonl", "run-1.jsonl"]
+    with pytest.raises(UsageError, match="no file is called so"):
+        stored.load([tmp_path / "absent-*.jsonl"])
+    with pytest.raises(TraceError, match="can't be read"):
+        stored.load([tmp_path / "absent.jsonl"])
+    odd = tmp_path / "run[1].jsonl"  # a name is a name, whatever is in it
+    trace.save(run(), odd)
+    assert list(stored.load([odd])) == [odd]
+
+
+@pytest.mark.parametrize("judge", [stored.judge_stored, judging.judge])
+def test_who_wants_to_hear_of_judgements(judge: Any) -> None:
+    """Hears of each trace once, with those that it was judged beside."""
+    clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
+    task = Task(invariant=clause, check=checks.CHECKS["parity"], planned=(scenario(),))
+    traces = {Path(f"{size}.jsonl"): run(world_size=size) for size in (2, 1)}
+    heard: list[list[int]] = []
+    entries = judge(
+        [task],
+        traces,
+        on_judged=lambda told: heard.append([one.scenario.world_size for one in told]),
+    )
+    assert [entry.verdict for entry in entries] == [Verdict.HELD]
+    assert heard == [[2, 1], [1]]

@@ -1,0 +1,242 @@
+"""Ranks that hold pieces: whole tensors are made of theirs, and who holds another is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entrenar_py.errors import TraceError
+from entrenar_py.observing import FOLDER
+from entrenar_py.rank_files import assembly, rank_file
+from entrenar_py.rank_files.layout import Layout, Piece
+from entrenar_py.rank_files.rank_file import RankFile, RankTrace
+from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Update, record_tensor
+
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+import entrenar_py
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+"""
+# Three rows on two ranks; the bias of one element is on one rank alone. The mesh has no names.
+FSDP = """
+mesh = init_device_mesh("cpu", (2,))
+model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1))
+fully_shard(model[0], mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+obs = entrenar_py.observe(model, optimizer)
+fully_shard(model, mesh=mesh)
+optimizer.param_groups[0]["params"] = list(model.parameters())
+for step in range(2):
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        obs.samples([8 * step + 4 * micro + rank])
+        loss = model(torch.ones(3, 2) * (rank + step + micro)).square().mean()
+        obs.loss(loss, 1)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+obs.close()
+"""
+PIPELINE = """
+stages = (nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
+stages[1][1].register_parameter("copy", nn.Parameter(stages[0][0].bias.detach().clone()))
+model = nn.Module()
+model.add_module(str(rank), stages[rank])
+model.forward = lambda x: stages[rank](x) + (model.get_submodule("1.1").copy.sum() if rank else 0)
+stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+obs = entrenar_py.observe(
+    model, optimizer, layout={"pp": 2}, tied=(("0.0.bias", "1.1.copy"),)
+)
+losses = []
+schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
+for step in range(2):
+    obs.samples(range(4 * step, 4 * step + 4))
+    x = torch.arange(8.0).reshape(4, 2) + step
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=x.sum(1, keepdim=True), losses=losses)
+        obs.loss(torch.stack(losses).mean(), 4)
+    copy = dict(model.named_parameters())[("0.0.bias", "1.1.copy")[rank]]
+    dist.all_reduce(copy.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+obs.close()
+"""
+
+
+def recorded(code: str, world_size: int, folder: Path) -> list[RankTrace]:
+    """What each rank of a script recorded."""
+    script = folder / "script.py"
+    script.write_text(BEGIN + code)
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "tests/command/forked.py"), str(world_size), str(script)],
+        env={**os.environ, FOLDER: str(folder / "ranks"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    ranks, problems = assembly.load(folder / "ranks")
+    assert not problems
+    return ranks
+
+
+def values(record: TensorRecord) -> list[float]:
+    """The elements."""
+    known = record.values()
+    assert known is not None
+    return [float(one) for one in known]
+
+
+def sizes(tensors: Tensors) -> dict[str, int]:
+    """Name -> how many elements are known."""
+    known = {name: one.values() for name, one in tensors.items()}
+    return {name: one.size for name, one in known.items() if one is not None}
+
+
+def test_fully_sharded(tmp_path: Path) -> None:
+    """Whole weights, gradients and moments on each rank, also where its piece is empty, and though
+    the model is wrapped after it is observed.
+    """
+    ranks = recorded(FSDP, 2, tmp_path)
+    assert ranks[1].pieces["2.bias"].shape == (0,)
+    assert ranks[0].layout == Layout(axes={"fsdp": 2})
+    events = assembly.ordered(ranks)
+    whole = {"0.weight": 6, "0.bias": 3, "2.weight": 3, "2.bias": 1}
+    states = [one for one in events if isinstance(one, Start | Update)]
+    assert [(one.kind, one.step, one.rank) for one in states] == [
+        *(("start", 0, 0), ("start", 0, 1), ("update", 0, 0), ("update", 0, 1)),
+        *(("update", 1, 0), ("update", 1, 1)),
+    ]
+    assert all(sizes(one.weights) == whole for one in states)
+    for update in states[2:]:
+        assert isinstance(update, Update)
+        assert sizes(update.gradient) == whole
+        assert sizes(update.optimizer)["2.bias/exp_avg"] == 1
+        assert sizes(update.optimizer)["0.bias/step"] == 1
+    shards = [one for one in events if isinstance(one, Shard)]
+    assert sorted((one.rank, one.step, one.shard, one.ids) for one in shards) == [
+        (rank, step, micro, (8 * step + 4 * micro + rank,))
+        for rank in range(2)
+        for step in range(2)
+        for micro in range(2)
+    ]
+    # They are added up over all ranks before anyone can see them.
+    assert not any(one.gradient for one in shards)
+
+
+def test_a_pipeline(tmp_path: Path) -> None:
+    """Its stages make one model; a step is one micro-batch, whose loss the last stage knows; what
+    is tied is compared under its first name.
+    """
+    events = assembly.ordered(recorded(PIPELINE, 2, tmp_path))
+    shards = [one for one in events if isinstance(one, Shard)]
+    assert [(one.rank, one.step, one.ids, one.weight) for one in shards] == [
+        (0, 0, (0, 1, 2, 3), 4.0),
+        (0, 1, (4, 5, 6, 7), 4.0),
+    ]
+    assert None not in [one.loss_sum for one in shards]
+    whole = {"0.0.weight": 6, "0.0.bias": 3, "1.1.weight": 3, "1.1.bias": 1}
+    updates = [one for one in events if isinstance(one, Update)]
+    assert [sizes(one.weights) == whole for one in updates] == [True] * 4
+    assert updates[0].weights == updates[1].weights
+    for step in range(2):
+        computed, applied = shards[step].gradient, updates[2 * step].gradient
+        assert sizes(computed) == whole
+        for name, record in computed.items():
+            # A schedule divides by its number of micro-batches when all are there: 2.
+            right = [2 * value for value in values(applied[name])]
+            assert values(record) == pytest.approx(right, rel=1e-5)
+    start = events[0]
+    assert isinstance(start, Start)
+    assert sorted(start.trainable) == sorted(whole)
+
+
+def rank_trace(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
+    """What a rank recorded, two for data and two for each of their models."""
+    return RankTrace(
+        life=0,
+        header={"rank": rank, "world_size": 4},
+        events=events,
+        ended=True,
+        problem="",
+        layout=Layout(axes={"dp": 2, "tp": 2}),
+        pieces=pieces,
+    )
+
+
+def four_ranks() -> list[RankTrace]:
+    """Four ranks whose second halves are spoilt on rank 3."""
+    found = []
+    for rank in range(4):
+        column, pair = rank % 2, rank - rank % 2
+        piece = Piece(offset=(0, column), shape=(2, 1), whole=(2, 2), ranks=(pair, pair + 1))
+        values = np.array([[1], [3]], np.float32) + column + 10 * (rank == 3)
+        weights = {
+            "up.weight": record_tensor(values, values=True),
+            "norm.weight": record_tensor(np.full(1, float(rank == 2), np.float32), values=True),
+        }
+        start = Start(step=0, rank=rank, weights=weights)
+        found.append(rank_trace(rank, {"up.weight": piece}, start))
+    return found
+
+
+def test_each_rank_sees_its_own_copy() -> None:
+    """Of a copy that ranks hold together its pieces, of one that it holds alone its own."""
+    starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
+    assert [values(one.weights["up.weight"]) for one in starts] == [
+        *([1, 2, 3, 4], [1, 2, 3, 4]),
+        *([1, 12, 3, 14], [1, 12, 3, 14]),
+    ]
+    assert [values(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
+    assert assembly.places(four_ranks()) == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_a_piece_that_is_lacking_is_not_made_up() -> None:
+    """Its tensor is left out; others' copies are no substitute."""
+    starts = [one for one in assembly.ordered(four_ranks()[:3]) if isinstance(one, Start)]
+    assert [sorted(one.weights) for one in starts] == [
+        *(["norm.weight", "up.weight"], ["norm.weight", "up.weight"]),
+        ["norm.weight"],
+    ]
+
+
+def test_who_drew_other_samples_than_its_group(tmp_path: Path) -> None:
+    """Has a Shard of its own, of the same number."""
+    shard = Shard(
+        step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True
+    )
+    drawn = [(1, 2), (1, 2), (3,), (4,)]
+    ranks = [
+        rank_trace(rank, {}, replace(shard, rank=rank, ids=ids)) for rank, ids in enumerate(drawn)
+    ]
+    events = assembly.numbered(assembly.ordered(ranks), 1, assembly.places(ranks))
+    assert [(one.rank, one.shard, one.ids) for one in events if isinstance(one, Shard)] == [
+        *((0, 0, (1, 2)), (2, 1, (3,)), (3, 1, (4,)))
+    ]
+
+
+def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
+    """Is refused, with the line."""
+    file = RankFile(tmp_path, {"rank": 0, "world_size": 2})
+    file.arrange({"axes": [["dp", 2]], "tied": [], "pieces": {"weight": [[3], [1], [2], [0, 1]]}})
+    file.close()
+    (path,) = tmp_path.glob("*.rank.jsonl")
+    with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):
+        rank_file.load(path)

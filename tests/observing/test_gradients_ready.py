@@ -1,0 +1,43 @@
+"""When a backward pass is over, of every kind that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from entrenar_py.observing.gradients_ready import Passes
+
+
+def told(*, alone: bool) -> list[tuple[bool, ...]]:
+    """Which of two tensors had a gradient in each pass, of a loss of both and of one of the first;
+    `alone`: by torch.autograd.grad.
+    """
+    heard: list[tuple[bool, ...]] = []
+    begun: list[int] = []
+
+    def tell(gradients: Sequence[Tensor | None]) -> None:
+        heard.append(tuple(one is not None for one in gradients))
+
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    passes = Passes([first, second], lambda: begun.append(len(heard)), tell, tell)
+    for loss, inputs in (((first * second).sum(), [first, second]), (first.sum(), [first])):
+        if alone:
+            torch.autograd.grad(loss, inputs)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+    passes.remove()
+    (first * second).sum().backward()  # type: ignore[no-untyped-call]
+    assert begun == [0, 1], "each was told to begin, before it was told what it gave"
+    return heard
+
+
+def test_a_pass_is_told_once() -> None:
+    """With what has a gradient in it, and nothing when it is not asked any more."""
+    assert told(alone=False) == [(True, True), (True, False)]
+
+
+def test_gradients_computed_apart_are_told_too() -> None:
+    """torch's own hook for several tensors raises there, and breaks a pipeline without bubbles."""
+    assert told(alone=True) == [(True, True), (True, False)]

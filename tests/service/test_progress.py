@@ -1,0 +1,80 @@
+"""What a person sees of a run: on a terminal, and in a log."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from entrenar_py.service import progress
+from entrenar_py.service.progress import LINE_EVERY_S, Lines, summary
+from entrenar_py.service.run_events import Happening, Noted
+from tests.service.happened import made
+
+SAVED = Noted(what="saved", step=3, text="checkpoint before step 3: run.ckpt")
+LEFT = Noted(what="left", step=3, text="worker 1 left in step 3: [Errno 104] Connection reset")
+
+
+def lines(*told: tuple[float, Happening]) -> list[str]:
+    """What a log shows of these, each told at its time."""
+    now = [0.0]
+    file = io.StringIO()
+    listener = Lines(Console(file=file, width=60, markup=False), clock=lambda: now[0])
+    for now[0], happening in told:
+        listener(happening)
+    return file.getvalue().splitlines()
+
+
+def test_a_step_in_a_line() -> None:
+    """Loss, pace, workers, traffic, exchange, and who was waited for."""
+    assert summary(made()) == (
+        "loss 2.25  80 steps/s  workers 0,2  in 20.8 kB out 1.23 MB  exchange 7.25 ms  "
+        "reduce 0.25 ms  last worker 2, 3.5 ms behind"
+    )
+    alone = made(steps_per_s=None, last=None, workers=(0,), bytes_in=999, bytes_out=10**16)
+    said = "loss 2.25  workers 0  in 999 B out 1e+04 TB  exchange 7.25 ms  reduce 0.25 ms"
+    assert summary(alone) == said
+    assert summary(made(exchange_ms=None, reduce_ms=None, last=None)).endswith("out 1.23 MB")
+    slow = summary(made(steps_per_s=1234.5, exchange_ms=99_950.0, reduce_ms=0.0))
+    assert "  1234 steps/s  " in slow
+    assert "  exchange 99950 ms  reduce 0 ms  " in slow
+
+
+def test_a_log_is_not_flooded() -> None:
+    """Steps and checkpoints now and then, and the last step; what else happens always, whole."""
+    soon = LINE_EVERY_S / 2
+    shown = lines(
+        (0.0, made(0)),
+        (soon, made(1)),
+        (soon, SAVED),
+        (soon, SAVED),
+        (soon, LEFT),
+        (soon, LEFT),
+        (2 * soon, made(2)),
+        (2 * soon, made(3)),
+        (2 * soon, made(9)),
+    )
+    assert [line.partition("  ")[0] for line in shown] == [
+        *("step 1/10", SAVED.text, LEFT.text, LEFT.text, "step 3/10", "step 10/10"),
+    ]
+
+
+def test_a_terminal_shows_a_bar() -> None:
+    """With how many steps are made; notes stand above it."""
+    file = io.StringIO()
+    console = Console(file=file, width=200, force_terminal=True)
+    with progress.opened(console, num_steps=10) as listener:
+        listener(LEFT)
+        listener(made(6))
+    shown = file.getvalue()
+    assert LEFT.text in shown
+    assert "7/10" in shown
+    assert summary(made(6)) in shown
+
+
+def test_a_log_gets_lines() -> None:
+    """Where nobody watches there is no bar."""
+    file = io.StringIO()
+    with progress.opened(Console(file=file, width=60), num_steps=10) as listener:
+        listener(made(0))
+    assert file.getvalue() == f"step 1/10  {summary(made(0))}\n"

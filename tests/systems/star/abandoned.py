@@ -1,0 +1,41 @@
+"""A long run that tells when its workers are busy, frozen or idle; to be ended from outside."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from entrenar_py.faults import Fault
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.star.parameter_server import ProcessStar
+
+FREEZE = Fault(kind="freeze", step=2, rank=1, at="Average", seconds=600.0)
+
+
+class Telling(ProcessStar):
+    """Says when worker 1 was just frozen, and when a step was made."""
+
+    def strike(self, fault: Fault) -> None:
+        super().strike(fault)
+        print("frozen", flush=True)
+
+    def apply_average(self, step: int) -> None:
+        super().apply_average(step)
+        if mood == "busy" and step == 2:
+            print("busy", flush=True)
+
+
+if __name__ == "__main__":
+    mood = sys.argv[1]
+    Telling(
+        Scenario(
+            system="parameter_server",
+            workload="linear",
+            world_size=2,
+            seed=0,
+            num_steps=3 if mood == "idle" else 10**6,
+            faults=(FREEZE,) if mood == "frozen" else (),
+        )
+    ).train()
+    print("idle", flush=True)
+    signal.pause()

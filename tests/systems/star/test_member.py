@@ -1,0 +1,203 @@
+"""A worker's hands: what it is given it holds, what it computes it tells, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.messages import (
+    Applied,
+    Assign,
+    Average,
+    Commit,
+    Computed,
+    Heartbeat,
+    Loaded,
+    Message,
+    NonFinite,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.systems.star.member import Member
+from tests.systems import by_hand, stars
+
+
+def _alone(**changes: object) -> Member:
+    hands = by_hand.met(stars.subject("parameter_server", world_size=1, **changes))
+    return hands.members[0]
+
+
+def _in_blocks(block_bytes: int) -> Member:
+    return by_hand.met(stars.in_blocks("parameter_server", block_bytes, world_size=1)).members[0]
+
+
+def _average(loss: float = 1.0, weight: float = 8.0) -> Average:
+    """The whole of a step's gradient, in one block."""
+    return Average(step=0, round=0, block=0, loss=loss, weight=weight)
+
+
+def _nodes(member: Member, *shards: int) -> list[tuple[TreeNode, np.ndarray[Any, Any]]]:
+    """What `member` would send for `shards` of step 0."""
+    outcome = member.work(0, shards)
+    assert not isinstance(outcome, NonFinite)
+    return [(node, np.frombuffer(member.payload(node), "<f4")) for node in outcome]
+
+
+def test_its_nodes_are_the_tree_s() -> None:
+    """As few as cover the shards, and each is the sum of those under it, in the tree's order."""
+    member = _alone()
+    together = _nodes(member, 2, 3, 4)
+    assert [(node.level, node.index) for node, _ in together] == [(1, 1), (0, 4)]
+    assert [vector.nbytes for _, vector in together] == [member.vector_bytes] * 2
+    leaves = [_nodes(member, shard)[0] for shard in (2, 3)]
+    total, loss = leaves[0][1] + leaves[1][1], leaves[0][0].loss + leaves[1][0].loss
+    assert together[0][1].tobytes() == total.tobytes()
+    assert together[0][0].loss == loss
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (Assign(step=0, shards=(7, 8)), r"Assign shards=\(7, 8\): use each once, of 0 to 7"),
+        (Assign(step=0, shards=(2, 2)), "use each once"),
+        (_average(weight=0.0), r"Average weight=0\.0 loss=1\.0: use finite numbers"),
+        (_average(weight=float("inf")), "a weight > 0"),
+        (_average(loss=float("nan")), "loss=nan: use finite numbers"),
+    ],
+)
+def test_what_is_of_no_such_run_is_refused(message: Message, complaint: str) -> None:
+    """Shards that are not there, and numbers that make no mean."""
+    member = _alone()
+    vector = bytes(member.vector_bytes)
+    member.require(Assign(step=0, shards=(0, 7)), b"")
+    member.require(_average(loss=-1.0), vector)
+    with pytest.raises(ProtocolError, match=complaint):
+        member.require(message, b"" if isinstance(message, Assign) else vector)
+
+
+@pytest.mark.parametrize("block_bytes", [4, 12, 160, 2**20])
+def test_its_blocks_are_the_vector(block_bytes: int) -> None:
+    """From the end of it to its beginning: together they are what goes in one block."""
+    shards = (2, 3, 4)
+    whole = {(one.level, one.index): vector for one, vector in _nodes(_in_blocks(604), *shards)}
+    sent = _nodes(_in_blocks(block_bytes), *shards)
+    num_blocks = -(-604 // block_bytes)
+    assert [node.block for node, _ in sent[::2]] == list(reversed(range(num_blocks)))
+    for place, vector in whole.items():
+        mine = [part for node, part in reversed(sent) if (node.level, node.index) == place]
+        assert max(part.nbytes for part in mine) <= block_bytes
+        assert np.concatenate(mine).tobytes() == vector.tobytes()
+
+
+def test_a_vector_is_kept_until_its_step_is_made() -> None:
+    """Not longer: a step needs memory for its own nodes alone."""
+    hands = by_hand.met(stars.subject("parameter_server", world_size=1, num_shards=1))
+    (node,) = by_hand.begin(hands, 0, 0, (0,))
+    by_hand.tell(hands, 0, node)
+    hands.server.deliver(0)
+    by_hand.make(hands, 0)
+    with pytest.raises(KeyError):
+        hands.members[0].payload(node)
+
+
+def test_it_tells_what_happened_once() -> None:
+    """Each event with the first message that can carry it, and never again."""
+    member = _alone()
+    member.work(0, (0, 1))
+    told = trace.load_events(bytes(member.payload(Computed(step=0, shards=(0, 1)))))
+    assert [event.kind for event in told] == ["shard", "shard"]
+    assert member.payload(Applied(step=0)) == b""
+    assert member.payload(Heartbeat()) == b""
+
+
+def test_the_first_shard_that_is_not_finite_is_all() -> None:
+    """No node comes of it: what, where and of which samples."""
+    fault = Fault(kind="non_finite_gradient", step=0, shard=1, value="nan")
+    member = _alone(faults=(fault,))
+    said = member.work(0, (0, 1, 2))
+    assert isinstance(said, NonFinite)
+    first = next(iter(member.layout.trainable))
+    assert (said.step, said.shard, said.tensor, said.element) == (0, 1, first, 0)
+    told = trace.load_events(bytes(member.payload(said)))
+    assert [event.kind for event in told] == ["shard", "injected", "shard"]
+    assert isinstance(told[-1], trace.Shard)
+    assert said.ids == told[-1].ids
+
+
+def test_a_loss_that_is_not_finite_has_no_place() -> None:
+    """The gradient of that shard is finite, and no tensor is named."""
+    fault = Fault(kind="non_finite_loss", step=0, shard=0, value="inf")
+    said = _alone(faults=(fault,)).work(0, (0,))
+    assert isinstance(said, NonFinite)
+    assert (said.tensor, said.element, said.loss) == (None, None, float("inf"))
+
+
+def test_a_new_stay_begins_anew() -> None:
+    """What it had computed, held and not yet told of an earlier one is forgotten."""
+    hands = by_hand.met(stars.subject("parameter_server", world_size=1))
+    member = hands.members[0]
+    (node, *_) = by_hand.begin(hands, 0, 0, (0, 1, 2))
+    welcome = by_hand.welcome_of(hands.server, 0, 0, resumed=True)
+    member.load(welcome, bytearray(hands.server.payload(welcome)))
+    with pytest.raises(KeyError):
+        member.payload(node)
+    (start,) = trace.load_events(bytes(member.payload(Loaded(step=0))))
+    assert isinstance(start, trace.Start)
+    assert (start.rank, start.step, start.resumed) == (0, 0, True)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize(("block", "due"), [(0, 4 * 37), (1, 4 * 38), (2, 4 * 38), (3, 4 * 38)])
+def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> None:
+    """One byte less or more than the manifest makes of that block; blocks differ in size."""
+    member = _in_blocks(160)
+    average = by_hand.average_of(0, block)
+    member.require(average, bytes(due))
+    reason = f"Average with a payload of {due + more} bytes: {due} are due"
+    with pytest.raises(ProtocolError, match=reason):
+        member.require(average, bytes(due + more))
+
+
+@pytest.mark.parametrize("num_bytes", [4, 148, 156, 604])
+def test_room_of_another_size_is_elsewhere(num_bytes: int) -> None:
+    """What a damaged prefix says of a block, or one who lies: the average is not touched."""
+    member = _in_blocks(160)
+    average = by_hand.average_of(0, 3)
+    right = member.room(average, 152)
+    assert np.shares_memory(right, member.room(average, 152))
+    other = member.room(average, num_bytes)
+    assert other.nbytes == num_bytes
+    assert not np.shares_memory(right, other)
+
+
+def test_a_vector_has_no_more_blocks_than_elements() -> None:
+    """A coordinator that says so is not believed, before anything is made of it."""
+    hands = by_hand.met(stars.in_blocks("parameter_server", 160, world_size=1))
+    welcome = by_hand.welcome_of(hands.server, 0, 0)
+    payload = hands.server.payload(welcome)
+    hands.members[0].require(replace(welcome, blocks=151), payload)
+    with pytest.raises(ProtocolError, match="Welcome blocks=152: there are 151 elements"):
+        hands.members[0].require(replace(welcome, blocks=152), payload)
+
+
+@pytest.mark.parametrize("message", [Commit(step=0), Heartbeat()])
+def test_most_messages_carry_nothing(message: Message) -> None:
+    """What comes with one of them is not looked at."""
+    member = _alone()
+    member.require(message, b"")
+    with pytest.raises(ProtocolError, match="with a payload of 1 bytes: 0 are due"):
+        member.require(message, b"x")
+
+
+def test_sizes_are_exact() -> None:
+    """One state and one vector, and nothing else is carried down."""
+    member = _alone(optimizer="adamw")
+    assert set(member.sizes()) == {Welcome, Average}
+    assert member.sizes()[Average] == member.vector_bytes
+    assert TreeNode not in member.sizes()

@@ -1,0 +1,359 @@
+"""The server's hands: the reference's sums, and nothing taken that is not what it must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar_py import trace
+from entrenar_py.errors import ProtocolError, UsageError
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Left, Stop
+from entrenar_py.protocol.messages import (
+    Applied,
+    Average,
+    Commit,
+    Computed,
+    Loaded,
+    Message,
+    NonFinite,
+    TreeNode,
+    Welcome,
+)
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.star.server import Server
+from entrenar_py.trace import Halt, Membership, Saved, Update
+from entrenar_py.training import blocks
+from tests.systems import by_hand, stars
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in `systems.run` and in worker processes: how a sum is split is part of its order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _subject(**changes: Any) -> Scenario:
+    return stars.subject("parameter_server", **changes)
+
+
+def _held(hands: by_hand.Hands) -> list[trace.Tensors]:
+    """The weights after each step, as worker 0 recorded them."""
+    events = hands.server.recorder.drain()
+    return [one.weights for one in events if isinstance(one, Update) and one.rank == 0]
+
+
+@pytest.mark.parametrize("block_bytes", [64, 2**20])
+@pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
+def test_steps_by_hand_are_the_reference(workload: str, block_bytes: int) -> None:
+    """Whoever delivers first, in blocks of any size; the server's own replica is the workers'."""
+    scenario = _subject(workload=workload, num_steps=3, options={"block_bytes": block_bytes})
+    hands = by_hand.met(scenario)
+    for step in range(3):
+        for rank, shards in reversed(by_hand.shards_of(hands).items()):
+            by_hand.deliver(hands, rank, step, shards)
+        by_hand.make(hands, step)
+        server, member = hands.server, hands.members[2]
+        assert server.state(server.replica) == member.state(member.workers[2])
+    assert _held(hands) == stars.expected(scenario)
+
+
+def test_a_shard_at_a_time_is_the_same() -> None:
+    """How shards are dealt, and in how many deliveries, changes no bit."""
+    scenario = _subject(num_steps=1)
+    hands = by_hand.met(scenario)
+    for shard in (7, 0, 3, 1, 2, 6, 5, 4):
+        by_hand.deliver(hands, shard % 3, 0, (shard,))
+    by_hand.make(hands, 0)
+    assert _held(hands) == stars.expected(scenario)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(1.0, -4.0), (1.0, 17.0), (1.0, float("nan")), (float("nan"), 4.0), (float("inf"), 4.0)],
+)
+def test_a_node_weighs_what_a_batch_can(loss: float, weight: float) -> None:
+    """One that weighs less than nothing, or more than 16 samples, would bend the mean."""
+    server = Server(_subject(batch_size=16))
+    right = TreeNode(step=0, round=0, block=0, level=0, index=0, loss=1.0, weight=16.0)
+    payload = bytearray(server.vector_bytes)
+    server.require(0, right, payload)
+    server.require(0, replace(right, weight=0.0), payload)
+    with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):
+        server.require(0, replace(right, loss=loss, weight=weight), payload)
+
+
+def test_half_a_delivery_does_not_count() -> None:
+    """What a worker sent of a run of shards is forgotten when it is gone before the rest."""
+    scenario = _subject(num_steps=1)
+    hands = by_hand.met(scenario)
+    (node, *_) = by_hand.begin(hands, 1, 0, (3, 4, 5))
+    by_hand.tell(hands, 1, node)
+    hands.server.left(Left(1, 0, "gone"))
+    del hands.members[1]
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    by_hand.make(hands, 0)
+    assert hands.server.present == {0, 2}
+    events = hands.server.recorder.drain()
+    assert [one for one in events if isinstance(one, Membership)] == [
+        Membership(step=0, rank=1, change="left", reason="gone")
+    ]
+    told = [one for one in events if isinstance(one, trace.Shard)]
+    assert sorted(one.shard for one in told) == list(range(8)), "each by who delivered it"
+    assert {one.rank for one in told} == {0, 2}
+
+
+@pytest.mark.parametrize("num_averaged", [1, 2, 3])
+def test_who_is_lost_between_blocks_leaves_the_right_bits(num_averaged: int) -> None:
+    """What is averaged of it stays; in all other blocks what others computed counts instead."""
+    scenario = stars.in_blocks("parameter_server", 160, num_steps=1)
+    hands = by_hand.met(scenario)
+    assert hands.server.blocks.count == 4
+    order = list(hands.server.blocks.order())
+    sent = {rank: by_hand.begin(hands, rank, 0, run) for rank, run in _THIRDS.items()}
+    _send(hands, sent, order[:num_averaged])
+    for block in order[:num_averaged]:
+        by_hand.average(hands, 0, block)
+    # Of the next block something of the one that is lost is there, too.
+    _send(hands, {1: sent.pop(1)}, order[num_averaged : num_averaged + 1])
+    hands.server.left(Left(1, 0, "gone"))
+    del hands.members[1]
+    _send(hands, sent, order[num_averaged:])
+    for rank in sent:
+        hands.server.deliver(rank)
+    _send(hands, {0: by_hand.begin(hands, 0, 0, _THIRDS[1])}, order[num_averaged:])
+    hands.server.deliver(0)
+    for block in order[num_averaged:]:
+        by_hand.average(hands, 0, block)
+    by_hand.commit(hands, 0)
+    assert _held(hands) == stars.expected(scenario)
+
+
+_THIRDS = {0: (0, 1, 2), 1: (3, 4, 5), 2: (6, 7)}
+
+
+def _send(hands: by_hand.Hands, sent: dict[int, list[TreeNode]], blocks: list[int]) -> None:
+    """The server takes `blocks` of what workers have to send."""
+    for rank, nodes in sent.items():
+        for node in nodes:
+            if node.block in blocks:
+                by_hand.tell(hands, rank, node)
+
+
+def test_a_step_that_did_not_happen_is_forgotten() -> None:
+    """All of it is computed again, and the same bits come out."""
+    scenario = _subject(num_steps=1)
+    hands = by_hand.met(scenario)
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    hands.server.gather(0)
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    by_hand.make(hands, 0)
+    assert _held(hands) == stars.expected(scenario)
+
+
+def test_who_joins_late_has_everything(tmp_path: Path) -> None:
+    """Weights, moments and position; and a server that restores a checkpoint has them, too."""
+    scenario = _subject(world_size=2, optimizer="adamw", num_steps=4)
+    hands = by_hand.met(scenario.with_(world_size=1))
+    hands.server.scenario = scenario
+    hands.server.checkpoint_path = tmp_path / "checkpoint"
+    for step in range(2):
+        by_hand.deliver(hands, 0, step, tuple(range(8)))
+        by_hand.make(hands, step)
+    hands.server.save(2)
+    by_hand.join(hands, 1, step=2)
+    other = Server(scenario)
+    other.checkpoint_path = hands.server.checkpoint_path
+    assert other.restore() == 2
+    assert (other.position, other.schedule_step) == (hands.server.position, 2)
+    states = [other.state(other.replica), hands.server.state(hands.server.replica)]
+    states += [member.state(member.workers[rank]) for rank, member in hands.members.items()]
+    assert all(one == states[0] for one in states)
+    (saved,) = [one for one in hands.server.recorder.drain() if isinstance(one, Saved)]
+    assert (saved.step, saved.rank, saved.weights) == (2, 0, states[0]["weights"])
+
+
+def test_what_overflows_is_not_averaged() -> None:
+    """Finite nodes whose sum is not: a reason, and nobody steps."""
+    scenario = _subject(world_size=1, num_shards=2)
+    server = Server(scenario)
+    huge = np.full(server.vector_bytes // 4, 3e38, "<f4").tobytes()
+    with np.errstate(over="ignore"):
+        for index in (0, 1):
+            node = _node(step=0, index=index)
+            server.require(0, node, bytearray(huge))
+            server.keep(0, node, bytearray(huge))
+        reason = server.reduce(0)
+    assert reason == "the average gradient or loss is not finite, though every worker said its was"
+    server.stop(Stop(0, None, "because"))
+    assert server.recorder.drain() == [Halt(step=0, reason="because")]
+
+
+def test_a_culprit_is_recorded() -> None:
+    """With all that its worker said of it."""
+    server = Server(_subject())
+    said = NonFinite(step=1, shard=3, tensor="weight", element=0, loss=1.0, ids=(4, 5))
+    server.stop(Stop(1, 2, "because", said))
+    halt = Halt(step=1, reason="because", rank=2, shard=3, tensor="weight", ids=(4, 5))
+    assert server.recorder.drain() == [halt]
+
+
+def test_what_messages_carry() -> None:
+    """A state as long as was foretold, a vector, and nothing."""
+    hands = by_hand.met(_subject())
+    server, member = hands.server, hands.members[0]
+    welcome = by_hand.welcome_of(server, 0, 0)
+    assert len(server.payload(welcome)) == member.sizes()[Welcome]
+    assert server.payload(Commit(step=0)) == b""
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+    assert server.reduce(0)
+    average = server.payload(by_hand.average_of(0, 0))
+    assert len(average) == member.sizes()[Average] == server.sizes()[TreeNode]
+
+
+@pytest.mark.parametrize("block_bytes", [4, 7, 8, 160, 603, 604, 605, 2**20])
+def test_no_block_is_longer_than_asked(block_bytes: int) -> None:
+    """Whole elements, as many as fit; and the bound is that of the longest."""
+    server = Server(stars.in_blocks("parameter_server", block_bytes))
+    sizes = [server.blocks.num_bytes(block) for block in range(server.blocks.count)]
+    assert sum(sizes) == server.vector_bytes == 604
+    assert max(sizes) == server.sizes()[TreeNode] <= block_bytes
+    assert min(sizes) >= 4
+    assert server.blocks.count == -(-604 // (block_bytes // 4 * 4))
+
+
+@pytest.mark.parametrize("block_bytes", [0, 3, -4, 4.0, "8", True, None])
+def test_a_block_holds_an_element_at_least(block_bytes: Any) -> None:
+    """What was given is named, and what is allowed."""
+    with pytest.raises(UsageError, match=r"block_bytes=.*: use a whole number of bytes >= 4"):
+        Server(_subject(options={"block_bytes": block_bytes}))
+
+
+# --- lies ---------------------------------------------------------------------------------------
+
+
+def _events(*events: trace.Event) -> bytearray:
+    return bytearray(trace.dump_events(events))
+
+
+def _node(step: int, index: int = 0, block: int = 0) -> TreeNode:
+    return TreeNode(step=step, round=0, block=block, level=0, index=index, loss=1.0, weight=8.0)
+
+
+SHARD = trace.Shard(
+    step=2, epoch=0, rank=1, shard=0, ids=(1,), loss_sum=1.0, weight=1.0, finite=True
+)
+UPDATE = trace.Update(
+    step=2, rank=1, loss=1.0, weight=1.0, learning_rate=0.1, finite=True, weights={}
+)
+START = trace.Start(step=2, rank=1, weights={})
+FAULT = Fault(kind="non_finite_loss", step=2, value="nan").to_dict()
+NODE = _node(step=2)
+COMPUTED = Computed(step=2, shards=(0,))
+PROBLEM = NonFinite(step=2, shard=0, tensor=None, element=None, loss=1.0, ids=())
+
+
+@pytest.mark.parametrize(
+    ("message", "payload"),
+    [
+        (Loaded(step=2), _events(START)),
+        (COMPUTED, _events(SHARD, trace.Injected(fault=FAULT, step=2, rank=1))),
+        (PROBLEM, _events(SHARD)),
+        (Applied(step=2), _events(UPDATE)),
+        (Applied(step=2), _events()),
+        (Commit(step=2), bytearray()),
+    ],
+)
+def test_the_truth_is_taken(message: Message, payload: bytearray) -> None:
+    """So what is refused below is refused for what is wrong in it."""
+    Server(_subject()).require(1, message, payload)
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "reason"),
+    [
+        (NODE, bytearray(), "TreeNode block=0 with 0 bytes: the manifest makes 8"),
+        (NODE, bytearray(7), "TreeNode block=0 with 7 bytes: the manifest makes 8"),
+        (NODE, bytearray(9), "TreeNode block=0 with 9 bytes: the manifest makes 8"),
+        (NODE, bytearray(10**5), "TreeNode block=0 with 100000 bytes: the manifest makes 8"),
+        (COMPUTED, bytearray(b"\xff"), "Computed: event 1 can't be read"),
+        (COMPUTED, _events(UPDATE), "Computed with an event update"),
+        (COMPUTED, _events(SHARD, START), "Computed with an event start"),
+        (COMPUTED, _events(trace.End(status="completed")), "Computed with an event end"),
+        (Loaded(step=2), _events(SHARD), "Loaded with an event shard"),
+        (Applied(step=2), _events(SHARD), "Applied with an event shard"),
+        (PROBLEM, _events(UPDATE), "NonFinite with an event update"),
+        (
+            PROBLEM,
+            _events(trace.Halt(step=2, reason="because")),
+            "NonFinite with an event halt",
+        ),
+    ],
+)
+def test_what_is_no_part_of_a_message_is_refused(
+    message: Message, payload: bytearray, reason: str
+) -> None:
+    """Another size, another kind of event, and garbage: a ProtocolError that says which."""
+    with pytest.raises(ProtocolError) as caught:
+        Server(_subject()).require(1, message, payload)
+    assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(("block", "due"), [(0, 4 * 37), (1, 4 * 38), (3, 4 * 38)])
+def test_a_block_of_another_size_is_refused(block: int, due: int) -> None:
+    """One byte less or more, and what would be right for another block: blocks differ in size."""
+    server = Server(stars.in_blocks("parameter_server", 160))
+    node = _node(step=2, block=block)
+    server.require(1, node, bytes(due))
+    for num_bytes in {due - 1, due + 1, 4 * 37, 4 * 38} - {due}:
+        reason = f"TreeNode block={block} with {num_bytes} bytes: the manifest makes {due}"
+        with pytest.raises(ProtocolError, match=reason):
+            server.require(1, node, bytes(num_bytes))
+
+
+@pytest.mark.parametrize("name", ["rank", "step"])
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [(Loaded(step=2), START), (COMPUTED, SHARD), (Applied(step=2), UPDATE), (PROBLEM, SHARD)],
+)
+def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str) -> None:
+    """Neither of another worker nor of another step."""
+    record = json.loads(trace.dump_events([event]))
+    record[name] += 1
+    with pytest.raises(ProtocolError, match="of rank 1 in step 2 tells of another"):
+        Server(_subject()).require(1, message, bytearray(json.dumps(record).encode()))
+
+
+@pytest.mark.parametrize("place", [{"rank": None}, {"step": None}])
+def test_nobody_tells_of_nobody(place: dict[str, None]) -> None:
+    """A fault that struck says where."""
+    record = {"kind": "injected", "fault": FAULT, "step": 2, "rank": 1, **place}
+    with pytest.raises(ProtocolError, match="tells of another"):
+        Server(_subject()).require(1, COMPUTED, bytearray(json.dumps(record).encode()))
+
+
+@pytest.mark.parametrize(
+    ("system", "owners"), [("parameter_server", 1), ("mesh", 3), ("ring_simulated", 3)]
+)
+def test_the_shape_of_a_run(system: str, owners: int) -> None:
+    """It is the scenario's, wherever it is driven: so many blocks as the server itself takes."""
+    scenario = Scenario(system=system, workload="mlp", world_size=3, seed=0, width=1200)
+    server = Server(scenario)
+    run = server.run_between(2, 5)
+    assert run.num_blocks == server.blocks.count
+    assert run.num_blocks == blocks.num_blocks(server.layout.num_elements, owners) > 1
+    assert (run.first_step, run.num_steps, run.resumed) == (2, 5, True)

@@ -1,0 +1,110 @@
+"""What a worker process says of its job, and what befalls it on purpose."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+import torch
+
+from entrenar_py.drivers.message_faults import Fate, Meddling
+from entrenar_py.drivers.processes import Job
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.messages import Commit, Heartbeat, Staged
+from entrenar_py.protocol.terms import Timing
+from entrenar_py.systems.star import worker_process
+from entrenar_py.systems.star.server import Server
+from entrenar_py.systems.star.worker_process import Doomed
+from tests.drivers.fakes import free_port
+from tests.systems import stars
+
+SCENARIO = stars.subject("parameter_server")
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """What a worker changes in its process is changed back: here it is this one."""
+    handler, num_threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    yield
+    signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(num_threads)
+
+
+def _job(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "scenario": SCENARIO.to_dict(),
+        "terms": asdict(Server(SCENARIO).terms),
+        "rank": 0,
+        "backend": "cpu",
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "socket_bytes": 2**16,
+        "secret": "00",
+        "timing": asdict(Timing(gather_s=0.1)),
+        "faults": [],
+    }
+    return {**usual, **changes}
+
+
+def _answers(*jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a worker answers, job after job, until there is none."""
+    ours, theirs = Pipe()
+    answers = []
+
+    def give() -> None:
+        for job in jobs:
+            ours.send_bytes(json.dumps(job).encode())
+            answers.append(ours.recv_bytes())
+        ours.close()
+
+    giving = threading.Thread(target=give)
+    giving.start()
+    worker_process.main(theirs)
+    giving.join()
+    assert all(answer.startswith(b"=") for answer in answers)
+    return [json.loads(answer[1:]) for answer in answers]
+
+
+@pytest.mark.usefixtures("as_before")
+def test_job_after_job() -> None:
+    """Each is answered with how it went; nobody listens here, and the address is named."""
+    jobs = [_job(), _job(rank=1)]
+    for job, answer in zip(jobs, _answers(*jobs), strict=True):
+        assert answer["status"] == "failed"
+        assert f"no coordinator at 127.0.0.1:{job['port']}: " in answer["reason"]
+        assert answer["struck"] is False
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def _doomed(*faults: Fault) -> tuple[Doomed, Any]:
+    """A worker that is to suffer `faults`, and the end of the pipe that hears its notes."""
+    ours, theirs = Pipe()
+    return Doomed(SCENARIO, faults, Job(theirs)), ours
+
+
+def test_what_befalls_a_message_is_noted_before() -> None:
+    """Once, at its place and no other."""
+    fault = Fault(kind="delay", step=2, rank=0, at="Staged", seconds=0.5)
+    doomed, notes = _doomed(fault)
+    others = (Staged(step=1, round=0), Commit(step=2), Heartbeat())
+    assert [doomed.meddle(0, True, one) for one in others] == [None] * 3
+    assert not notes.poll()
+    assert doomed.meddle(0, True, Staged(step=2, round=0)) == Meddling(Fate.DELAY, 0.5)
+    assert notes.recv_bytes() == b"+" + json.dumps(fault.to_dict()).encode()
+    assert doomed.meddle(0, True, Staged(step=2, round=0)) is None
+
+
+def test_each_of_two_faults_strikes() -> None:
+    """In their own steps."""
+    faults = [Fault(kind="cut", step=step, rank=0, at="Staged") for step in (1, 3)]
+    doomed, notes = _doomed(*faults)
+    struck = [doomed.meddle(0, True, Staged(step=step, round=0)) for step in range(5)]
+    cut = Meddling(Fate.CUT)
+    assert struck == [None, cut, None, cut, None]
+    assert [json.loads(notes.recv_bytes()[1:])["step"] for _ in faults] == [1, 3]

@@ -1,0 +1,85 @@
+"""Pipeline parallelism as a system: real processes, gloo, recorded by `observe`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from entrenar_py import trace
+from entrenar_py.checks import CHECKS
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.torch import pipeline_parallel
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+
+
+def scenario(**changes: Any) -> Scenario:
+    """Two stages, one batch of seven lines of unequal length."""
+    usual: dict[str, Any] = {
+        "system": "pipeline_parallel",
+        "workload": "decoder_full",
+        "world_size": 2,
+        "seed": 0,
+        "num_samples": 7,
+        "batch_size": 7,
+        "num_steps": 1,
+        "num_shards": 4,
+        "detail": "values",
+    }
+    return Scenario(**{**usual, **changes})
+
+
+@pytest.mark.parametrize("schedule", pipeline_parallel.SCHEDULES)
+def test_it_trains_as_a_single_device_does(schedule: str) -> None:
+    """Loss, every gradient and every weight, by every schedule; all stages are one model."""
+    subject = scenario(options={"schedule": schedule})
+    oracle = CHECKS["parity"].family(subject)[-1]
+    runs = [traces.run(subject), traces.run(oracle)]
+    finding = CHECKS["parity"].judge(traces.clause("parity"), runs)
+    assert finding.verdict is Verdict.HELD, finding
+    (shard,) = runs[0].of(trace.Shard)
+    assert len(shard.gradient) == len(runs[1].of(trace.Update)[0].gradient)
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "sizes"),
+    [
+        ("decoder_full", {}, [1, 2, 1, 2]),
+        ("decoder_full", {"pp": 4}, [1, 2, 1, 4]),
+        ("decoder", {"pp": 2}, [1, 2, 1, 2]),
+        ("decoder", {"schedule": "interleaved"}, [1, 1, 1, 1]),  # a rank would train nothing
+        ("mlp", {"pp": 3}, [1, 1, 3, 1]),
+        ("linear", {}, [1, 1, 1, 1]),
+    ],
+)
+def test_how_many_ranks_share_a_model(
+    workload: str, options: dict[str, Any], sizes: list[int]
+) -> None:
+    """As many as divide the world, have a stage each, and something to train."""
+    subject = scenario(workload=workload, options=options)
+    assert [pipeline_parallel.degree(subject, world) for world in (1, 2, 3, 4)] == sizes
+
+
+def test_two_stages_a_rank_are_dealt_in_turn() -> None:
+    """The first rank has the first stage of each round."""
+    subject = scenario(options={"schedule": "zero_bubble"})
+    assert pipeline_parallel.stages_of(subject, 2) == [
+        [range(1), range(2, 3)],
+        [range(1, 2), range(3, 4)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "dualpipe"}, "allowed are gpipe, 1f1b, interleaved, zero_bubble"),
+        ({"pp": 8}, "can't be cut into stages for schedule 1f1b"),
+        ({"pp": 0}, "pp=0"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(options: dict[str, Any], message: str) -> None:
+    """Before any process is started."""
+    with pytest.raises(UsageError, match=message):
+        pipeline_parallel.run(scenario(options=options))
