@@ -25,7 +25,7 @@ from tests.command_line import (
     verdicts,
 )
 
-HEAVY = ("torch", "numpy", "hypothesis", "rich", "yaml", "sklearn", "wgpu", "blake3")
+HEAVY = ("torch", "numpy", "hypothesis", "rich", "yaml", "wgpu", "blake3")
 
 
 @pytest.fixture(autouse=True)

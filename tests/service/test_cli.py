@@ -12,7 +12,7 @@ import pytest
 from entrenar_py.errors import BackendUnavailable, CheckpointError
 from entrenar_py.service import cli, exit_codes, ledger_verification
 
-HEAVY = ("torch", "numpy", "rich", "yaml", "sklearn", "wgpu", "blake3", "asyncio")
+HEAVY = ("torch", "numpy", "rich", "yaml", "wgpu", "blake3", "asyncio")
 
 
 def test_help_is_instant() -> None:

@@ -1,12 +1,11 @@
-"""Data that is on every machine already: scikit-learn's digits, the standard library's source.
+"""Data that needs no download: handwritten digits (digits.md), the standard library's source.
 
-Nothing is downloaded, nothing is shuffled: the first rows, the same for everyone.
+Nothing is shuffled: the first rows, the same for everyone.
 """
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.errors import UsageError
 from entrenar_py.training.tensors import Array
 
 NUM_PIXELS = 64
@@ -60,19 +59,10 @@ def lines(num_samples: int) -> tuple[bytes, ...]:
 
 
 @lru_cache(maxsize=1)
-def _digit_table() -> NDArray[np.float64]:
-    """[1797, 65]: 64 pixels 0..16 and the digit."""
-    # scikit-learn's loader would import scikit-learn, which takes longer than a scenario.
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise SystemFailure(
-            "workload=mlp: its digits come with scikit-learn, which is not installed here; install "
-            "it, or use workload=linear or decoder"
-        )
-    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    with gzip.open(path, "rt") as file:
-        table: NDArray[np.float64] = np.loadtxt(file, delimiter=",")
-    return table
+def _digit_table() -> NDArray[np.uint8]:
+    """uint8 [1797, 65]: 64 pixels 0..16 and the digit."""
+    rows = gzip.decompress(Path(__file__).with_name("digits.gz").read_bytes())
+    return np.frombuffer(rows, dtype=np.uint8).reshape(-1, NUM_PIXELS + 1)
 
 
 @lru_cache(maxsize=1)
