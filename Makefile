@@ -91,6 +91,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/vulture
 
 # Regenerates what is generated: CLI reference, kill matrix, tables, faults for real.
 docs: setup
