@@ -19,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK_WORDS = tl.constexpr(1024)
 BLOCKS = tl.constexpr(8)  # of 16 stripes of 8 words: after each but the last, lanes are scrambled
 ROW_WORDS = tl.constexpr(4)  # of a tensor's row: low half, high half, flags, one for the watch
 # Where the parts of the secret begin in the table (`digest_table.secrets`).

@@ -83,7 +83,6 @@ class Kernel:
 
     source: str
     workgroups: tuple[int, int, int]
-    num_bindings: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +186,12 @@ def product_kernel(
     limits: Limits,
     *,
     epilogue: str = "",
-    num_extra: int = 0,
     tiling: Tiling | None = None,
 ) -> Kernel:
     """The kernel that computes a product, with `tiling` or the one that suits its shape.
 
     `epilogue` is WGSL: `fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32` (b counts batches in
-    C order) and whatever it needs, with `num_extra` bindings from number 3 on. c must overlap
+    C order) and whatever it needs, with bindings from number 3 on. c must overlap
     neither a nor b, nor itself.
 
     Raises UsageError for a size of zero or strides that do not fit the batch, BackendUnavailable
@@ -211,7 +209,7 @@ def product_kernel(
     source = product_text.write(
         *(product, chosen, workgroups, epilogue), component_writes=limits.component_writes
     )
-    return Kernel(source=source, workgroups=workgroups, num_bindings=3 + num_extra)
+    return Kernel(source=source, workgroups=workgroups)
 
 
 def _check(product: Product, limits: Limits) -> None:

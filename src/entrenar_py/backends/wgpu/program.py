@@ -38,7 +38,7 @@ class Dispatch:
 
 @dataclass
 class Counts:
-    """What a program has done so far. `host_s` is all time in `run`, `compile_s` all before it."""
+    """What a program has done so far. `compile_s` is all time before the first `run`."""
 
     runs: int = 0
     submissions: int = 0
@@ -49,7 +49,6 @@ class Counts:
     pipelines: int = 0
     compile_s: float = 0.0
     encode_s: float = 0.0
-    host_s: float = 0.0
 
 
 def compile_step(
@@ -136,7 +135,6 @@ class Program:
             for start, one in zip(self._result_starts, self._lowered.results, strict=True)
         ]
         self.counts.runs += 1
-        self.counts.host_s += time.perf_counter() - started
         return results
 
     def encode(self, encoder: Any, dispatches: Sequence[Dispatch]) -> None:

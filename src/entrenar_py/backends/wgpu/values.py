@@ -206,9 +206,7 @@ class Schedule:
         position = at.place(emitter.variables, at.strides_of(operands.shape))
         found = value.read(emitter, at.unravel(position, value.shape))
         finish = codegen.epilogue(emitter, found) if found != "acc" else ""
-        kernel = product_kernel(
-            product, self.limits, epilogue=finish, num_extra=len(emitter.buffers)
-        )
+        kernel = product_kernel(product, self.limits, epilogue=finish)
         bindings = (a.buffer, b.buffer, out, *emitter.buffers)
         self.steps.append(Step(kernel.source, kernel.workgroups, bindings, out, self.line))
 
