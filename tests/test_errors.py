@@ -1,10 +1,12 @@
-"""What is said about a name that is not allowed."""
+"""The exceptions of this package, and what is said about a name that is not allowed."""
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from entrenar_py.errors import did_you_mean
+from entrenar_py.errors import UsageError, did_you_mean
 
 ALLOWED = ("world_size", "num_shards")
 
@@ -33,6 +35,14 @@ def test_a_part_of_a_name_is_nearer_than_a_likeness() -> None:
     both = did_you_mean("steps", ("stops", "num_steps", "warmup_steps"))
     assert both == "did you mean 'num_steps' or 'warmup_steps'?"
     assert did_you_mean("F-DP", ("F-DP-1", "F-DP-2", "F-DP-03")) == "did you mean 'F-DP-2'?"
+
+
+def test_an_error_names_its_field() -> None:
+    """Also after a process sent it to another; most errors are of no single field."""
+    error = UsageError.of("world_size", 3, "use 2")
+    assert (str(error), error.field) == ("world_size=3: use 2", "world_size")
+    assert pickle.loads(pickle.dumps(error)).field == "world_size"
+    assert UsageError("nothing to do").field == ""
 
 
 def test_advice_may_replace_the_list() -> None:

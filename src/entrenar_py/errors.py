@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from difflib import get_close_matches
+from typing import Self
 
 # A shorter name is near to anything; nobody types a longer one, and comparing takes time that grows
 # with its length.
@@ -31,7 +32,20 @@ class EntrenarError(Exception):
 
 
 class UsageError(EntrenarError):
-    """What was asked for can't be done; nothing ran."""
+    """Raised when what was asked for can't be done; nothing ran.
+
+    `field` names the option, key or field that is wrong, as Python spells it (`world_size`); it is
+    "" where no single one is. Whoever read the value from a file finds its place there by it.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+    @classmethod
+    def of(cls, field: str, value: object, advice: str) -> Self:
+        """Return the error of one field: `field=value: advice`."""
+        return cls(f"{field}={value!r}: {advice}", field=field)
 
 
 class TraceError(UsageError):

@@ -85,27 +85,28 @@ class Scenario:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise UsageError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+                raise UsageError.of(name, value, f"allowed are {', '.join(allowed)}")
         for name in ("learning_rate", "weight_decay", "dropout"):
             if not _is_finite_from(0, getattr(self, name)):
-                raise UsageError(f"{name}={getattr(self, name)!r}: use a finite number >= 0")
+                raise UsageError.of(name, getattr(self, name), "use a finite number >= 0")
         if self.dropout >= 1:
-            raise UsageError(f"dropout={self.dropout}: use a probability below 1")
+            raise UsageError.of("dropout", self.dropout, "use a probability below 1")
         if self.clip_norm is not None and not (
             _is_finite_from(0, self.clip_norm) and self.clip_norm
         ):
-            raise UsageError(f"clip_norm={self.clip_norm!r}: use a number > 0, or null for none")
+            raise UsageError.of("clip_norm", self.clip_norm, "use a number > 0, or null for none")
         self._check_sizes()
         for name in _SEQUENCES:
             if not isinstance(getattr(self, name), tuple):
-                raise UsageError(f"{name}={getattr(self, name)!r}: use a tuple")
+                raise UsageError.of(name, getattr(self, name), "use a tuple")
         self._check_texts()
         for stop in self.stops:
             _whole("stop", stop, at_least=1)
             if stop >= self.num_steps:
                 raise UsageError(
                     f"stops={list(self.stops)} with num_steps={self.num_steps}: "
-                    f"a stop lies between step 1 and step {self.num_steps - 1}"
+                    f"a stop lies between step 1 and step {self.num_steps - 1}",
+                    field="stops",
                 )
         for fault in self.faults:
             self._check_fault(fault)
@@ -113,36 +114,41 @@ class Scenario:
     def _check_sizes(self) -> None:
         for name in ("num_shards", "accumulation"):
             if getattr(self, name) > PARTS_MAX:
-                raise UsageError(f"{name}={getattr(self, name)}: use at most {PARTS_MAX}")
+                raise UsageError.of(name, getattr(self, name), f"use at most {PARTS_MAX}")
         if self.world_size > self.num_samples:
             raise UsageError(
                 f"world_size={self.world_size} with num_samples={self.num_samples}: every worker "
-                f"needs at least one sample; use world_size<={self.num_samples}"
+                f"needs at least one sample; use world_size<={self.num_samples}",
+                field="world_size",
             )
         if self.batch_size > self.num_samples:
             raise UsageError(
                 f"batch_size={self.batch_size} with num_samples={self.num_samples}: "
-                f"use batch_size<={self.num_samples}"
+                f"use batch_size<={self.num_samples}",
+                field="batch_size",
             )
         if self.world_size > self.num_shards:
             raise UsageError(
                 f"world_size={self.world_size} with num_shards={self.num_shards}: every worker "
-                f"needs at least one logical shard; use num_shards>={self.world_size}"
+                f"needs at least one logical shard; use num_shards>={self.world_size}",
+                field="world_size",
             )
 
     def _check_texts(self) -> None:
         if not isinstance(self.system, str):
-            raise UsageError(f"system={self.system!r}: use the name of a system")
+            raise UsageError.of("system", self.system, "use the name of a system")
         if not isinstance(self.mutant, str | None):
-            raise UsageError(f"mutant={self.mutant!r}: use the name of a mutant, or null for none")
+            raise UsageError.of("mutant", self.mutant, "use the name of a mutant, or null for none")
         if not self.backends or not all(isinstance(name, str) for name in self.backends):
-            raise UsageError(f"backends={list(self.backends)}: use a list of one name or more")
+            raise UsageError.of("backends", list(self.backends), "use a list of one name or more")
         if not isinstance(self.options, Mapping):
-            raise UsageError(f"options={self.options!r}: use a mapping")
+            raise UsageError.of("options", self.options, "use a mapping")
         try:
             json.dumps(dict(self.options), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"options={self.options!r}: JSON can't hold them ({error})") from error
+            raise UsageError.of(
+                "options", self.options, f"JSON can't hold them ({error})"
+            ) from error
 
     def _check_fault(self, fault: Fault) -> None:
         if not isinstance(fault, Fault):
@@ -204,7 +210,9 @@ class Scenario:
         for name, build in _SEQUENCES.items():
             if name in values:
                 if not isinstance(values[name], list | tuple):
-                    raise UsageError(f"scenario key {name}={values[name]!r}: use a list")
+                    raise UsageError(
+                        f"scenario key {name}={values[name]!r}: use a list", field=name
+                    )
                 values[name] = tuple(map(build, values[name]))
         return cls(**values)
 
@@ -240,7 +248,7 @@ _SEQUENCES: dict[str, Callable[[Any], Any]] = {
 
 def _whole(name: str, value: Any, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise UsageError(f"{name}={value!r}: use a whole number >= {at_least}")
+        raise UsageError.of(name, value, f"use a whole number >= {at_least}")
 
 
 def _is_finite_from(least: float, value: Any) -> bool:

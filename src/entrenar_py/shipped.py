@@ -23,8 +23,8 @@ def contract_path(name: str) -> Path:
     try:
         exists = path.exists()
     except OSError as error:  # a name too long, a folder that may not be searched
-        raise UsageError(
-            f"contract={name!r}: {error.strerror}; give a file that can be read"
+        raise UsageError.of(
+            "contract", name, f"{error.strerror}; give a file that can be read"
         ) from error
     if not exists:
         found = shipped_contract(name)
@@ -32,13 +32,14 @@ def contract_path(name: str) -> Path:
             shipped = ", ".join(path.name for path in shipped_contracts()) or "none"
             raise UsageError(
                 f"contract={name!r}: no such file, and no shipped contract of that name; "
-                f"shipped are {shipped}"
+                f"shipped are {shipped}",
+                field="contract",
             )
         return found
     if path.is_dir():
-        raise UsageError(f"contract={name!r}: is a folder; give one YAML file")
+        raise UsageError.of("contract", name, "is a folder; give one YAML file")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"contract={name!r}: may not be read; check the file's permissions")
+        raise UsageError.of("contract", name, "may not be read; check the file's permissions")
     return path
 
 

@@ -129,6 +129,13 @@ def test_not_applicable() -> None:
         ("sytem = 1", (), "pyproject.toml:3:1: error: unknown key 'sytem'; did you mean 'system'?"),
         ('system = "dpp"', (), "pyproject.toml:3:1: error: system='dpp': allowed are reference,"),
         ('json = "no/r.json"', (), "pyproject.toml:3:1: error: --json no/r.json: the folder"),
+        ('only = "F-DP-9"', (), "pyproject.toml:3:1: error: id 'F-DP-9' is not in small-v1.yaml"),
+        ('command = "no-such"', (), "pyproject.toml:3:1: error: the command 'no-such' can't be"),
+        (
+            'rule = {SCHEMA-009 = "off"}',  # right; what was typed is not
+            ("--validate", "--rule", "NO=off"),
+            "entrenar-check: rule 'NO' is unknown",
+        ),
         (
             'exclude = [{clause = "F-DP-020", reason = "x", kind = "not-applicable"}]',
             (),

@@ -13,7 +13,7 @@ from entrenar_py.reports import output_file
 
 def test_new_file_is_not_created(tmp_path: Path) -> None:
     """A path that can be written passes and nothing is left behind."""
-    output_file.require_writable(tmp_path / "report.json", "--json")
+    output_file.require_writable(tmp_path / "report.json", "json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -22,7 +22,7 @@ def test_existing_file_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("old")
     before = path.stat()
-    output_file.require_writable(path, "--json")
+    output_file.require_writable(path, "json")
     assert path.read_text() == "old"
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
@@ -31,11 +31,11 @@ def test_link_is_judged_by_its_target(tmp_path: Path) -> None:
     """A dangling link passes if its target could be written, and not otherwise."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "new.json")
-    output_file.require_writable(link, "--json")
+    output_file.require_writable(link, "json")
     link.unlink()
     link.symlink_to(tmp_path / "no folder" / "new.json")
     with pytest.raises(UsageError, match="no folder does not exist"):
-        output_file.require_writable(link, "--json")
+        output_file.require_writable(link, "json")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_impossible_path_is_refused(tmp_path: Path, name: str, message: str) -> 
     """A directory, a missing folder, a file as folder and an endless name are usage errors."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=message):
-        output_file.require_writable(tmp_path / name, "--junit")
+        output_file.require_writable(tmp_path / name, "junit")
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -65,7 +65,7 @@ def test_missing_permission_is_refused(
     # Tests may run as root, whom no permission bit stops.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=r"--json .*: no permission to write"):
-        output_file.require_writable(path, "--json")
+        output_file.require_writable(path, "json")
 
 
 def test_write_names_the_path(tmp_path: Path) -> None:

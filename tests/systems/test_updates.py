@@ -304,7 +304,7 @@ def test_weights_that_are_wrong_are_refused(
 def test_who_updates_is_one_of_two() -> None:
     """Another word is refused, with the two."""
     scenario = served(SIMULATED).with_(options={"updates": "nobody"})
-    with pytest.raises(UsageError, match="options updates='nobody': use workers or server"):
+    with pytest.raises(UsageError, match="updates='nobody': use workers or server"):
         systems.require_possible(scenario)
     assert not updates.by_server(scenario.with_(options={"updates": "workers"}))
 

@@ -104,7 +104,7 @@ def _prepared(
         return partial(_list, standing, output)
     for name in FILES:
         if getattr(options, name) is not None:
-            output_file.require_writable(getattr(options, name), f"--{name}")
+            output_file.require_writable(getattr(options, name), name)
     if options.github:
         github.summary_path(os.environ)
     if options.mode == "replay":
@@ -158,7 +158,8 @@ def _chosen(
     if "contract" in options.used:  # the configuration knows these, and all of them
         exclusions.require_known(options.project.exclusions, ids)
     where = loaded[0][1].name if len(loaded) == 1 else "the contracts"
-    plan.require_ids((*options.only, *options.exclude), ids, where)
+    plan.require_ids(options.only, ids, where, field="only")
+    plan.require_ids(options.exclude, ids, where)
     if options.mode == "replay" and len(loaded) > 1:
         broken = counterexamples.load(options.replay).invariant
         loaded = [pair for pair in loaded if broken in [one.id for one in pair[1].invariants]]
@@ -245,8 +246,9 @@ def _make_trace_folder(folder: Path | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--trace-dir {folder}: {error.strerror}; give a folder") from error
-    output_file.require_writable(folder / "trace.jsonl", "--trace-dir")
+        message = f"--trace-dir {folder}: {error.strerror}; give a folder"
+        raise UsageError(message, field="trace_dir") from error
+    output_file.require_writable(folder / "trace.jsonl", "trace_dir")
 
 
 def _plan(options: argparse.Namespace) -> plan.Plan:

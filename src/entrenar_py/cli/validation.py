@@ -36,7 +36,7 @@ def prepare(
     wish = policy(options)
     for name in FILES:
         if getattr(options, name) is not None:
-            output_file.require_writable(getattr(options, name), f"--{name}")
+            output_file.require_writable(getattr(options, name), name)
     if options.github:
         github.summary_path(os.environ)
 

@@ -80,14 +80,16 @@ def require_spelled(spelled: Mapping[str, Mapping[str, str]], told: Collection[s
     """
     for name, values in spelled.items():
         if name not in KNOBS:
-            raise UsageError(f"knobs={name!r}: no knob; {did_you_mean(name, KNOBS)}")
+            raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
         if name not in told:
-            raise UsageError(f"knobs={name!r}: the command has no {{{name}}}; say where it goes")
+            raise UsageError.of("knobs", name, f"the command has no {{{name}}}; say where it goes")
         known = (KNOBS[name].usual, *KNOBS[name].others)
         for value in values:
             if value not in known:
-                allowed = ", ".join(known)
-                raise UsageError(f"knobs {name}={value!r}: it has no such value; it has {allowed}")
+                raise UsageError(
+                    f"knobs {name}={value!r}: it has no such value; it has {', '.join(known)}",
+                    field="knobs",
+                )
 
 
 def _limit(usual: Trace) -> str:

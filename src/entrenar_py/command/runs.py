@@ -71,7 +71,8 @@ class Plan:
             if getattr(self, option) != usual and not self.can_say(place):
                 raise UsageError(
                     f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so that "
-                    "it would never hear of it; say where it goes, or leave the option out"
+                    "it would never hear of it; say where it goes, or leave the option out",
+                    field=place,
                 )
 
     def can_say(self, name: str) -> bool:
@@ -237,7 +238,7 @@ def require_placeholders(command: Sequence[str]) -> None:
     for word in command:
         for name in re.findall(r"(?<!\$)\{(\w+)\}", word):  # not a shell's ${...}
             if name.isidentifier() and name not in PLACEHOLDERS:
-                raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}")
+                raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}", field="command")
 
 
 def require_program(word: str, cwd: Path | None = None) -> None:
@@ -246,5 +247,7 @@ def require_program(word: str, cwd: Path | None = None) -> None:
     if "{" not in word and shutil.which(program) is None:
         raise UsageError(
             f"the command {word!r} can't be started: there is no such program that may be "
-            "executed; give its path, or the name of one on PATH (for a script: python my_train.py)"
+            "executed; give its path, or the name of one on PATH "
+            "(for a script: python my_train.py)",
+            field="command",
         )

@@ -16,7 +16,7 @@ def run(path: Path | None, *, color: bool) -> None:
     UsageError if that can't be written.
     """
     if path is not None:
-        output_file.require_writable(path, "--json")
+        output_file.require_writable(path, "json")
     examined = examine()
     screen.show(examined, console.standard_output(color=color))
     if path is not None:

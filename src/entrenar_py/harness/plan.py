@@ -45,7 +45,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.system not in (None, *TRAINERS):
-            raise UsageError(f"system={self.system!r}: allowed are {', '.join(TRAINERS)}")
+            allowed = ", ".join(TRAINERS)
+            raise UsageError.of("system", self.system, f"allowed are {allowed}")
         system = SYSTEMS[self.system or DEFAULTS["system"]]
         for backend in self.backends:
             system.require_backend(backend, "")
@@ -109,11 +110,14 @@ def ids_of(contract: Contract) -> dict[str, None]:
     return {name: None for one in contract.invariants for name in (one.id, one.item)}
 
 
-def require_ids(wanted: Iterable[str], ids: Collection[str], where: str) -> None:
-    """Returns if each of `wanted` is among `ids`; else UsageError."""
-    for one in wanted:
-        if one not in ids:
-            raise UsageError(f"id {one!r} is not in {where}: it has {', '.join(ids)}")
+def require_ids(
+    wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
+) -> None:
+    """Return if each of `wanted` is among `ids`; else raise UsageError, of `field`."""
+    for clause in wanted:
+        if clause not in ids:
+            message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"
+            raise UsageError(message, field=field)
 
 
 def divide(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from pathlib import Path
 
 from entrenar_py.cli import options
-from entrenar_py.errors import ContractError, EntrenarError, TraceError, UsageError
+from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.project import location
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a workflow; elsewhere its reports have no reader
 # What chooses a trainer of this package: typed, it puts the configuration's command aside.
 _CHOOSES = "system"
-_ABOUT = re.compile(r"(?:--)?([a-z][a-z_-]*)[ =]")  # what a message is about: `--json FILE: ...`
 
 
 def configured(typed: argparse.Namespace) -> argparse.Namespace:
@@ -47,12 +45,10 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
 
 
 def located(error: UsageError, given: argparse.Namespace) -> EntrenarError:
-    """`error`, with its place in the configuration where that said what is wrong."""
-    about = _ABOUT.match(str(error))
-    name = about[1].replace("_", "-") if about else ""
-    if name not in given.used or isinstance(error, TraceError):
+    """Return `error` with its place, if the configuration gave the value that is wrong."""
+    if error.field.replace("_", "-") not in given.used:
         return error
-    return ContractError([f"{given.project.places[name.replace('-', '_')]}: error: {error}"])
+    return ContractError([f"{given.project.places[error.field]}: error: {error}"])
 
 
 def _path(typed: argparse.Namespace) -> Path | None:

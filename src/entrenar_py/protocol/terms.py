@@ -79,11 +79,12 @@ class Timing:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < float("inf"):
-                raise UsageError(f"{name}={value!r}: use a number of seconds > 0")
+                raise UsageError.of(name, value, "use a number of seconds > 0")
         if self.heartbeat_s >= self.dead_after_s:
             raise UsageError(
                 f"heartbeat_s={self.heartbeat_s} with dead_after_s={self.dead_after_s}: "
-                "every worker would be dead before it is heard; use a shorter heartbeat"
+                "every worker would be dead before it is heard; use a shorter heartbeat",
+                field="heartbeat_s",
             )
 
 

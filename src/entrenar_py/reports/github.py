@@ -33,9 +33,11 @@ _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # every one of these may follow
 def summary_path(environment: Mapping[str, str]) -> Path:
     """Where the runner wants the summary; UsageError where this is no step of a workflow."""
     if not environment.get(SUMMARY):
-        raise UsageError(f"--github: {SUMMARY} is not set: this is no step of a GitHub workflow")
+        raise UsageError(
+            f"--github: {SUMMARY} is not set: this is no step of a GitHub workflow", field="github"
+        )
     path = Path(environment[SUMMARY])
-    output_file.require_writable(path, f"--github: {SUMMARY}")
+    output_file.require_writable(path, "github", variable=SUMMARY)
     return path
 
 

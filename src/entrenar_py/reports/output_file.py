@@ -9,26 +9,43 @@ from pathlib import Path
 from entrenar_py.errors import UsageError
 
 
-def require_writable(path: Path, option: str) -> None:
-    """Returns if a file can be written at `path`; creates, truncates and opens nothing.
+def require_writable(path: Path, option: str, *, variable: str = "") -> None:
+    """Return if a file can be written at `path`; create, truncate and open nothing.
 
-    `option` is what the path was given to (`--json`). Raises UsageError for a directory, a folder
-    that does not exist or is none, a pipe, a socket, and missing permission.
+    `option` (`json`) gave the path, by the environment's `variable` if it names one. Raises
+    UsageError, of the field `option`, for a directory, a folder that does not exist or is none, a
+    pipe, a socket, and missing permission.
     """
+    problem = _problem(path)
+    if problem:
+        flag = f"--{option.replace('_', '-')}" + (f": {variable}" if variable else "")
+        raise UsageError(f"{flag} {path}: {problem}", field=option)
+
+
+def _problem(path: Path) -> str:
+    """Return why no file can be written at `path`, and what to do; "" if one can."""
     target = Path(os.path.realpath(path))  # a link is judged by what it points to
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
-        _require_folder(target.parent, f"{option} {path}")
-        return
+        return _folder_problem(target.parent)
     except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}; give a path to a file") from error
+        return f"{error.strerror}; give a path to a file"
     if stat.S_ISDIR(mode):
-        raise UsageError(f"{option} {path}: is a directory; give a path to a file")
+        return "is a directory; give a path to a file"
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # nobody may ever read it
-        raise UsageError(f"{option} {path}: is a pipe or a socket; give a path to a file")
+        return "is a pipe or a socket; give a path to a file"
     if not os.access(target, os.W_OK):
-        raise UsageError(f"{option} {path}: no permission to write this file; give another path")
+        return "no permission to write this file; give another path"
+    return ""
+
+
+def _folder_problem(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist; create it first"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no permission to write into {folder}; give another path"
+    return ""
 
 
 def write(text: str, path: Path) -> None:
@@ -37,10 +54,3 @@ def write(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"report file {path}: can't be written ({error.strerror})") from error
-
-
-def _require_folder(folder: Path, given: str) -> None:
-    if not folder.is_dir():
-        raise UsageError(f"{given}: the folder {folder} does not exist; create it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{given}: no permission to write into {folder}; give another path")

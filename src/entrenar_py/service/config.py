@@ -136,7 +136,7 @@ class _Reader:
             try:
                 found = Scenario.from_dict({**DEFAULTS, **given, "system": self._system()})
             except UsageError as error:
-                name = str(error).partition("=")[0]
+                name = error.field
                 self._error(name, str(error))
                 if name in config_keys.REQUIRED or name not in given:
                     return None
@@ -174,7 +174,7 @@ class _Reader:
         try:
             value = read(found)
         except UsageError as error:
-            self._error(name, str(error).removeprefix("options "))
+            self._error(name, str(error))
             return scenario
         if name in systems.SYSTEMS[scenario.system].options:
             return found
@@ -227,8 +227,7 @@ class _Reader:
         try:
             return Timing(**{name: value for name, value in given.items() if value is not None})
         except UsageError as error:
-            name = str(error).partition("=")[0]
-            self._problems.error(record.place(name), str(error))
+            self._problems.error(record.place(error.field), str(error))
             return Timing()
 
     def _checkpoint(self) -> Checkpoint | None:

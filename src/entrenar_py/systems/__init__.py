@@ -339,7 +339,8 @@ def _power_of_two(number: int) -> int:
 
 def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") -> None:
     if name not in allowed:
-        raise UsageError(f"{what}={name!r}{where}: allowed are {', '.join(allowed) or 'none'}")
+        allowed_names = ", ".join(allowed) or "none"
+        raise UsageError(f"{what}={name!r}{where}: allowed are {allowed_names}", field=what)
 
 
 def missed(result: trace.Trace) -> Fault | None:

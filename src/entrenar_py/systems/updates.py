@@ -16,7 +16,7 @@ def by_server(scenario: Scenario) -> bool:
     """Whether the server makes the steps; the workers do where the scenario does not say."""
     who = scenario.options.get(OPTION, WORKERS)
     if who not in (WORKERS, SERVER):
-        raise UsageError(f"options {OPTION}={who!r}: use {WORKERS} or {SERVER}")
+        raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")
     return bool(who == SERVER)
 
 

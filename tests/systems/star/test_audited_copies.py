@@ -140,5 +140,5 @@ def test_as_many_as_asked_for(share: float, count: int) -> None:
 @pytest.mark.parametrize("share", [-0.1, 1.1, "1", True, None])
 def test_a_share_is_a_share(share: object) -> None:
     """From 0 to 1."""
-    with pytest.raises(UsageError, match=r"options audit_share=.*: use a number from 0 to 1"):
+    with pytest.raises(UsageError, match=r"audit_share=.*: use a number from 0 to 1"):
         audited_shards.share_of(SCENARIO.with_(options={"audit_share": share}))

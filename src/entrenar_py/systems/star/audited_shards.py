@@ -14,7 +14,7 @@ def share_of(scenario: Scenario) -> float:
     share = scenario.options.get("audit_share", 0)
     number = isinstance(share, int | float) and not isinstance(share, bool)
     if not number or not (math.isfinite(share) and 0 <= share <= 1):
-        raise UsageError(f"options audit_share={share!r}: use a number from 0 to 1")
+        raise UsageError.of("audit_share", share, "use a number from 0 to 1")
     return float(share)
 
 
