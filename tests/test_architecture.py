@@ -47,7 +47,7 @@ FLOORS = {
     "service": 7,
 }
 # Pairs of packages that import each other. None may be added.
-TANGLED = {("cli", "project"), ("command", "harness"), ("observing", "watch")}
+TANGLED = {("cli", "project"), ("observing", "watch")}
 
 
 @cache
@@ -123,6 +123,17 @@ def test_the_two_wings_never_meet() -> None:
             assert not any(f"import {name}" in text for name in ("torch", "socket", "wgpu")), module
         if room(module) == "service":
             assert not rooms & {"checks", "harness", "reports", "mutants"}, module
+
+
+def test_rank_files_are_read_without_torch() -> None:
+    """Stored runs are judged where nothing trains, and at once."""
+    known = modules()
+    for module, path in known.items():
+        if room(module) == "rank_files":
+            rooms = {room(name) for name in imports(path, everywhere=True)}
+            assert not rooms & {"observing", "watch", "training", "backends", "canonical"}, module
+            text = path.read_text(encoding="utf-8")
+            assert not any(f"{word} torch" in text for word in ("import", "from")), module
 
 
 def test_no_import_cycles() -> None:

@@ -12,7 +12,7 @@ import torch
 import entrenar_py
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import FOLDER
-from entrenar_py.rank_files import rank_file
+from entrenar_py.rank_files import rank_trace
 
 _MODEL = torch.nn.Linear(2, 1)
 _OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def test_what_is_told_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     observation.halted("too late")
     observation.close()
     (file,) = tmp_path.glob("*.jsonl")
-    found = rank_file.load(file)
+    found = rank_trace.load(file)
     assert (found.ended, found.problem, found.events) == (True, "", ())
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import entrenar_py
 from entrenar_py.observing import FOLDER
 from entrenar_py.observing.buffers import Buffers
-from entrenar_py.rank_files import assembly, rank_file
-from entrenar_py.rank_files.rank_file import RankTrace
+from entrenar_py.rank_files import assembly, rank_trace
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Start, Tensors, Update
 
 
@@ -59,7 +59,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
         model.replaced = model.replaced + 2
     obs.close()
     (path,) = tmp_path.glob("*.rank.jsonl")
-    return rank_file.load(path)
+    return rank_trace.load(path)
 
 
 def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:

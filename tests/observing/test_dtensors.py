@@ -13,9 +13,10 @@ import pytest
 
 from entrenar_py.errors import TraceError
 from entrenar_py.observing import FOLDER
-from entrenar_py.rank_files import assembly, rank_file
+from entrenar_py.rank_files import assembly, rank_trace
 from entrenar_py.rank_files.layout import Layout, Piece
-from entrenar_py.rank_files.rank_file import RankFile, RankTrace
+from entrenar_py.rank_files.rank_file import RankFile
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Update, record_tensor
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ def test_a_pipeline(tmp_path: Path) -> None:
     assert sorted(start.trainable) == sorted(whole)
 
 
-def rank_trace(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
+def recorded_by(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
     """What a rank recorded, two for data and two for each of their models."""
     return RankTrace(
         life=0,
@@ -193,7 +194,7 @@ def four_ranks() -> list[RankTrace]:
             "norm.weight": record_tensor(np.full(1, float(rank == 2), np.float32), values=True),
         }
         start = Start(step=0, rank=rank, weights=weights)
-        found.append(rank_trace(rank, {"up.weight": piece}, start))
+        found.append(recorded_by(rank, {"up.weight": piece}, start))
     return found
 
 
@@ -224,7 +225,7 @@ def test_who_drew_other_samples_than_its_group(tmp_path: Path) -> None:
     )
     drawn = [(1, 2), (1, 2), (3,), (4,)]
     ranks = [
-        rank_trace(rank, {}, replace(shard, rank=rank, ids=ids)) for rank, ids in enumerate(drawn)
+        recorded_by(rank, {}, replace(shard, rank=rank, ids=ids)) for rank, ids in enumerate(drawn)
     ]
     events = assembly.numbered(assembly.ordered(ranks), 1, assembly.places(ranks))
     assert [(one.rank, one.shard, one.ids) for one in events if isinstance(one, Shard)] == [
@@ -239,4 +240,4 @@ def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
     file.close()
     (path,) = tmp_path.glob("*.rank.jsonl")
     with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):
-        rank_file.load(path)
+        rank_trace.load(path)

@@ -18,8 +18,8 @@ import entrenar_py
 from entrenar_py.errors import TraceError
 from entrenar_py.observing import FAULTS, FOLDER, Observation
 from entrenar_py.observing.samplers import InOrder
-from entrenar_py.rank_files import rank_file
-from entrenar_py.rank_files.rank_file import RankTrace
+from entrenar_py.rank_files import rank_trace
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Shard, Start, Update
 
 
@@ -62,7 +62,7 @@ def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
     (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
-    return rank_file.load(path)
+    return rank_trace.load(path)
 
 
 def of(kind: type, record: RankTrace) -> Sequence[object]:
@@ -142,7 +142,7 @@ def test_an_optimizer_around_an_optimizer(folder: Path) -> None:
     optimizer = Passing(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
     train(model, optimizer, entrenar_py.observe(model, optimizer))
     (path,) = folder.glob("*.rank.jsonl")
-    record = rank_file.load(path)
+    record = rank_trace.load(path)
     assert len(of(Update, record)) == 2
     assert record.header["optimizer"] == "SGD"
 
@@ -169,7 +169,7 @@ def test_a_closure(kind: type[torch.optim.Optimizer], folder: Path) -> None:
         optimizer.step(lambda step=step: backward(2 * step + 1))  # type: ignore[misc]
     obs.close()
     (path,) = folder.glob("*.rank.jsonl")
-    record = rank_file.load(path)
+    record = rank_trace.load(path)
     shards = [event for event in record.events if isinstance(event, Shard)]
     assert [(one.step, one.ids) for one in shards] == [
         *((0, (0,)), (0, (1,))),
@@ -192,7 +192,7 @@ def test_micro_batches_that_are_fetched_together(folder: Path) -> None:
     optimizer.step()
     obs.close()
     (path,) = folder.glob("*.rank.jsonl")
-    shards = [event for event in rank_file.load(path).events if isinstance(event, Shard)]
+    shards = [event for event in rank_trace.load(path).events if isinstance(event, Shard)]
     assert [one.ids for one in shards] == [(0, 1), (2, 3), (4, 5)]
 
 
@@ -218,7 +218,7 @@ def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def recorded(folder: Path) -> RankTrace:
     """What the one life of this rank recorded."""
     (path,) = folder.glob("*.rank.jsonl")
-    return rank_file.load(path)
+    return rank_trace.load(path)
 
 
 def test_a_step_that_a_scaler_skips(folder: Path) -> None:
@@ -304,7 +304,7 @@ def test_rates_that_are_tensors(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
     entrenar_py.observe(model, optimizer).close()
     (path,) = folder.glob("*.rank.jsonl")
-    (group,) = rank_file.load(path).header["groups"]
+    (group,) = rank_trace.load(path).header["groups"]
     assert (group["lr"], group["betas"]) == (0.5, [0.9, 0.999])
 
 
@@ -321,10 +321,10 @@ def test_a_file_that_was_cut_off(folder: Path) -> None:
     (path,) = folder.glob("*.rank.jsonl")
     data = path.read_bytes()
     path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 10])
-    cut = rank_file.load(path)
+    cut = rank_trace.load(path)
     assert not cut.ended
     assert cut.events == whole.events[: len(cut.events)]
     for broken in (b"", b"{\n", b"[]\n", b'{"kind":"rank","version":9}\n'):
         path.write_bytes(broken)
         with pytest.raises(TraceError, match=path.name):
-            rank_file.load(path)
+            rank_trace.load(path)

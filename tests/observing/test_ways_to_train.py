@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import entrenar_py
 from entrenar_py.observing import FOLDER
 from entrenar_py.rank_files import assembly, whole_tensors
-from entrenar_py.rank_files.rank_file import RankTrace
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event, Shard, Start, Update
 
 TOO_LARGE = 2.0**127

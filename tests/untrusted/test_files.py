@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from entrenar_py import cli
-from entrenar_py.command import unwatched
 from entrenar_py.errors import CheckpointError, TraceError, UsageError
 from entrenar_py.harness import counterexamples, plan, stored
-from entrenar_py.rank_files import rank_file
+from entrenar_py.rank_files import rank_trace, stored_run
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import cli as service
 from entrenar_py.systems.star.server import Server
@@ -137,7 +136,7 @@ def test_rank_files_that_are_refused(name: str) -> None:
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.RANK_FILES[name])
     with pytest.raises(TraceError, match=rf"00000-000.rank.jsonl:[1-6]: {REFUSED[name]}"):
-        rank_file.load(path)
+        rank_trace.load(path)
 
 
 def test_a_rank_file_of_another_name() -> None:
@@ -145,19 +144,19 @@ def test_a_rank_file_of_another_name() -> None:
     path = Path("mine.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
     with pytest.raises(TraceError, match=r"no rank's file is called so, as 00000-000.rank.jsonl"):
-        rank_file.load(path)
+        rank_trace.load(path)
 
 
 def test_more_than_a_judge_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank's file and of a trace: how much it is, and what is allowed."""
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
-    monkeypatch.setattr(rank_file, "EVENTS_MAX", 2)
+    monkeypatch.setattr(rank_trace, "EVENTS_MAX", 2)
     with pytest.raises(TraceError, match="jsonl:4: more than 2 events; record fewer steps"):
-        rank_file.load(path)
-    monkeypatch.setattr(rank_file, "FILE_BYTES_MAX", 100)
+        rank_trace.load(path)
+    monkeypatch.setattr(rank_trace, "FILE_BYTES_MAX", 100)
     with pytest.raises(TraceError, match=r"\d+ bytes or more; at most 100 are read; record fewer"):
-        rank_file.load(path)
+        rank_trace.load(path)
     bad_contents.TRACES["environment"](Path("trace.jsonl"))
     monkeypatch.setattr(ledger, "EVENTS_MAX", 0)
     with pytest.raises(TraceError, match="more than 0 events"):
@@ -170,7 +169,7 @@ def test_many_ranks_are_put_together_in_time() -> None:
     layout = {"kind": "layout", "axes": {"tp": 2**16}, "tied": [], "pieces": {}}
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines(header, layout, *bad_contents.EVENTS))
-    found = unwatched.trace_of([path])
+    found = stored_run.load([path])
     assert found.end.status == "failed"
 
 

@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 from entrenar_py.checks import evidence
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Tensors, Update
-
-DEFAULTS: Mapping[str, Any] = {
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": False,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-}
+from entrenar_py.trace.optimizer_constants import USUAL
 
 Vector = NDArray[np.float64]
 
@@ -135,7 +128,7 @@ class Rule:
         return Expected(weight - rate * moved, rate * size)
 
     def _constant(self, name: str) -> Any:
-        return self.scenario.options.get(name, DEFAULTS[name])
+        return self.scenario.options.get(name, USUAL[name])
 
     def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
         """The direction of torch.optim.SGD with momentum, and the size of its terms."""

@@ -19,12 +19,13 @@ from entrenar_py import backends, checks, contract, kill_matrix, shipped
 from entrenar_py.cli import console, reporting, validation
 from entrenar_py.cli.options import FILES, PROG, of_each
 from entrenar_py.cli.reporting import Work
-from entrenar_py.command import judging, launch, ranks, run_folder, runs
+from entrenar_py.command import judging, launch, run_folder, runs
 from entrenar_py.contract import Contract, Invariant, binding_file, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
 from entrenar_py.harness.runner import Listener
 from entrenar_py.project import exclusions, several_contracts
+from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports import evidence, github, output_file
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
 from entrenar_py.trace import Trace
@@ -352,7 +353,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
     return Work(
         entries=entries,
         environment=lambda: stored.environment(traces.values()),
-        system=ranks.SYSTEM,
+        system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(selected),
     )

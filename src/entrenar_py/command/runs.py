@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py import trace
-from entrenar_py.command import knobs, ranks
+from entrenar_py.command import knobs, run_trace
+from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import OUTPUT, Ended, launch
-from entrenar_py.command.ranks import Asked, Turn
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.harness import interrupts
@@ -177,7 +177,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
             **{knob: one.usual for knob, one in KNOBS.items()},
             **(asked.turn.values if asked.turn else {}),
         }
-        closed = partial(ranks.have_closed, folder, asked.world_size, life)
+        closed = partial(run_trace.have_closed, folder, asked.world_size, life)
         ended = plan.launch(
             _words(plan.command, values, plan.spelled),
             folder=folder,
@@ -188,7 +188,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace
         if ended.code is None and not closed():  # else it hung when all was done, and goes on
             break
     assert ended is not None, "it was launched"
-    return ranks.trace_of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
+    return run_trace.of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
 
 
 def _stops(like: Scenario) -> tuple[int, ...]:

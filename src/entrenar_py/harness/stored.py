@@ -11,10 +11,10 @@ from typing import Any
 
 from entrenar_py import trace as trace_file
 from entrenar_py.checks import Check, missing
-from entrenar_py.command import unwatched
 from entrenar_py.errors import UsageError
 from entrenar_py.harness.plan import Task, is_trainer
 from entrenar_py.harness.runner import Judgement, Listener, combine, ignore, judge
+from entrenar_py.rank_files import stored_run
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.reports.report import Entry
 from entrenar_py.systems import SYSTEMS
@@ -39,7 +39,7 @@ def load(paths: Sequence[Path]) -> dict[Path, Trace]:
         if file.name.endswith(SUFFIX):
             ranks[file.parent].append(file)
     whole = {file: trace_file.load(file) for file in files if not file.name.endswith(SUFFIX)}
-    return whole | {folder: unwatched.trace_of(of_run) for folder, of_run in ranks.items()}
+    return whole | {folder: stored_run.load(of_run) for folder, of_run in ranks.items()}
 
 
 def _files(path: Path) -> list[Path]:

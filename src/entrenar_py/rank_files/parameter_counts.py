@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from entrenar_py.rank_files.rank_file import RankTrace
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Held, Start
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from entrenar_py.rank_files.layout import PARTIAL, Layout
-from entrenar_py.rank_files.rank_file import RankTrace
+from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import TensorRecord, Tensors, record_tensor
 
 Held = Mapping[int, Tensors]  # rank -> what it recorded of one thing

@@ -1,0 +1,104 @@
+"""How a run of a command ended, and why: by its exit code, its output and its ranks' files.
+
+An exit code says little where the work was done: a process group may fail, or hang, when it is
+taken down. So a run has completed if its ranks came to their end, or if one did and all others
+made as many steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entrenar_py.command import script_errors, stacks
+from entrenar_py.command.asked import Asked
+from entrenar_py.command.launch import Ended
+from entrenar_py.rank_files.last_lives import LastLives
+from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.trace import Event
+from entrenar_py.untrusted import escaping
+
+LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
+
+
+def of(
+    ranks: Sequence[RankTrace],
+    events: Sequence[Event],
+    asked: Asked,
+    ended: Ended,
+    problems: Sequence[str],
+) -> tuple[str, str]:
+    """Return the status of the run and the reason for it.
+
+    The status is `completed`, `halted` (a planted value stopped it) or `failed`; `problems` say
+    which ranks' files can't be read.
+    """
+    last = LastLives(ranks, events)
+    error = escaping.shortened(script_errors.error(ended.output)) if ended.code else ""
+    ended_by = f"{ended.how}: {_last_words(last, error, ended)}"
+    how = f"{ended_by} (its output is in {ended.output})"
+    folder = ended.output.parent
+    if not folder.is_dir():
+        why = f"the folder that it records to, {folder}, was removed while it ran"
+        return "failed", f"{why}; {ended_by}"
+    if not ranks and problems:
+        return "failed", f"{ended.how}, and what its ranks recorded is damaged: {problems[0]}"
+    if ended.code is None and last.closed != set(range(asked.world_size)):
+        return "failed", f"{ended.how}: {_hanging(last, asked, ended)} (output: {ended.output})"
+    if not ranks:
+        return "failed", _nothing_recorded(ended, error, how)
+    world_sizes = {int(rank.header["world_size"]) for rank in last.ranks.values()}
+    if world_sizes != {asked.world_size}:
+        return "failed", _other_world_size(world_sizes, asked)
+    status, reason = _of_ranks(last, asked, ended, ended_by, how)
+    return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
+
+
+def _of_ranks(
+    last: LastLives, asked: Asked, ended: Ended, ended_by: str, how: str
+) -> tuple[str, str]:
+    """Return how a run ended whose ranks have all said something."""
+    if ended.code in (0, None) and not last.problem:
+        return "completed", ""
+    if last.met_a_planted_value:
+        return "halted", ended_by
+    if "leave" in last.struck:
+        return "failed", (
+            f"a worker was killed, and the run ended with it: {how}; it would have to be started "
+            "again (torchrun --max-restarts=1) and to go on from a checkpoint in {workdir}"
+        )
+    if last.all_made_the_same(asked.world_size) and not last.problem:
+        return "completed", ""
+    return "failed", how
+
+
+def _last_words(last: LastLives, error: str, ended: Ended) -> str:
+    """Return what a rank ended by, else the script's own error, else the last line printed."""
+    printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
+    fallback = printed[-1] if printed else "it printed nothing"
+    return escaping.shortened(last.problem) or error or fallback
+
+
+def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
+    """Return why there is no file of any rank, and what to do."""
+    if error:
+        return f"nothing was recorded before it failed: {how}"
+    if ended.code:  # why it failed comes first: most such scripts have the line
+        return f"nothing was recorded: {how}; the script that trains calls `{LINE}`"
+    return f"nothing was recorded: add `{LINE}` to the script; {how}"
+
+
+def _other_world_size(world_sizes: set[int], asked: Asked) -> str:
+    sizes = ", ".join(map(str, sorted(world_sizes)))
+    return (
+        f"it was to run with {asked.world_size} workers and ran with {sizes}: say {{world_size}} "
+        "where the command says how many"
+    )
+
+
+def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
+    """Return how far each rank came, and where it stood."""
+    where = stacks.places(ended.output.parent)
+    if not last.num_steps and not where:
+        return "no rank had begun"
+    steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
+    return f"steps made: {steps or 'none'}; {stacks.told(where, asked.world_size)}"

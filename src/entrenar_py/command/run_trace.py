@@ -1,0 +1,113 @@
+"""The trace of a run of a command: what its ranks recorded, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from entrenar_py import systems, trace
+from entrenar_py.checks import knob_pairs
+from entrenar_py.command import ending
+from entrenar_py.command.asked import Asked
+from entrenar_py.command.knobs import KNOBS
+from entrenar_py.command.launch import Ended
+from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
+from entrenar_py.rank_files.rank_file import SUFFIX
+from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Event, Update
+
+
+def of(
+    folder: Path, asked: Asked, ended: Ended, like: Scenario | None, *, unclipped: bool = False
+) -> trace.Trace:
+    """Return the trace of the run whose ranks' files are in `folder`.
+
+    What a run did not live to show (how many steps it makes, what is in its data) it has from
+    `like`, the scenario of an undisturbed one. `unclipped`: the command was told to clip nothing.
+    """
+    ranks, problems = assembly.load(folder)
+    events = assembly.ordered(ranks)
+    scenario = _scenario(ranks, events, asked, like, unclipped=unclipped)
+    status, reason = ending.of(ranks, events, asked, ended, problems)
+    environment = dict(ranks[0].header.get("versions", {})) if ranks else {}
+    if ended.num_left:
+        left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
+        environment["killed"] = f"{left} that it left running"
+    recorded = trace.Trace(
+        scenario=scenario,
+        environment=environment,
+        promises=("rounds",) if any(isinstance(e, trace.Synchronised) for e in events) else (),
+        events=(
+            *assembly.numbered(
+                events,
+                scenario.accumulation,
+                assembly.places(ranks),
+                steps_per_epoch=shown_scenario.steps_per_epoch(scenario),
+            ),
+            trace.End(status=status, reason=reason),
+        ),
+    )
+    return _with_its_faults(recorded)
+
+
+def have_closed(folder: Path, world_size: int, life: int) -> bool:
+    """Return whether all ranks say that training is over, and by nothing bad.
+
+    Each must say so in its `life`, counted from 0, or in a later one.
+    """
+    last = {
+        path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
+    }
+    closed = [path for path in last.values() if rank_trace.life_of(path) >= life]
+    return len(closed) == world_size and all(map(rank_trace.is_closed, closed))
+
+
+def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
+    """Return the trace; `failed` if a fault was to strike and did not, as it shows nothing then."""
+    fault = systems.missed(recorded) if recorded.end.status == "completed" else None
+    if fault is None:
+        return recorded
+    reason = f"fault {fault.to_dict()} never struck: no gradient came by there, or no such step"
+    end = trace.End(status="failed", reason=reason)
+    return replace(recorded, events=(*recorded.events[:-1], end))
+
+
+def _scenario(
+    ranks: Sequence[RankTrace],
+    events: Sequence[Event],
+    asked: Asked,
+    like: Scenario | None,
+    *,
+    unclipped: bool,
+) -> Scenario:
+    """Return the scenario that the ranks show, or that of `like` where they did not live to."""
+    scenario = _shown_or_like(ranks, events, asked, like)
+    turn = asked.turn
+    if unclipped and not (turn and turn.knob == "clip"):
+        options = {name: told for name, told in scenario.options.items() if name != "clipping"}
+        scenario = scenario.with_(options=options)
+    if turn is not None and like is not None and not asked.stops:
+        usual = KNOBS[turn.knob].usual
+        return knob_pairs.option(scenario, like, turn.knob, turn.value, usual, turn.beside)
+    return scenario
+
+
+def _shown_or_like(
+    ranks: Sequence[RankTrace], events: Sequence[Event], asked: Asked, like: Scenario | None
+) -> Scenario:
+    disturbed = asked.faults or asked.stops or asked.repeat
+    if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
+        return like.with_(
+            world_size=asked.world_size,
+            num_shards=max(like.num_shards, asked.world_size),
+            seed=asked.seed,
+            repeat=asked.repeat,
+            faults=asked.faults,
+            stops=asked.stops,
+        )
+    shown = shown_scenario.of(ranks, events, asked.world_size)
+    if like is not None:  # it is to be the same training, and a check says that it has other rates
+        shown = shown.with_(learning_rate=like.learning_rate)
+    return shown.with_(seed=asked.seed, repeat=asked.repeat)

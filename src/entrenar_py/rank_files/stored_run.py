@@ -1,0 +1,76 @@
+"""A run of which nothing but its ranks' files is left: one trace of it.
+
+Nothing watched it end: what is known of that is what its ranks wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
+from entrenar_py.rank_files.last_lives import LastLives
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Event, Injected, Start
+from entrenar_py.untrusted import escaping
+
+
+def load(files: Iterable[Path]) -> trace.Trace:
+    """Return the trace of the run whose ranks' files these are, each in each of its lives.
+
+    It ends `failed` where a rank is missing or came to no end. Raises TraceError for a file that
+    no rank wrote.
+    """
+    ranks = [rank_trace.load(path) for path in sorted(files)]
+    events = assembly.ordered(ranks)
+    world_sizes = sorted({int(rank.header["world_size"]) for rank in ranks})
+    scenario = shown_scenario.of(ranks, events, world_sizes[-1])
+    status, reason = _ending(LastLives(ranks, events), world_sizes)
+    return trace.Trace(
+        scenario=_disturbed(scenario, events),
+        environment=dict(ranks[0].header.get("versions", {})),
+        promises=(),
+        events=(
+            *assembly.numbered(
+                events,
+                scenario.accumulation,
+                assembly.places(ranks),
+                steps_per_epoch=shown_scenario.steps_per_epoch(scenario),
+            ),
+            trace.End(status=status, reason=reason),
+        ),
+    )
+
+
+def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:
+    """Return `scenario` with what went wrong on purpose, and where it was stopped and resumed."""
+    injected = [event.fault for event in events if isinstance(event, Injected)]
+    faults = tuple(dict.fromkeys(Fault.from_dict(fault) for fault in injected))
+    begun = {event.step for event in events if isinstance(event, Start)}
+    stops = sorted(step for step in begun if 0 < step < scenario.num_steps)
+    # A rank that was killed, or halted, before a step has not made it, and was to make it.
+    num_steps = max([scenario.num_steps, *((fault.step or 0) + 1 for fault in faults)])
+    return scenario.with_(faults=faults, num_steps=num_steps, stops=() if faults else tuple(stops))
+
+
+def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
+    """Return how the run ended, and why, as far as the files tell."""
+    if len(world_sizes) > 1:
+        sizes = ", ".join(map(str, world_sizes))
+        return "failed", f"files of runs with {sizes} workers: keep each run in a folder of its own"
+    (world_size,) = world_sizes
+    absent = sorted(set(range(world_size)) - last.ranks.keys())
+    if absent:
+        numbers = ", ".join(map(str, absent))
+        return (
+            "failed",
+            f"no file of rank {numbers}: give the files of all ranks, each has to observe",
+        )
+    if problem := escaping.shortened(last.problem):
+        return ("halted" if last.met_a_planted_value else "failed"), f"it ended by {problem}"
+    if last.closed == last.ranks.keys() or last.all_made_the_same(world_size):
+        return "completed", ""
+    steps = ", ".join(f"rank {n} after {last.num_steps.get(n, 0)} steps" for n in last.ranks)
+    return "failed", f"not every rank came to its end: the files end with {steps}"
