@@ -86,8 +86,8 @@ def test_connections_leave_nothing_open() -> None:
     seconds to look through.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.systems.test_leaks"],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.systems.star.test_leaks"],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,154 @@
+"""A trace with one event of every kind."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from entrenar_py import trace
+from entrenar_py.scenario import Scenario
+
+SCENARIO = Scenario(
+    system="reference", workload="linear", world_size=1, seed=0, options={"m": [1, 2]}
+)
+NAN, INF = float("nan"), float("inf")
+TENSORS = {
+    "w": trace.record_tensor(np.array([1.5, -0.0, NAN, INF], np.float32), values=True),
+    "count": trace.record_tensor(np.array([[3]], np.int64), values=True),
+    "b": trace.record_tensor(np.zeros(0, np.float32)),
+}
+# One of every kind, with what JSON has no word for, at least once in each field that can hold it.
+EVENTS: tuple[trace.Event, ...] = (
+    trace.Start(
+        step=0,
+        rank=0,
+        weights=TENSORS,
+        optimizer=TENSORS,
+        trainable=("w",),
+        frozen=("b",),
+        progress={"epoch": 0, "offset": 3, "note": None},
+        resumed=True,
+    ),
+    trace.Shard(
+        step=0, epoch=1, rank=0, shard=2, ids=(4, 1), loss_sum=NAN, weight=2.0, finite=False
+    ),
+    trace.Shard(
+        step=0,
+        epoch=1,
+        rank=0,
+        shard=3,
+        ids=(),
+        loss_sum=-0.0,
+        weight=0.0,
+        finite=True,
+        draws="d",
+        gradient=TENSORS,
+    ),
+    trace.Update(
+        step=0,
+        rank=0,
+        loss=INF,
+        weight=3.0,
+        learning_rate=0.1,
+        finite=True,
+        weights=TENSORS,
+        grad_norm=-INF,
+        applied_norm=None,
+    ),
+    trace.Synchronised(step=1, rank=2, weights=TENSORS, collectives=1),
+    trace.Membership(step=1, rank=2, change="left", reason='died, \u2028 "quoted" é'),
+    trace.Injected(fault={"kind": "leave", "rank": 2}, step=1, rank=2),
+    trace.Audit(
+        step=1, shard=3, ranks=(1, 2, 0), alike=(0, 1, 1), culprit=1, tensor="w", element=2
+    ),
+    trace.Planted(name="ddp-bypass"),
+    trace.Halt(step=1, reason="nan", shard=1, tensor="w", ids=(1, 2)),
+    trace.Saved(step=1, rank=0, weights=TENSORS, progress={"epoch": 1}),
+    trace.Manifest(backend="cpu", entries=(("w", (2, 3), "float32"), ("b", (), "float32"))),
+    trace.Attempt(backend="cuda", served=False, reason="absent"),
+    trace.Product(
+        backend="wgpu",
+        device="llvmpipe",
+        software=True,
+        shape=(1, 2, 3),
+        result_shape=(1, 3),
+        layout="plain",
+        magnitude=1.0,
+        finite=False,
+        error_cpu=NAN,
+        error_f64=INF,
+        bound=1e-6,
+        stated=True,
+        digest="00",
+    ),
+    trace.Memory(
+        rank=0, backend="cpu", peak_bytes=3, baseline_bytes=1, estimate_bytes=9, budget_bytes=99
+    ),
+    trace.Held(rank=1, num_parts=2, held_bytes=5, whole_bytes=9),
+    trace.Carried(
+        message="Average", payload_bytes=4, pieces=2, sent="00", got=None, allocated_bytes=64
+    ),
+    trace.Gap(step=3, lines=5, digest="0" * 32, reason="it was removed"),
+    trace.Refused(case="flipped", error=None, claimed_bytes=2**62, allocated_bytes=0),
+    trace.Admission(case="wrong secret", entitled=False, let_in=False, answer="refused"),
+    trace.Reduced(step=0, rank=1, num_elements=5, roundings=INF, element=4),
+    trace.Traffic(
+        rank=None,
+        peer="worker",
+        direction="got",
+        message="TreeNode",
+        messages=2,
+        payload_bytes=8,
+        bytes=400,
+    ),
+    trace.Stepped(
+        step=3,
+        backend="wgpu",
+        device="llvmpipe",
+        software=True,
+        num_samples=7,
+        given="replica 0",
+        earlier=1,
+        submissions=1,
+        read_backs=1,
+        uploads=1,
+        upload_bytes=512,
+        declared_bytes=40,
+        num_inputs=2,
+        dispatches=5,
+        compiled=0,
+        traced=0,
+        on_host=("aten.mm.default",),
+        results=TENSORS,
+    ),
+    trace.Explained(
+        of="mlp",
+        tensor="loss",
+        device="llvmpipe",
+        software=True,
+        finite=False,
+        num_elements=3,
+        num_bounded=2,
+        element=1,
+        error=INF,
+        bound=1e-6,
+        total_error=INF,
+        total_bound=1e-5,
+        step=3,
+    ),
+    trace.Poisoned(
+        of="amax", tensor="result 0", device="llvmpipe", software=True, reached=2, lost=1, element=1
+    ),
+    trace.Declined(
+        case="no kernel",
+        operation="inv",
+        error=None,
+        message="",
+        in_line=False,
+        right=True,
+        submissions=0,
+    ),
+    trace.End(status="completed"),
+)
+WHOLE = trace.Trace(
+    scenario=SCENARIO, environment={"torch": "2"}, promises=("bitwise",), events=EVENTS
+)

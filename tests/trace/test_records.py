@@ -1,0 +1,157 @@
+"""Events as records: round trips between processes, and every lie about types refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entrenar_py import trace
+from entrenar_py.errors import TraceError
+from tests.trace.samples import EVENTS
+
+SHARD: dict[str, Any] = {
+    "kind": "shard",
+    "step": 0,
+    "epoch": 1,
+    "rank": 0,
+    "shard": 2,
+    "ids": [4, 1],
+    "loss_sum": 0.5,
+    "weight": 2.0,
+    "finite": True,
+}
+
+
+def test_events_survive_the_wire() -> None:
+    """Every kind of event, NaN and -0.0 included; no events are no bytes."""
+    assert repr(trace.load_events(trace.dump_events(EVENTS))) == repr(list(EVENTS))
+    assert trace.dump_events(()) == b""
+    assert trace.load_events(b"") == []
+
+
+def test_the_liar_of_these_tests_can_tell_the_truth() -> None:
+    """Unchanged, the event below is read: so what is refused below is refused for its change."""
+    assert len(trace.load_events(json.dumps(SHARD).encode())) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "0"},
+        {"step": 0.0},
+        {"step": True},
+        {"step": None},
+        {"step": 2**63},
+        {"step": -(2**63)},
+        {"step": [[[]]]},
+        {"rank": 1.5},
+        {"ids": "41"},
+        {"ids": ["4", "1"]},
+        {"ids": [[4], [1]]},
+        {"ids": {"4": 1}},
+        {"ids": [10**400]},
+        {"ids": None},
+        {"loss_sum": "much"},
+        {"loss_sum": "0.5"},
+        {"loss_sum": True},
+        {"loss_sum": 10**400},
+        {"loss_sum": {}},
+        {"finite": 1},
+        {"finite": "yes"},
+        {"draws": 3},
+        {"gradient": None},
+        {"gradient": ["w"]},
+        {"gradient": {"w": None}},
+        {"gradient": {"w": ["digest"]}},
+        {"gradient": {"w": ["digest", 3, "float32"]}},
+        {"gradient": {"w": ["digest", "", "float32", ""]}},
+        {"mood": "good"},
+        {"k" * 10**6: "v" * 10**6},
+    ],
+)
+def test_lies_about_types_are_refused(change: dict[str, Any]) -> None:
+    """A TraceError of a readable length with the place, never another exception and no event."""
+    told = [json.dumps(record) for record in (SHARD, {**SHARD, **change})]
+    with pytest.raises(TraceError, match=r"^event 2 can't be read") as caught:
+        trace.load_events("\n".join(told).encode())
+    assert len(str(caught.value)) < 300
+
+
+def _nested(depth: int) -> Any:
+    return {"a": _nested(depth - 1)} if depth else 1
+
+
+def _started(progress: Any) -> bytes:
+    record = {"kind": "start", "step": 0, "rank": 0, "weights": {}, "progress": progress}
+    return json.dumps(record).encode()
+
+
+@pytest.mark.parametrize("progress", [{}, {"epoch": 1, "rng": [[1], {"x": None}]}, _nested(16)])
+def test_own_words_are_kept(progress: Any) -> None:
+    """What a trainer notes of its position comes back whatever it is."""
+    (start,) = trace.load_events(_started(progress))
+    assert isinstance(start, trace.Start)
+    assert start.progress == progress
+
+
+@pytest.mark.parametrize("progress", [3, ["epoch"], None, _nested(17), _nested(300)])
+def test_own_words_are_a_mapping_and_not_deep(progress: Any) -> None:
+    """Nothing that could not be written to a file again."""
+    with pytest.raises(TraceError, match=r"progress=.*use a mapping of at most 16 levels"):
+        trace.load_events(_started(progress))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00\xff",
+        b"garbage",
+        b"[]",
+        b"3",
+        b"null",
+        b'"shard"',
+        b"{}",
+        b'{"kind":"party"}',
+        b'{"kind":[]}',
+        b'{"kind":"shard"}',
+        b"[" * 10**5,
+        b'{"a":' * 10**5,
+        b"9" * 10**5,
+    ],
+)
+def test_garbage_is_no_event(garbage: bytes) -> None:
+    """Bytes, text, JSON of another kind, too deep and too long."""
+    with pytest.raises(TraceError, match=r"^event 1 can't be read"):
+        trace.load_events(garbage)
+
+
+@given(st.binary() | st.text().map(str.encode))
+def test_any_bytes_are_events_or_refused(data: bytes) -> None:
+    """A TraceError, or nothing at all."""
+    with suppress(TraceError):
+        assert trace.load_events(data) == []
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+def test_whatever_is_read_can_be_told_again(data: st.DataObject) -> None:
+    """Any field of any event replaced by any JSON: refused, or read and dumped to the same."""
+    event = data.draw(st.sampled_from(EVENTS))
+    record = json.loads(trace.dump_events([event]))
+    record[data.draw(st.sampled_from(sorted(record)))] = data.draw(_JSON)
+    try:
+        read = trace.load_events(json.dumps(record).encode())
+    except TraceError:
+        return
+    assert repr(trace.load_events(trace.dump_events(read))) == repr(read)
