@@ -47,7 +47,7 @@ FLOORS = {
     "service": 7,
 }
 # Pairs of packages that import each other. None may be added.
-TANGLED = {("cli", "project"), ("observing", "watch")}
+TANGLED = {("cli", "project")}
 
 
 @cache

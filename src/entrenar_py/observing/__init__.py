@@ -153,15 +153,18 @@ def observe(
                 "every= with layout= or tied=: the watch knows pieces by their DTensors alone, and "
                 "would take others for copies; leave one of them out"
             )
+        from entrenar_py.observing import arguments, tensors
         from entrenar_py.watch.watch import Watch
 
+        (stepped,) = arguments.optimizers(model, optimizer)
+        arguments.require_callable("on_finding", on_finding)
         observation.watch = Watch(
-            model,
-            optimizer,
-            every=every,
+            tensors.unwrapped(model),
+            stepped,
+            every=arguments.steps("every", every, least=1),
             contract=contract,
             on_finding=on_finding,
-            patience=patience,
-            step=step,
+            patience=arguments.steps("patience", patience, least=1),
+            step=arguments.steps("step", step, least=0),
         )
     return observation

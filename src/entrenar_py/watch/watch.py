@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from entrenar_py.errors import UsageError, WatchFinding
-from entrenar_py.observing import arguments, tensors
 from entrenar_py.watch import clauses, digest, exchange
 from entrenar_py.watch.digest_table import ROW_WORDS, DigestTable, places
 from entrenar_py.watch.exchange import Exchange
@@ -28,7 +27,10 @@ _LIVE = 3  # the word of a row that says that the tensor should have moved
 
 
 class Watch:
-    """One rank's; all ranks watch the same steps. See `observe` for what it is given."""
+    """One rank's watch of a `model` without wrappers; all ranks watch the same steps.
+
+    `observe` says what the arguments mean, and has checked them.
+    """
 
     def __init__(
         self,
@@ -41,14 +43,11 @@ class Watch:
         patience: int,
         step: int,
     ) -> None:
-        (self._optimizer,) = arguments.optimizers(model, optimizer)
-        arguments.require_callable("on_finding", on_finding)
-        self._every = arguments.steps("every", every, least=1)
-        self._patience = arguments.steps("patience", patience, least=1)
-        self._step = arguments.steps("step", step, least=0)
+        self._optimizer = optimizer
+        self._every, self._patience, self._step = every, patience, step
         self._clauses = clauses.select(contract)
         self._tell = _stop if on_finding is None else on_finding
-        self._parameters = Parameters(tensors.unwrapped(model))
+        self._parameters = Parameters(model)
         if not self._parameters.names:
             raise UsageError("a model without parameters: there is nothing to watch")
         self._judge: Judge | None = None
