@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_how_it_ended(tmp_path: Path) -> None:
     assert (ended.code, ended.how, ended.tail) == (3, "exit code 3", ("a", "b"))
     killed = launched("import os; os.kill(os.getpid(), 9)", tmp_path)
     assert killed.how == "ended by SIGKILL"
+
+
+def test_many_open_files(tmp_path: Path) -> None:
+    """A descriptor past those that select.select knows is waited for as any other."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1024):
+            opened.enter_context(Path(os.devnull).open("rb"))
+        assert launched("raise SystemExit(3)", tmp_path).code == 3
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:

@@ -108,13 +108,15 @@ class Leash:
     def _next(self, word: str, seconds: float) -> str | None:
         """Return what the subreaper says after `word`, once; None if it does not in time."""
         deadline = time.monotonic() + seconds
+        ready = select.poll()  # select.select knows no descriptor past 1023
+        ready.register(self._status, select.POLLIN)
         while True:
             for line in self._lines:
                 kind, _, told = line.decode().partition(" ")
                 if kind == word:
                     return told
             left_s = max(0.0, deadline - time.monotonic())
-            if not select.select([self._status], [], [], left_s)[0]:
+            if not ready.poll(left_s * 1000):
                 return None
             piece = os.read(self._status, _STATUS_BYTES_MAX)
             if not piece:

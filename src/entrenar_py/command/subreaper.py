@@ -7,7 +7,8 @@ everything when CONTROL, another one, comes to its end: because `launch` closed 
 however it died. SIGTERM has it end everything at once.
 
 A daemon that has left its session, its environment and its output behind is handed to the nearest
-subreaper when its parent dies, in place of init: that is this process, on Linux.
+subreaper when its parent dies, in place of init: that is this process, on Linux. A command that
+kills this very process with SIGKILL lets such a daemon go: no process is left that knows of it.
 """
 
 from __future__ import annotations
@@ -136,10 +137,12 @@ def main(arguments: Sequence[str]) -> None:
     for stream in (0, 1, 2):  # else nobody would see the end of the command's output
         os.dup2(nothing, stream)
     warden = Warden(command.pid, status)
+    ready = select.poll()
+    for file in (control, awake):
+        ready.register(file, select.POLLIN)
     while not hurried:
         warden.reap()
-        ready, _, _ = select.select([control, awake], [], [])
-        if control in ready:
+        if any(file == control for file, _ in ready.poll()):
             break
         os.read(awake, 4096)
     warden.end(mercy_s, grace_s)
