@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs clean setup vulkan
+.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (what probes no trainer has been tried by then); and the wgpu backend against its own, on whatever
@@ -98,6 +98,12 @@ docs: setup
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m docs.fault_table
 	$(BIN)/python -m docs.bound_family
+
+# The docs as a site, in build/site; a broken link, or a page that the navigation lacks, fails.
+site: setup
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file docs/website/mkdocs.yml
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf .venv build dist .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache .benchmarks

@@ -1,0 +1,71 @@
+"""Pages of docs/ are in the navigation of the site, their links lead somewhere, lines are short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CONFIGURATION = yaml.safe_load((DOCS / "website/mkdocs.yml").read_text("utf-8"))
+PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+# Made by the site's hooks.
+GENERATED = {"index.md", "changelog.md"}
+WHOLLY_GENERATED = {"cli.md", "faults.md", "kill-matrix.md"}
+COLUMNS_MAX = 100
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Once each; decisions are added in the order of their numbers."""
+    named = list(_leaves(CONFIGURATION["nav"]))
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    top = [name for name in pages if not name.startswith("decisions/")]
+    assert sorted(named) == sorted([*top, *GENERATED])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file that is there, and to a heading that it has."""
+    for link in LINK.findall(CODE.sub("", page.read_text("utf-8"))):
+        if link.startswith("https://"):
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{link} leads to no file"
+        assert not heading or heading in _anchors(target), f"{link} leads to no heading"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in WHOLLY_GENERATED],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_lines_of_prose_are_short(page: Path) -> None:
+    """Code and tables may be as long as they are."""
+    text = re.sub(r"<!-- generated: .*?<!-- end -->", "", page.read_text("utf-8"), flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "<!--"))]
+    assert [line for line in lines if len(line) > COLUMNS_MAX] == []
+
+
+def _leaves(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for below in entry.values() if isinstance(entry, dict) else entry:
+            yield from _leaves(below)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub and mkdocs both make them."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"\s", "-", heading) for heading in plain}

@@ -1,0 +1,105 @@
+"""The tutorial, followed by its text alone: its files, changes, commands and what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.command import runs
+from tests.command import zygote
+from tests.command_line import check
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/tutorial.md").read_text("utf-8")
+BLOCK = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FORKED = ROOT / "tests/command/forked.py"
+# What differs between machines: decimals and counts, but not steps, ranks and ids.
+VARIES = re.compile(r"(?<![\w=-])(?<!rank )(?<!step )(?<!exit code )-?\d[\d.,+]*")
+EXIT_CODES = re.compile(r"The exit code is (\d)")
+
+
+def test_the_tutorial_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In an empty folder each block does what the page says, and prints the lines that it shows.
+
+    The first command starts torchrun; ranks that entrenar-check runs are forked, which is quicker.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    activated = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", activated)
+    record = runs.record
+    monkeypatch.setattr(
+        runs, "record", lambda plan, show: record(replace(plan, launch=_launch), show)
+    )
+    codes = []
+    for info, text in BLOCK.findall(PAGE):
+        if info.startswith("python title="):
+            Path(info.partition("=")[2].strip('"')).write_text(text, "utf-8")
+        elif info == "diff":
+            _change(Path("train.py"), text)
+        elif info == "console":
+            command, *shown = text.removeprefix("$ ").splitlines()
+            codes.append(_run(shlex.split(command)))
+            _compare(shown, capsys.readouterr().out.splitlines())
+    told = [int(code) for code in EXIT_CODES.findall(PAGE)]
+    assert codes == [0, told[0], 0, told[1]], "torchrun, a bug, init, held"
+
+
+def test_the_install_commands_are_the_tested_ones() -> None:
+    """tests/test_wheel.py installs the package into a fresh environment, as the page says."""
+    assert [text for info, text in BLOCK.findall(PAGE) if not info] == [
+        "python3 -m venv .venv && source .venv/bin/activate\npip install ~/entrenar-py\n"
+    ]
+
+
+def _run(command: Sequence[str]) -> int:
+    """Return the exit code of `command`."""
+    if command[0] == "entrenar-check":
+        return check(*command[1:])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout)
+    return done.returncode
+
+
+def _launch(command: Sequence[str], **told: Any) -> Any:
+    """Fork the ranks that `torchrun --standalone --nproc_per_node=N SCRIPT` starts."""
+    launcher, standalone, number, script = command
+    assert (launcher, standalone) == ("torchrun", "--standalone")
+    world_size = number.removeprefix("--nproc_per_node=")
+    launch: Callable[..., Any] = zygote.launch
+    return launch([sys.executable, str(FORKED), world_size, str(Path(script).resolve())], **told)
+
+
+def _change(path: Path, diff: str) -> None:
+    """Replace in the file the lines of `diff` without `+` by those without `-`."""
+    before, after = (
+        "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith(other))
+        for other in "+-"
+    )
+    text = path.read_text("utf-8")
+    assert text.count(before) == 1, f"{before!r} stands once in the file"
+    path.write_text(text.replace(before, after), "utf-8")
+
+
+def _compare(shown: Sequence[str], printed: Sequence[str]) -> None:
+    """Each shown line stands in what was printed, in this order; `...` stands for any lines."""
+    left = iter(map(_essence, printed))
+    for line in shown:
+        if line not in ("", "..."):
+            found = any(one.startswith(_essence(line)) for one in left)
+            assert found, f"{line!r} is not in {printed}"
+
+
+def _essence(line: str) -> str:
+    return " ".join(VARIES.sub("", line).split())
