@@ -116,7 +116,18 @@ def test_auto_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.BACKENDS, "wgpu", opener("wgpu", "works"))
     tries: list[chain.Attempt] = []
     assert chain.auto(on_attempt=tries.append).name == "wgpu"
-    assert tries[0].reason.startswith("BackendUnavailable: probe product on zeros: element")
+    assert tries[0].reason.startswith("probe product on zeros: element")
+
+
+def test_auto_passes_over_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that the CPU emulates computes slower than the CPU itself."""
+    emulated = CpuBackend("llvmpipe", name="wgpu", software=True)
+    monkeypatch.setitem(backends.BACKENDS, "cuda", opener("cuda", "absent"))
+    monkeypatch.setitem(backends.BACKENDS, "wgpu", lambda: emulated)
+    tries: list[chain.Attempt] = []
+    assert chain.auto(on_attempt=tries.append).name == "cpu"
+    assert "llvmpipe is a software adapter" in tries[1].reason
+    assert "--backend wgpu" in tries[1].reason
 
 
 def test_auto_on_this_machine() -> None:

@@ -1,6 +1,7 @@
 """The fallback chain CUDA -> wgpu -> CPU: the first backend that yields a finite result serves.
 
-Decides only whether a result is finite. A backend asked for by name never comes here.
+Decides only whether a result is finite; `auto` also passes over a software adapter. A backend asked
+for by name never comes here.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def first_finite(
             result = compute(backend)
             reason = "" if is_finite(result) else _non_finite(result)
         except FAILURES as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = _reason(name, error)
         on_attempt(_attempt(name, backend, reason))
         if not reason:
             assert backend is not None
@@ -67,11 +68,12 @@ def first_finite(
 
 
 def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
-    """The first backend of the chain that multiplies two small matrices correctly.
+    """Return the first backend of the chain that multiplies two small matrices correctly.
 
-    Raises BackendUnavailable when none does.
+    A software adapter, which computes on the CPU slower than torch does, is passed over.
+    Raises BackendUnavailable when none serves.
     """
-    return first_finite(probe, on_attempt=on_attempt)[0]
+    return first_finite(_probe_hardware, on_attempt=on_attempt)[0]
 
 
 def is_finite(result: Tensor) -> bool:
@@ -91,6 +93,22 @@ def probe(backend: Backend) -> Tensor:
             f"{found.error:.3g}, rounding explains {found.bound:.3g}"
         )
     return result
+
+
+def _probe_hardware(backend: Backend) -> Tensor:
+    if backend.software:
+        raise BackendUnavailable(
+            f"{backend.device} is a software adapter, slower than the CPU that it runs on; "
+            f"--backend {backend.name} uses it all the same"
+        )
+    return probe(backend)
+
+
+def _reason(name: str, error: Exception) -> str:
+    """Return why backend `name` failed, for a message that names it already."""
+    if isinstance(error, BackendUnavailable):
+        return str(error).removeprefix(f"backend {name}: ")
+    return f"{type(error).__name__}: {error}"
 
 
 def _non_finite(result: Tensor) -> str:

@@ -266,7 +266,7 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
         metavar="NAME[,NAME]",
         type=_words,
         default=(),
-        help="the workers' backends in turn: cpu, wgpu, cuda, auto (what serves); wgpu:1 and "
+        help="the workers' backends in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 and "
         "cuda:1 are the second adapter and GPU",
     )
     group.add_argument(
