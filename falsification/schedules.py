@@ -222,7 +222,7 @@ def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
 
 def _seen_alike(run: Trace, calm: Trace) -> Trace:
     """`calm`, without optimizer state where that is the server's, and in no worker's record."""
-    if checks.evidence.workers_update(run.scenario):
+    if run.traits.updates == "workers":
         return calm
     events = (
         replace(one, optimizer={}) if isinstance(one, Start | Update) else one

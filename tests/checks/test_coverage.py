@@ -88,8 +88,8 @@ def test_ranks_that_share_a_shard_draw_the_same() -> None:
     steps = [[[0, 1], [2, 3]]]
     apart = six_samples(steps)
     assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
-    shared = apart.with_(options={"shared": True})
-    found = broken(traces.judge("coverage", [sampled(steps, shared)]))
+    shared = traces.was(sampled(steps, apart), shared=True)
+    found = broken(traces.judge("coverage", [shared]))
     assert (found.step, found.rank, found.sample_ids) == (0, 1, (0, 1, 2, 3))
     assert "drew other samples for shard 0 than rank 0" in found.message
 
@@ -221,20 +221,18 @@ def dropping(steps: Sequence[Sequence[Sequence[int]]], **changes: Any) -> Trace:
 
 def test_a_tail_that_is_dropped_on_purpose() -> None:
     """What would not fill a batch may be left out by a trainer of one's own that says so."""
-    said = {"drop_last": True}
-    assert traces.judge("coverage", [dropping(DROPPED, options=said)]).verdict is Verdict.HELD
-    for changes in ({}, {"options": {"drop_last": False}}, {"options": said, "workload": "linear"}):
-        found = broken(traces.judge("coverage", [dropping(DROPPED, **changes)]))
-        assert (found.step, found.sample_ids) == (0, (4, 5))
+    said = traces.was(dropping(DROPPED), drop_last=True)
+    assert traces.judge("coverage", [said]).verdict is Verdict.HELD
+    found = broken(traces.judge("coverage", [dropping(DROPPED)]))
+    assert (found.step, found.sample_ids) == (0, (4, 5))
 
 
 def test_no_more_than_the_tail_may_be_dropped() -> None:
     """A short batch, or a whole batch left out, is no tail."""
-    said = {"drop_last": True}
-    short = dropping([[[0, 1], [2]], DROPPED[1]], options=said)
+    short = traces.was(dropping([[[0, 1], [2]], DROPPED[1]]), drop_last=True)
     found = broken(traces.judge("coverage", [short]))
     assert (found.step, found.expected, found.got) == (0, "4", "3")
-    lost = dropping(DROPPED, options=said, num_samples=8)
+    lost = traces.was(dropping(DROPPED, num_samples=8), drop_last=True)
     assert broken(traces.judge("coverage", [lost])).sample_ids == (4, 5, 6, 7)
 
 
@@ -342,16 +340,21 @@ def test_samples_drawn_with_replacement() -> None:
     another number of workers draws others.
     """
     steps = [[[0, 0], [3, 1]], [[0, 5], [2, 2]]]
-    subject = six_samples(steps, options={"replacement": True})
-    assert "drawn again" in broken(judged(sampled(steps, six_samples(steps)))).message
-    alone = sampled([[[1, 1, 2, 3]], [[4, 4, 0, 1]]], subject.with_(world_size=1))
-    finding = judged(sampled(steps, subject), alone)
+    subject = six_samples(steps)
+    assert "drawn again" in broken(judged(sampled(steps, subject))).message
+    alone = replacing([[[1, 1, 2, 3]], [[4, 4, 0, 1]]], subject.with_(world_size=1))
+    finding = judged(replacing(steps, subject), alone)
     assert finding.verdict is Verdict.HELD, finding.reason
     assert "drawn with replacement" in finding.notes[0]
-    strange = sampled([[[0, 0], [3, 6]], steps[1]], subject)
+    strange = replacing([[[0, 0], [3, 6]], steps[1]], subject)
     assert "outside 0 .. 5" in broken(judged(strange)).message
-    other = sampled([[[0, 1], [3, 1]], steps[1]], subject.with_(repeat=1))
-    assert "draws other samples" in broken(judged(sampled(steps, subject), other)).message
+    other = replacing([[[0, 1], [3, 1]], steps[1]], subject.with_(repeat=1))
+    assert "draws other samples" in broken(judged(replacing(steps, subject), other)).message
+
+
+def replacing(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:
+    """A run that draws with replacement."""
+    return traces.was(sampled(steps, subject), replacement=True)
 
 
 def judged(*runs: Trace) -> Finding:

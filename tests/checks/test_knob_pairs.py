@@ -25,7 +25,6 @@ USUAL = scenario(
     num_samples=4,
     batch_size=4,
     num_steps=2,
-    options={"clipping": "other"},
 )
 SLOPE = np.random.default_rng(0).normal(size=24).astype(np.float32)
 VALUES = {"accumulation": "2", "clip": "0.5", "loss_scale": "1024", "permute": "1"}
@@ -79,7 +78,7 @@ def run(
                 gradient={"w": record_tensor(gradient, values=True)},
             )
         )
-    return traces.hand_written(*events, subject=subject)
+    return traces.was(traces.hand_written(*events, subject=subject), clipping="other")
 
 
 def test_the_usual_run_is_known() -> None:

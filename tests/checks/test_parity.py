@@ -242,7 +242,7 @@ def test_masks_that_nobody_recorded_are_not_taken_for_equal() -> None:
 def test_batch_normalisation_is_another_run_on_one_worker() -> None:
     """Each rank normalises by its own samples: that is no difference that is a bug."""
     runs = [own(traces.run(SUBJECT.with_(world_size=count))) for count in (3, 1)]
-    told = [replace(run, scenario=run.scenario.with_(options={"batch_norm": True})) for run in runs]
+    told = [traces.was(run, batch_norm=True) for run in runs]
     finding = traces.judge("parity", told)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "each rank's own samples" in finding.reason

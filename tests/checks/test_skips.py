@@ -22,8 +22,9 @@ STRIKE = Injected(fault=NAN.to_dict(), step=STEP, rank=1, shard=1)
 
 def own(trace: Trace, **changes: Any) -> Trace:
     """`trace` as one of somebody's own trainer, which has skipped no step."""
-    told = {"system": "command", "workload": "own", "options": {"clipping": "other"}, **changes}
-    return replace(trace, scenario=trace.scenario.with_(**told), promises=())
+    told = {"system": "command", "workload": "own", **changes}
+    made = replace(trace, scenario=trace.scenario.with_(**told), promises=())
+    return traces.was(made, clipping="other")
 
 
 def skipping(trace: Trace, ranks: Collection[int] = (0, 1, 2), step: int = STEP) -> Trace:

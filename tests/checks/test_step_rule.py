@@ -201,8 +201,8 @@ def test_no_clipping_needs_no_norms() -> None:
 def test_clipping_to_a_norm_that_nobody_told() -> None:
     """Of a trainer that tells its gradient before it clips: that is shortened, never longer."""
     clipped = traces.run(SUBJECT)
-    own = clipped.scenario.with_(clip_norm=None, options={"clipping": "other"})
-    trace = replace(clipped, scenario=own)
+    own = replace(clipped, scenario=clipped.scenario.with_(clip_norm=None))
+    trace = traces.was(own, clipping="other")
     assert traces.judge("step_rule", [trace]).verdict is Verdict.HELD
     longer = altered(trace, Update, {"step": 1}, applied_norm=1e3)
     assert broken(traces.judge("step_rule", [longer])).step == 1

@@ -15,7 +15,7 @@ from entrenar_py.checks.update_rule import Rule
 from entrenar_py.trace import Event, Start, TensorRecord, Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.traces import scenario
+from tests.checks.traces import hand_written, scenario
 
 NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 
@@ -52,7 +52,12 @@ def rule(
     """The rule of a rank that starts with `weights` before `step`."""
     start = Start(step=step, rank=0, weights=weights, decayed=decayed)
     subject = scenario(optimizer=optimizer, weight_decay=DECAY, clip_norm=clip_norm)
-    return update_rule.after({}, start, subject)
+    return update_rule.after({}, start, hand_written(subject=subject))
+
+
+def trace_of(followed: Rule) -> Trace:
+    """An empty trace of the run in which the rule holds."""
+    return hand_written(subject=followed.scenario)
 
 
 def trained(optimizer: str) -> tuple[Tensors, list[Update]]:
@@ -127,7 +132,7 @@ def test_a_resume_keeps_the_moments() -> None:
     followed = rule("momentum", initial)
     list(followed.step(updates[0]))
     resumed = Start(step=1, rank=0, weights=updates[0].weights, resumed=True)
-    assert update_rule.after({0: followed}, resumed, followed.scenario) is followed
+    assert update_rule.after({0: followed}, resumed, trace_of(followed)) is followed
     assert list(followed.step(updates[1]))
 
 
@@ -138,7 +143,7 @@ def test_who_joins_has_the_moments_of_the_others() -> None:
     list(there.step(updates[0]))
     for step, known in ((1, True), (2, False)):
         start = Start(step=step, rank=1, weights=updates[step - 1].weights, decayed=("w",))
-        joined = update_rule.after({0: there}, start, there.scenario)
+        joined = update_rule.after({0: there}, start, trace_of(there))
         assert bool(list(joined.step(updates[step]))) == known
     ((_, expected),) = there.step(updates[1])
     got = updates[1].weights["w"].values()
@@ -157,7 +162,7 @@ def test_who_goes_back_has_the_moments_of_then(saved: bool) -> None:
         list(followed.step(updates[step]))
     for _ in range(2):
         back = Start(step=2, rank=0, weights=updates[1].weights, resumed=True)
-        followed = update_rule.after({0: followed}, back, followed.scenario)
+        followed = update_rule.after({0: followed}, back, trace_of(followed))
         for step in (2, 3):
             found = list(followed.step(updates[step]))
             assert bool(found) == saved
@@ -226,8 +231,8 @@ def test_decay_that_was_not_declared() -> None:
 def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
     """A trainer of one's own with other constants holds once it declares them, and only then."""
     trace = _trained(constants)
-    options = {"decay": "coupled"} if "weight_decay" in constants else constants
-    declared = replace(trace, scenario=trace.scenario.with_(options=options))
+    traits = {"decay": "coupled"} if "weight_decay" in constants else constants
+    declared = traces.was(trace, **traits)
     assert traces.judge("step_rule", [declared]).verdict is Verdict.HELD
     assert traces.judge("step_rule", [trace]).verdict is Verdict.FALSIFIED
 
@@ -235,8 +240,8 @@ def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
 def test_a_schedule_of_ones_own() -> None:
     """An unknown schedule is missing evidence, the known part of the rule is judged."""
     trace = _trained({"momentum": 0.9})
-    subject = trace.scenario.with_(schedule="linear", options={"schedule": "other"})
-    finding = traces.judge("step_rule", [replace(trace, scenario=subject)])
+    subject = replace(trace, scenario=trace.scenario.with_(schedule="linear"))
+    finding = traces.judge("step_rule", [traces.was(subject, schedule="other")])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "schedule is not one that is known here" in finding.reason
     assert finding.compared > 0

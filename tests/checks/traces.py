@@ -107,6 +107,11 @@ def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
     return Trace(scenario=subject or scenario(), environment={}, promises=(), events=(*events, end))
 
 
+def was(trace: Trace, **traits: Any) -> Trace:
+    """`trace` with other traits."""
+    return replace(trace, traits=replace(trace.traits, **traits))
+
+
 def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     """The record of a vector, with its values."""
     return record_tensor(np.array(numbers, dtype), values=True)

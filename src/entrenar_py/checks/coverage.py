@@ -27,7 +27,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     kept = evidence.usable(traces, tally)
     for trace in kept:
         missing.require_updates(tally, trace)
-        if _replaces(trace.scenario):
+        if trace.traits.replacement:
             tally.note(
                 "samples are drawn with replacement: judged was whether they are of the data set, "
                 "and the same when it is run again, and not how often each comes"
@@ -60,7 +60,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         _drawn_alike(tally, trace, shards)
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}))
-        if step >= known_until or _replaces(scenario):
+        if step >= known_until or trace.traits.replacement:
             continue
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
@@ -77,9 +77,9 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
 
 def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
     """Ranks that compute one shard together draw the same samples for it: where a trainer's ranks
-    share shards (options: shared), one number is one shard.
+    share shards, one number is one shard.
     """
-    if trace.scenario.options.get("shared") is not True:
+    if not trace.traits.shared:
         return
     first: dict[int, Shard] = {}
     for shard in shards:
@@ -118,7 +118,7 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
     }
     if shard.ids or trace.scenario.num_shards == 1:
         tally.check(
-            not again or _replaces(trace.scenario),
+            not again or trace.traits.replacement,
             f"samples drawn again in epoch {shard.epoch} by rank {shard.rank}: {list(again)[:8]}, "
             f"first drawn in step {drawn.get(again[0], shard.step) if again else ''}",
             sample_ids=again,
@@ -148,7 +148,7 @@ def _ended_complete(
     num_lacking = num_samples - sum(0 <= sample < num_samples for sample in seen[done])
     absent = (sample for sample in range(num_samples) if sample not in seen[done])
     lacking = list(islice(absent, LISTED_MAX)) if num_lacking else []
-    dropped = _drops_last(trace.scenario) and num_lacking < trace.scenario.batch_size
+    dropped = trace.traits.drop_last and num_lacking < trace.scenario.batch_size
     tally.check(
         dropped or not lacking,
         f"epoch {done} ended without samples {lacking[:8]}",
@@ -156,16 +156,6 @@ def _ended_complete(
         sample_ids=tuple(lacking),
         scenario=trace.scenario,
     )
-
-
-def _drops_last(scenario: Scenario) -> bool:
-    """Whether somebody's own trainer says that it drops a last batch that would be short."""
-    return scenario.workload == "own" and scenario.options.get("drop_last") is True
-
-
-def _replaces(scenario: Scenario) -> bool:
-    """Whether somebody's own trainer says that it may draw a sample again in an epoch."""
-    return scenario.workload == "own" and scenario.options.get("replacement") is True
 
 
 def _all_made(tally: Tally, trace: Trace) -> None:
@@ -214,7 +204,7 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
     """
     model, model_unknown = evidence.shards(group[0]), missing.unknown_steps(group[0])
     for trace in group[1:]:
-        if _replaces(trace.scenario) and trace.scenario.world_size != group[0].scenario.world_size:
+        if trace.traits.replacement and trace.scenario.world_size != group[0].scenario.world_size:
             continue  # each rank draws for itself
         unknown = model_unknown | missing.unknown_steps(trace)
         ordered = all(one.draws_by_shard for one in (group[0], trace))

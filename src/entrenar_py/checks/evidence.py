@@ -52,11 +52,6 @@ def plain(scenario: Scenario, **changes: Any) -> Scenario:
     return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
 
 
-def workers_update(scenario: Scenario) -> bool:
-    """Whether every worker steps, with an optimizer of its own; else a server does, for all."""
-    return bool(scenario.options.get("updates") != "server")
-
-
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
     """Step -> rank -> update, without what a resume undid. Of several by one rank, the last."""
     found: dict[int, dict[int, Update]] = defaultdict(dict)

@@ -118,7 +118,7 @@ def _took_effect(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
     if trace.scenario.dropout and not oracles.same_masks(model, trace):
         tally.miss(f"{pair.words.before}dropout draws other masks: run the script without dropout")
         return False
-    if pair.knob in ("accumulation", "permute") and trace.scenario.options.get("batch_norm"):
+    if pair.knob in ("accumulation", "permute") and trace.traits.batch_norm:
         why = "batch normalisation is by each micro-batch's own samples: another one"
         tally.miss(f"{pair.words.before}{why}")
         return False

@@ -41,7 +41,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def _is_the_server_s(trace: Trace) -> bool:
     """Whether there is an optimizer's state, and workers have none of it."""
-    return trace.scenario.optimizer != "sgd" and not evidence.workers_update(trace.scenario)
+    return trace.scenario.optimizer != "sgd" and trace.traits.updates == "server"
 
 
 def _parts(trace: Trace) -> tuple[str, ...]:

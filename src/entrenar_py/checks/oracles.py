@@ -110,7 +110,7 @@ def same_masks(model: Trace, trace: Trace) -> bool:
     recorded. Micro-batches draw in another order. Batch normalisation
     by each rank's own samples is like a mask: another one on one worker.
     """
-    if trace.scenario.options.get("batch_norm"):
+    if trace.traits.batch_norm:
         return False
     if not trace.scenario.dropout:
         return True
@@ -124,7 +124,7 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
 def other_masks(trace: Trace) -> str:
     """Why a trace under dropout, or batch normalisation, is not compared with a single device."""
-    if trace.scenario.options.get("batch_norm"):
+    if trace.traits.batch_norm:
         return (
             "batch normalisation is by each rank's own samples: on one worker it is another run, "
             "and was not compared"
@@ -141,7 +141,7 @@ def other_masks(trace: Trace) -> str:
 
 
 def _instead(trace: Trace) -> str:
-    if trace.scenario.options.get("batch_norm"):
+    if trace.traits.batch_norm:
         return ": use SyncBatchNorm, or leave its layers in eval()"
     return ": use dropout 0 in both runs"
 

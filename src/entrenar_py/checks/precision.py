@@ -28,7 +28,7 @@ def unit(*traces: Trace) -> float:
 
 
 def _unit(trace: Trace) -> float:
-    compressed = str(trace.scenario.options.get("compressed", ""))
+    compressed = trace.traits.compressed
     if compressed in SIXTEEN:  # on the way between ranks
         return SIXTEEN[compressed][0]
     shards = trace.of(Shard)

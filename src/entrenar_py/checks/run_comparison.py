@@ -80,7 +80,7 @@ def compare(
     if why := rounded_away(trace) or rounded_away(model):
         tally.miss(why)
         return 0
-    if compressed := trace.scenario.options.get("compressed"):
+    if compressed := trace.traits.compressed:
         tally.note(f"gradients are sent in {compressed}: compared within the rounding of that")
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
@@ -133,7 +133,7 @@ def rounded_away(trace: Trace) -> str:
 
     What is sent in 16 bits is compared within the roundings of these.
     """
-    compressed = str(trace.scenario.options.get("compressed", ""))
+    compressed = trace.traits.compressed
     if compressed in ("", *precision.SIXTEEN):
         return ""
     return (

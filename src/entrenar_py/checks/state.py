@@ -112,7 +112,7 @@ class Comparison:
         if part == "weights":
             return True
         stepped = any(isinstance(holder, Update) for holder in by_rank.values())
-        kept = evidence.workers_update(self.trace.scenario)
+        kept = self.trace.traits.updates == "workers"
         stateful = part == "optimizer" and kept and self.trace.scenario.optimizer != "sgd"
         held = any(kind is Update and part == there for kind, _, there in self._recorded)
         return stepped and (stateful or held)

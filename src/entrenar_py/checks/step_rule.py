@@ -38,8 +38,8 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         scenario = trace.scenario
         for update in trace.of(Update):
             place = {"step": update.step, "rank": update.rank, "scenario": scenario}
-            _rate(tally, trace.scenario, update, relative, place)
-            _clipping(tally, trace.scenario, update, relative, place)
+            _rate(tally, trace, update, relative, place)
+            _clipping(tally, trace, update, relative, place)
         _follow(tally, trace)
     return tally.finding(
         nothing="no step was recorded: record a Start and Updates for every rank, weights and "
@@ -49,8 +49,8 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recomputes every update of every rank; of each the first that can't be is missing."""
-    if trace.scenario.options.get("rule") == "other":
-        tally.miss("the optimizer's rule is not one that is known here (options: rule: other)")
+    if trace.traits.rule == "other":
+        tally.miss("the optimizer's rule is not one that is known here (traits: rule: other)")
         return
     rules: dict[int, update_rule.Rule] = {}
     rested = skips.without_gradients(trace)
@@ -58,7 +58,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps = missing.Gaps()
     for event in trace.events:
         if isinstance(event, Start):
-            rules[event.rank] = update_rule.after(rules, event, trace.scenario)
+            rules[event.rank] = update_rule.after(rules, event, trace)
         elif isinstance(event, Saved):
             for rule in rules.values():
                 rule.save(event.step)
@@ -109,7 +109,7 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | No
 def expected_rate(scenario: Scenario, step: int) -> float:
     """The closed form of the scenario's schedule, written independently of the trainer's.
 
-    A trainer of one's own with another schedule says so: `options: {schedule: other}`.
+    A trainer of one's own with another schedule says so: `traits: {schedule: other}`.
     """
     rate, warmup = scenario.learning_rate, scenario.warmup_steps
     if step < warmup:
@@ -124,11 +124,12 @@ def expected_rate(scenario: Scenario, step: int) -> float:
 
 
 def _rate(
-    tally: Tally, scenario: Scenario, update: Update, relative: float, place: Mapping[str, Any]
+    tally: Tally, trace: Trace, update: Update, relative: float, place: Mapping[str, Any]
 ) -> None:
-    if scenario.options.get("schedule") == "other":
+    scenario = trace.scenario
+    if trace.traits.schedule == "other":
         tally.miss(
-            "the schedule is not one that is known here (options: schedule: other): the learning "
+            "the schedule is not one that is known here (traits: schedule: other): the learning "
             "rate was not judged"
         )
         return
@@ -143,8 +144,9 @@ def _rate(
 
 
 def _clipping(
-    tally: Tally, scenario: Scenario, update: Update, relative: float, place: Mapping[str, Any]
+    tally: Tally, trace: Trace, update: Update, relative: float, place: Mapping[str, Any]
 ) -> None:
+    scenario = trace.scenario
     if update.grad_norm is None or update.applied_norm is None:
         if scenario.clip_norm is not None:
             tally.miss(
@@ -163,7 +165,7 @@ def _clipping(
             got=repr(update.grad_norm),
             **place,
         )
-    if scenario.options.get("clipping") == "other":  # to a norm that nobody told
+    if trace.traits.clipping == "other":  # to a norm that nobody told
         tally.check(
             update.applied_norm <= update.grad_norm * (1 + relative),
             "the applied gradient is longer than the averaged one",

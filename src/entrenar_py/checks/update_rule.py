@@ -2,7 +2,7 @@
 
 Written from the formulas of torch.optim's SGD and AdamW, independently of every trainer here. The
 constants are torch's defaults (0.9 for momentum); a trainer of one's own declares others in its
-scenario's `options`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam
+trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam
 whose decay is a part of the gradient. Since the recorded gradient goes
 in, what is rounding noise in the gradient is no difference in the step: this sees under Adam what
 parity can't.
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Start, Tensors, Update
-from entrenar_py.trace.optimizer_constants import USUAL
+from entrenar_py.trace import Start, Tensors, Trace, Traits, Update
 
 Vector = NDArray[np.float64]
 
@@ -55,6 +54,7 @@ class Rule:
     """
 
     scenario: Scenario
+    traits: Traits
     decayed: tuple[str, ...] | None
     weights: Tensors
     trainable: tuple[str, ...]
@@ -111,8 +111,7 @@ class Rule:
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
         moments.steps += 1
-        coupled_adam = self.scenario.options.get("decay") == "coupled"
-        if self.scenario.optimizer == "adamw" and coupled_adam:
+        if self.scenario.optimizer == "adamw" and self.traits.decay == "coupled":
             coupled = gradient + decay * weight
             moved, size = self._adam(moments, coupled, np.abs(gradient) + decay * np.abs(weight))
             return Expected(weight - rate * moved, rate * size)
@@ -127,32 +126,29 @@ class Rule:
         moved, size = self._momentum(moments, coupled, terms)
         return Expected(weight - rate * moved, rate * size)
 
-    def _constant(self, name: str) -> Any:
-        return self.scenario.options.get(name, USUAL[name])
-
     def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
         """The direction of torch.optim.SGD with momentum, and the size of its terms."""
-        keep = self._constant("momentum")
-        new = 1.0 if moments.steps == 1 else 1 - self._constant("dampening")
+        keep = self.traits.momentum
+        new = 1.0 if moments.steps == 1 else 1 - self.traits.dampening
         moved = keep * moments.first + new * gradient
         size = keep * moments.size + new * terms
         moments.first, moments.size = moved, size
-        if self._constant("nesterov"):
+        if self.traits.nesterov:
             return gradient + keep * moved, terms + keep * size
         return moved, size
 
     def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
         """Adam's direction, and the size of its terms."""
-        beta1, beta2 = self._constant("betas")
+        beta1, beta2 = self.traits.betas
         moments.first = beta1 * moments.first + (1 - beta1) * gradient
         moments.size = beta1 * moments.size + (1 - beta1) * terms
         moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
-        root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self._constant("eps")
+        root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self.traits.eps
         correction = 1 - beta1**moments.steps
         return moments.first / correction / root, moments.size / correction / root
 
 
-def after(rules: Mapping[int, Rule], start: Start, scenario: Scenario) -> Rule:
+def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
     """The rule of the rank that starts: a new one, or after a resume the one it had.
 
     Who goes back to a checkpoint has the moments of then, who joins those of the others.
@@ -164,7 +160,14 @@ def after(rules: Mapping[int, Rule], start: Start, scenario: Scenario) -> Rule:
             own.moments, own.step_made, own.known = own.saved[start.step], start.step, True
             own.moments = own.copied()
         return own
-    rule = Rule(scenario, start.decayed, start.weights, start.trainable, known=start.step == 0)
+    rule = Rule(
+        trace.scenario,
+        trace.traits,
+        start.decayed,
+        start.weights,
+        start.trainable,
+        known=start.step == 0,
+    )
     for other in rules.values():
         if start.step and other.known and other.step_made == start.step:
             rule.known, rule.step_made, rule.moments = True, start.step, other.copied()

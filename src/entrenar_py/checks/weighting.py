@@ -135,7 +135,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
                 tensor=name,
                 **place,
             )
-        if trace.scenario.options.get("clipping") == "other":
+        if trace.traits.clipping == "other":
             continue  # what was recorded may be clipped, in each step by another factor
         divided = divisor, divisor / update.weight
         model = model or divided

@@ -16,20 +16,20 @@ from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Update
+from entrenar_py.trace import Event, Traits, Update
 
 
 def of(
-    folder: Path, asked: Asked, ended: Ended, like: Scenario | None, *, unclipped: bool = False
+    folder: Path, asked: Asked, ended: Ended, like: trace.Trace | None, *, unclipped: bool = False
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
 
     What a run did not live to show (how many steps it makes, what is in its data) it has from
-    `like`, the scenario of an undisturbed one. `unclipped`: the command was told to clip nothing.
+    `like`, the trace of an undisturbed one. `unclipped`: the command was told to clip nothing.
     """
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
-    scenario = _scenario(ranks, events, asked, like, unclipped=unclipped)
+    scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
     status, reason = ending.of(ranks, events, asked, ended, problems)
     environment = dict(ranks[0].header.get("versions", {})) if ranks else {}
     if ended.num_left:
@@ -37,6 +37,7 @@ def of(
         environment["killed"] = f"{left} that it left running"
     recorded = trace.Trace(
         scenario=scenario,
+        traits=traits,
         environment=environment,
         promises=("rounds",) if any(isinstance(e, trace.Synchronised) for e in events) else (),
         events=(
@@ -44,7 +45,7 @@ def of(
                 events,
                 scenario.accumulation,
                 assembly.places(ranks),
-                steps_per_epoch=shown_scenario.steps_per_epoch(scenario),
+                steps_per_epoch=shown_scenario.steps_per_epoch(scenario, traits),
             ),
             trace.End(status=status, reason=reason),
         ),
@@ -78,36 +79,37 @@ def _scenario(
     ranks: Sequence[RankTrace],
     events: Sequence[Event],
     asked: Asked,
-    like: Scenario | None,
+    like: trace.Trace | None,
     *,
     unclipped: bool,
-) -> Scenario:
-    """Return the scenario that the ranks show, or that of `like` where they did not live to."""
-    scenario = _shown_or_like(ranks, events, asked, like)
+) -> tuple[Scenario, Traits]:
+    """Return scenario and traits as the ranks show them, or `like`'s where they can't."""
+    scenario, traits = _shown_or_like(ranks, events, asked, like)
     turn = asked.turn
     if unclipped and not (turn and turn.knob == "clip"):
-        options = {name: told for name, told in scenario.options.items() if name != "clipping"}
-        scenario = scenario.with_(options=options)
+        traits = replace(traits, clipping="told")
     if turn is not None and like is not None and not asked.stops:
         usual = KNOBS[turn.knob].usual
-        return knob_pairs.option(scenario, like, turn.knob, turn.value, usual, turn.beside)
-    return scenario
+        model = like.scenario
+        scenario = knob_pairs.option(scenario, model, turn.knob, turn.value, usual, turn.beside)
+    return scenario, traits
 
 
 def _shown_or_like(
-    ranks: Sequence[RankTrace], events: Sequence[Event], asked: Asked, like: Scenario | None
-) -> Scenario:
+    ranks: Sequence[RankTrace], events: Sequence[Event], asked: Asked, like: trace.Trace | None
+) -> tuple[Scenario, Traits]:
     disturbed = asked.faults or asked.stops or asked.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
-        return like.with_(
+        scenario = like.scenario.with_(
             world_size=asked.world_size,
-            num_shards=max(like.num_shards, asked.world_size),
+            num_shards=max(like.scenario.num_shards, asked.world_size),
             seed=asked.seed,
             repeat=asked.repeat,
             faults=asked.faults,
             stops=asked.stops,
         )
-    shown = shown_scenario.of(ranks, events, asked.world_size)
+        return scenario, like.traits
+    shown, traits = shown_scenario.of(ranks, events, asked.world_size)
     if like is not None:  # it is to be the same training, and a check says that it has other rates
-        shown = shown.with_(learning_rate=like.learning_rate)
-    return shown.with_(seed=asked.seed, repeat=asked.repeat)
+        shown = shown.with_(learning_rate=like.scenario.learning_rate)
+    return shown.with_(seed=asked.seed, repeat=asked.repeat), traits

@@ -138,7 +138,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
     first run fails no other is made: they would, too.
     """
     base = plan.folder
-    likes: dict[Turn | None, Scenario] = {}  # of the undisturbed runs, by what was turned in them
+    likes: dict[Turn | None, Trace] = {}  # of the undisturbed runs, by what was turned in them
     planned, first = plan.plain(), True
     while planned:
         name = next(iter(planned))
@@ -159,10 +159,10 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
             planned |= plan.others(found.scenario) | plan.pairs(found)
         undisturbed = not (asked.stops or asked.faults or asked.repeat)
         if undisturbed and found.end.status == "completed":
-            likes.setdefault(asked.turn, found.scenario)
+            likes.setdefault(asked.turn, found)
 
 
-def _run(plan: Plan, asked: Asked, folder: Path, like: Scenario | None) -> Trace:
+def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     """One run, from stop to stop."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)

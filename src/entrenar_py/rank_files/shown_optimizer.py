@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from entrenar_py.errors import UsageError
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Update
-from entrenar_py.trace.optimizer_constants import USUAL
+from entrenar_py.trace import Traits, Update
+from entrenar_py.trace.traits import CONSTANTS
 
 # torch.optim's optimizers whose rule is known to the checks, and the one in a scenario's words.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
@@ -17,7 +18,7 @@ _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 @dataclass(frozen=True, kw_only=True)
 class ShownOptimizer:
-    """A scenario's fields on the optimizer, and in `options` what differs from the usual.
+    """A scenario's fields on the optimizer, and in `traits` what differs from the usual.
 
     `rule: other` where no check knows what the optimizer makes of a gradient, `schedule: other`
     where the learning rate changes, `decay: coupled` where decay is a part of the gradient.
@@ -26,7 +27,7 @@ class ShownOptimizer:
     kind: str
     learning_rate: float
     weight_decay: float
-    options: Mapping[str, Any]
+    traits: Mapping[str, Any]
 
 
 def of(ranks: Sequence[RankTrace], updates: Sequence[Update]) -> ShownOptimizer:
@@ -39,25 +40,34 @@ def of(ranks: Sequence[RankTrace], updates: Sequence[Update]) -> ShownOptimizer:
     kind = _KINDS.get(name, "momentum")
     if name == "SGD" and not first.get("momentum"):
         kind = "sgd"
-    options = {} if kind == "sgd" else _unusual(first)
+    traits = {} if kind == "sgd" or name not in _KINDS else _unusual(first)
     if name not in _KINDS or len(decays) > 1 or _is_mixed(groups) or _has_changed(ranks):
-        options["rule"] = "other"
+        traits["rule"] = "other"
     if decays and name == "Adam" and not first.get("decoupled_weight_decay"):
-        options["decay"] = "coupled"
+        traits["decay"] = "coupled"
     if any(update.learning_rate != rate for update in updates):
-        options["schedule"] = "other"
+        traits["schedule"] = "other"
     return ShownOptimizer(
         kind=kind,
         learning_rate=rate,
         weight_decay=max(decays, default=0.0),
-        options=options,
+        traits=traits,
     )
 
 
 def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constants of a parameter group that differ from the usual ones."""
-    told = {name: _plain(group[name]) for name in USUAL if name in group}
-    return {name: value for name, value in told.items() if value != _plain(USUAL[name])}
+    """Return the constants of a parameter group that differ from the usual ones.
+
+    Where one is nothing that torch.optim would take, no check knows the rule.
+    """
+    constants = {name: group[name] for name in CONSTANTS if name in group}
+    constants = {name: tuple(v) if isinstance(v, list) else v for name, v in constants.items()}
+    if isinstance(constants.get("nesterov"), int):
+        constants["nesterov"] = bool(constants["nesterov"])
+    try:
+        return Traits(**constants).to_dict()
+    except UsageError:
+        return {"rule": "other"}
 
 
 def _is_mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -66,7 +76,7 @@ def _is_mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
     return any(
         group.get("maximize")
         or group.get("amsgrad")
-        or any(group.get(name) != first.get(name) for name in USUAL)
+        or any(group.get(name) != first.get(name) for name in CONSTANTS)
         for group in groups
     )
 
@@ -79,9 +89,5 @@ def _has_changed(ranks: Sequence[RankTrace]) -> bool:
 def _declared(rank: RankTrace) -> str:
     """Return as text the optimizer that a rank declared when it began, but for its rates."""
     groups: Sequence[Mapping[str, Any]] = rank.header.get("groups") or ()
-    constants = [[group.get(name) for name in (*USUAL, "weight_decay")] for group in groups]
+    constants = [[group.get(name) for name in (*CONSTANTS, "weight_decay")] for group in groups]
     return json.dumps([rank.header.get("optimizer", ""), constants])
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else value

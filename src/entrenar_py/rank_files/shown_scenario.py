@@ -1,4 +1,4 @@
-"""The scenario that the files of a run's ranks show it was."""
+"""The scenario and the traits that the files of a run's ranks show it had."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from entrenar_py.rank_files import assembly, shown_optimizer
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Shard, Update
+from entrenar_py.trace import Event, Shard, Traits, Update
 
 SYSTEM = "command"
 
 
-def of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int) -> Scenario:
-    """Return the scenario of a run of `world_size` ranks; its seed is 0, as no file tells it.
+def of(
+    ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int
+) -> tuple[Scenario, Traits]:
+    """Return scenario and traits of a run of `world_size` ranks.
 
-    `events` are those that `assembly.ordered` gives for `ranks`.
+    Its seed is 0, as no file tells it. `events` are what `assembly.ordered` gives for `ranks`.
     """
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards = [event for event in events if isinstance(event, Shard)]
@@ -32,7 +34,7 @@ def of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int) -> 
     accumulation = 1 + max((shard.shard for shard in shards), default=0)
     num_parts = len({*assembly.places(ranks).values()})
     optimizer = shown_optimizer.of(ranks, updates)
-    return Scenario(
+    scenario = Scenario(
         system=SYSTEM,
         workload="own",
         world_size=world_size,
@@ -47,25 +49,25 @@ def of(ranks: Sequence[RankTrace], events: Sequence[Event], world_size: int) -> 
         optimizer=optimizer.kind,
         learning_rate=optimizer.learning_rate,
         weight_decay=optimizer.weight_decay,
-        options={**_data_options(ranks, header), **optimizer.options},
     )
+    return scenario, Traits.from_dict({**_of_the_data(ranks, header), **optimizer.traits})
 
 
-def steps_per_epoch(scenario: Scenario) -> int:
+def steps_per_epoch(scenario: Scenario, traits: Traits) -> int:
     """Return how many batches the data set has."""
     batches = scenario.num_samples / scenario.batch_size
-    return max(1, int(batches) if scenario.options.get("drop_last") else math.ceil(batches))
+    return max(1, int(batches) if traits.drop_last else math.ceil(batches))
 
 
-def _data_options(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
+def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
     """Return what differs from the usual in how samples are drawn and computed."""
     # Gradients are recorded as they are applied: a step is no sign of how they were clipped.
-    options: dict[str, Any] = {"clipping": "other"}
-    options |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
+    traits: dict[str, Any] = {"clipping": "other"}
+    traits |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
     if any(rank.layout is not None for rank in ranks):
-        options["shared"] = True  # ranks that draw the same samples share a shard
+        traits["shared"] = True  # ranks that draw the same samples share a shard
     if compressed := next((rank.compression for rank in ranks if rank.compression), ""):
-        options["compressed"] = compressed
+        traits["compressed"] = compressed
     if header.get("batch_norm") and any(rank.local for rank in ranks):
-        options["batch_norm"] = True  # whose statistics forward passes changed
-    return options
+        traits["batch_norm"] = True  # whose statistics forward passes changed
+    return traits

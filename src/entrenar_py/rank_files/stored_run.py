@@ -26,10 +26,11 @@ def load(files: Iterable[Path]) -> trace.Trace:
     ranks = [rank_trace.load(path) for path in sorted(files)]
     events = assembly.ordered(ranks)
     world_sizes = sorted({int(rank.header["world_size"]) for rank in ranks})
-    scenario = shown_scenario.of(ranks, events, world_sizes[-1])
+    scenario, traits = shown_scenario.of(ranks, events, world_sizes[-1])
     status, reason = _ending(LastLives(ranks, events), world_sizes)
     return trace.Trace(
         scenario=_disturbed(scenario, events),
+        traits=traits,
         environment=dict(ranks[0].header.get("versions", {})),
         promises=(),
         events=(
@@ -37,7 +38,7 @@ def load(files: Iterable[Path]) -> trace.Trace:
                 events,
                 scenario.accumulation,
                 assembly.places(ranks),
-                steps_per_epoch=shown_scenario.steps_per_epoch(scenario),
+                steps_per_epoch=shown_scenario.steps_per_epoch(scenario, traits),
             ),
             trace.End(status=status, reason=reason),
         ),

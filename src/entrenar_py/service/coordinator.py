@@ -149,7 +149,11 @@ def _open_ledger(given: Config, host: Host, *, resume: bool) -> None:
     if given.ledger is None:
         return
     head = trace.Trace(
-        scenario=given.scenario, environment=environment.describe(), promises=(), events=()
+        scenario=given.scenario,
+        environment=environment.describe(),
+        promises=(),
+        traits=systems.traits_of(given.scenario),
+        events=(),
     )
     try:
         if resume:

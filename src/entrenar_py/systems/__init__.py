@@ -17,6 +17,8 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import updates
+from entrenar_py.trace import Traits
+from entrenar_py.trace.traits import USUAL
 
 # The name under which a trainer takes the first backend of the fallback chain that serves.
 AUTO = "auto"
@@ -32,7 +34,8 @@ class System:
     `in_step` tells whether every step is one of all workers together: else they step alone for a
     while, and clauses of such steps do not apply to it. `bitwise` tells whether the number of
     workers leaves the bits as they are; where it does not, no clause asks for that. `powers_of_two`
-    tells whether its workers, and its shards times the accumulation, must be such numbers.
+    tells whether its workers, and its shards times the accumulation, must be such numbers. `traits`
+    are what each of its runs is, beyond what is asked of it.
     """
 
     room: str
@@ -45,6 +48,7 @@ class System:
     in_step: bool = True
     bitwise: bool = True
     powers_of_two: bool = False
+    traits: Traits = USUAL
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -71,6 +75,9 @@ _REAL_OPTIONS = (
 _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
+_STAR = Traits(topology="star", masks="shard")
+_MESH = Traits(topology="mesh", masks="shard")
+_RING = Traits(topology="ring", masks="shard")
 # A coordinator that dies at a message has to see it: over TCP that of a star alone sees all.
 _FAULTS_AND_RESTART = (*_FAULTS, "restart")
 
@@ -82,6 +89,7 @@ SYSTEMS: dict[str, System] = {
         trains=True,
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),
+        traits=Traits(masks="shard"),
     ),
     "textbook": System(
         room="single",
@@ -96,6 +104,7 @@ SYSTEMS: dict[str, System] = {
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
         options=(*_REAL_OPTIONS, "audit_share", "updates"),
+        traits=_STAR,
     ),
     "parameter_server_simulated": System(
         room="star",
@@ -103,6 +112,7 @@ SYSTEMS: dict[str, System] = {
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
+        traits=_STAR,
     ),
     "mesh": System(
         room="star",
@@ -110,6 +120,7 @@ SYSTEMS: dict[str, System] = {
         trains=True,
         faults=_FAULTS,
         options=_REAL_OPTIONS,
+        traits=_MESH,
     ),
     "mesh_simulated": System(
         room="star",
@@ -117,6 +128,7 @@ SYSTEMS: dict[str, System] = {
         trains=True,
         faults=_FAULTS_AND_RESTART,
         options=("block_bytes", "network_seed", _TERMS),
+        traits=_MESH,
     ),
     "ring": System(
         room="star",
@@ -125,6 +137,7 @@ SYSTEMS: dict[str, System] = {
         faults=_FAULTS,
         places=RING_PLACES,
         options=_REAL_OPTIONS,
+        traits=_RING,
     ),
     "ring_simulated": System(
         room="star",
@@ -133,6 +146,7 @@ SYSTEMS: dict[str, System] = {
         faults=_FAULTS_AND_RESTART,
         places=RING_PLACES,
         options=("block_bytes", "network_seed", _TERMS),
+        traits=_RING,
     ),
     "ddp": System(
         room="torch",
@@ -178,6 +192,7 @@ SYSTEMS: dict[str, System] = {
         options=("deadline_s",),
         only=("cpu", "cuda"),
         powers_of_two=True,
+        traits=Traits(masks="shard_apart"),
     ),
     "fsdp": System(
         room="torch",
@@ -255,6 +270,7 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
         try:
             require_possible(scenario)
             result: trace.Trace = module.run(scenario)
+            result = replace(result, traits=traits_of(scenario))
         except Exception as error:  # noqa: BLE001  (a system's crash is a result: inconclusive)
             return _failed(scenario, f"{type(error).__name__}: {error}")
     absent = missed(result) if every_fault and SYSTEMS[scenario.system].trains else None
@@ -263,6 +279,14 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result
+
+
+def traits_of(scenario: Scenario) -> Traits:
+    """Return what a run of `scenario` is, whose system is one of SYSTEMS."""
+    traits = SYSTEMS[scenario.system].traits
+    if updates.by_server(scenario):
+        return replace(traits, updates="server")
+    return traits
 
 
 def module_of(system: str) -> ModuleType:

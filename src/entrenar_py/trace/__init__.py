@@ -33,6 +33,7 @@ from entrenar_py.trace.kinds import EVENTS
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
 from entrenar_py.trace.run import Trace
 from entrenar_py.trace.tensors import TensorRecord, Tensors, record_tensor
+from entrenar_py.trace.traits import Traits
 
 __all__ = [
     "EVENTS",
@@ -67,6 +68,7 @@ __all__ = [
     "Tensors",
     "Trace",
     "Traffic",
+    "Traits",
     "Update",
     "dump_events",
     "dump_lines",

@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 from blake3 import blake3
 
 from entrenar_py.errors import ForeignTrace, TraceError, UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import records
+from entrenar_py.trace import records, traits
 from entrenar_py.trace.events import End, Event
 from entrenar_py.trace.run import Trace
 from entrenar_py.untrusted import files
@@ -42,6 +41,7 @@ def header(trace: Trace) -> dict[str, Any]:
         "scenario": trace.scenario.to_dict(),
         "environment": dict(trace.environment),
         "promises": list(trace.promises),
+        "traits": trace.traits.to_dict(),
     }
 
 
@@ -87,6 +87,7 @@ def load(path: Path) -> Trace:
         scenario=head.scenario,
         environment=head.environment,
         promises=head.promises,
+        traits=head.traits,
         events=events,
     )
 
@@ -188,10 +189,12 @@ class Reader:
             where = self._where
             raise ForeignTrace(f"{where}: first line kind={record.get('kind')!r}, not trace")
         try:
+            scenario, observed = traits.from_header(record)
             return Trace(
-                scenario=Scenario.from_dict(record["scenario"]),
+                scenario=scenario,
                 environment=dict(record["environment"]),
                 promises=tuple(record["promises"]),
+                traits=observed,
                 events=(),
             )
         except (*records.NOT_AN_EVENT, UsageError) as error:

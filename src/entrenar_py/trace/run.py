@@ -1,4 +1,4 @@
-"""The trace of one run: its scenario, what its system promises, and its events."""
+"""The trace of one run: its scenario, what the run was and promises, and its events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace.events import E, End, Event
 from entrenar_py.trace.standing import standing
+from entrenar_py.trace.traits import USUAL, Traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +20,15 @@ class Trace:
 
     `environment` holds versions and devices. `promises` are what the system claims for itself:
     "bitwise" (the same bits for any number of workers of one backend), or at least "draws" (what is
-    drawn, samples and masks, is keyed by logical shard and not by who computes it).
+    drawn, samples and masks, is keyed by logical shard and not by who computes it). `traits` are
+    what the run was, beyond what its scenario asks for.
     """
 
     scenario: Scenario
     environment: Mapping[str, Any]
     promises: tuple[str, ...]
     events: tuple[Event, ...]
+    traits: Traits = USUAL
 
     @property
     def draws_by_shard(self) -> bool:

@@ -1,0 +1,154 @@
+"""What a run was, beyond what was asked of it: the facts that a judge has to know.
+
+Systems declare them, the recorder of somebody's own trainer observes them, and checks read them:
+no check knows a system by its name. What a run promises of its bits stands in `Trace.promises`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+from entrenar_py.errors import UsageError, did_you_mean
+from entrenar_py.scenario import Scenario
+
+# What a field may hold, where it is a choice.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "topology": ("", "star", "mesh", "ring"),
+    "updates": ("workers", "server"),
+    "masks": ("rank", "shard", "shard_apart"),
+    "clipping": ("told", "other"),
+    "rule": ("known", "other"),
+    "decay": ("decoupled", "coupled"),
+    "schedule": ("known", "other"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a run was.
+
+    Between workers:
+
+    - `topology`: between which processes gradients travel, where their bytes are counted.
+    - `updates`: whether each worker steps with an optimizer of its own, or a server does for all.
+    - `shared`: ranks that draw the same samples compute one shard together.
+    - `compressed`: the number format or hook by which gradients are compressed on their way.
+
+    In the model and the data:
+
+    - `masks`: whether dropout's masks are drawn by each rank, or keyed by logical shard, as a
+      single device draws them (`shard`) or from generators that no single device has
+      (`shard_apart`).
+    - `batch_norm`: batch normalisation is by each rank's own samples.
+    - `drop_last`: the last batch of an epoch is left out if it would be short.
+    - `replacement`: a sample may be drawn again within an epoch.
+
+    Of the optimizer: the constants of its rule as torch.optim has them, and
+
+    - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
+    - `decay`: `coupled` if an Adam's weight decay is a part of the gradient.
+    - `clipping`: `other` if gradients were recorded as they were applied, clipped or not.
+    - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't say.
+
+    Raises UsageError for a value that is none of a field's CHOICES, or of another type.
+    """
+
+    topology: str = ""
+    updates: str = "workers"
+    shared: bool = False
+    compressed: str = ""
+    masks: str = "rank"
+    batch_norm: bool = False
+    drop_last: bool = False
+    replacement: bool = False
+    rule: str = "known"
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decay: str = "decoupled"
+    clipping: str = "told"
+    schedule: str = "known"
+
+    def __post_init__(self) -> None:
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if name in CHOICES and value not in CHOICES[name]:
+                allowed = ", ".join(repr(choice) for choice in CHOICES[name])
+                raise UsageError(f"trait {name}={value!r}: allowed are {allowed}")
+            if name == "betas":
+                is_right = isinstance(value, tuple) and [*map(_kind, value)] == [float, float]
+            else:
+                is_right = _kind(value) is _kind(default)
+            if not is_right:
+                raise UsageError(f"trait {name}={value!r}: use a value as {default!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready mapping of the fields that differ from their defaults."""
+        changed = {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
+        return changed | ({"betas": list(self.betas)} if "betas" in changed else {})
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Traits:
+        """Return the traits that `record` describes; UsageError names an unknown key."""
+        if not isinstance(record, Mapping):
+            raise UsageError(f"traits {record!r}: use a mapping")
+        for name in record:
+            if name not in _DEFAULTS:
+                raise UsageError(f"trait {name!r}: {did_you_mean(str(name), _DEFAULTS)}")
+        values = dict(record)
+        if isinstance(values.get("betas"), list):
+            values["betas"] = tuple(values["betas"])
+        return cls(**values)
+
+
+def _kind(value: Any) -> type:
+    """Return float for every number, and a value's own type else."""
+    return float if type(value) is int else type(value)
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    field.name: field.default for field in fields(Traits) if field.default is not MISSING
+}
+# A run of which nothing is to be said.
+USUAL = Traits()
+# What of an optimizer's rule torch.optim lets its user choose.
+CONSTANTS: Mapping[str, Any] = {
+    name: _DEFAULTS[name] for name in ("momentum", "dampening", "nesterov", "betas", "eps")
+}
+
+
+# --- traces of releases that knew no traits -------------------------------------------------------
+
+# What the systems of those releases were, without `_simulated` at the end of their names.
+_WERE: Mapping[str, Traits] = {
+    "reference": Traits(masks="shard"),
+    "parameter_server": Traits(masks="shard", topology="star"),
+    "mesh": Traits(masks="shard", topology="mesh"),
+    "ring": Traits(masks="shard", topology="ring"),
+    "ddp_canonical": Traits(masks="shard_apart"),
+}
+
+
+def from_header(record: Mapping[str, Any]) -> tuple[Scenario, Traits]:
+    """Return the scenario and the traits of a trace's header.
+
+    A header without traits was written by an earlier release, or by hand: then what its scenario's
+    `options` say of somebody's own trainer are its traits, and no options.
+    """
+    scenario = Scenario.from_dict(record["scenario"])
+    if "traits" in record:
+        traits = Traits.from_dict(record["traits"])
+    else:
+        updates = scenario.options.get("updates", "workers")
+        was = _WERE.get(scenario.system.removesuffix("_simulated"), USUAL)
+        traits = Traits.from_dict({**was.to_dict(), "updates": updates})
+    if scenario.workload != "own":
+        return scenario, traits
+    observed = {name: held for name, held in scenario.options.items() if name in _DEFAULTS}
+    options = {name: held for name, held in scenario.options.items() if name not in _DEFAULTS}
+    traits = Traits.from_dict({**observed, **traits.to_dict()})
+    return scenario.with_(options=options), traits
