@@ -27,7 +27,7 @@ def _blocks() -> list[list[str]]:
     return [block.splitlines() for block in blocks]
 
 
-RUN, BUG, SCALING = _blocks()
+BUG, RUN, SCALING = _blocks()
 
 
 def _run(command: Sequence[str]) -> None:
