@@ -14,6 +14,7 @@ LINES_MAX = 400
 
 # The room of a module is the first part of its name. Each room has a floor.
 FLOORS = {
+    "codec": 0,
     "errors": 0,
     "untrusted": 0,
     "backends": 1,

@@ -124,7 +124,7 @@ REFUSED = {
     "deep": "no JSON",
     "local": "buffers: use a list of names",
     "fault kind": "fault kind=7: allowed are",
-    "no base64": "event can't be read",
+    "no base64": "update weights=.*: Only base64 data is allowed",
     "step less": "step=-5: steps count from 0",
     "closed early": "a line behind the one that says that training is over",
 }

@@ -101,8 +101,8 @@ class _Reader:
                 continue
             try:
                 self._take(record, header)
-            except (UsageError, *records.NOT_AN_EVENT) as error:
-                raise TraceError(f"{where}: {_told(error)}") from error
+            except UsageError as error:
+                raise TraceError(f"{where}: {error}") from error
         if header is None:
             raise TraceError(f"{self._path}: no header: the process died before it wrote one")
         return RankTrace(
@@ -147,10 +147,6 @@ class _Reader:
         self._events.append(event)
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, UsageError) else f"event can't be read ({error!r})"
-
-
 def _names(told: Any) -> list[str]:
     if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
         raise TraceError("buffers: use a list of names")
@@ -164,7 +160,7 @@ def _arranged(
         axes = layout.require(dict(told["axes"]), int(header["world_size"]), "layout")
         found = Layout(axes=axes, tied=layout.require_ties(told["tied"]))
         return found, {name: layout.piece_from(one) for name, one in told["pieces"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(f"layout can't be read ({error!r})") from error
 
 

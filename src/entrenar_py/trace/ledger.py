@@ -106,8 +106,8 @@ def load_events(data: bytes) -> list[Event]:
     for number, line in enumerate(data.splitlines(), start=1):
         try:
             events.append(records.from_record(json.loads(line)))
-        except records.NOT_AN_EVENT as error:
-            raise TraceError(f"event {number} can't be read ({error!r})") from error
+        except (RecursionError, UsageError, ValueError) as error:
+            raise TraceError(f"event {number} can't be read ({error})") from error
     return events
 
 
@@ -134,8 +134,8 @@ class Reader:
         while (record := self._next()) is not None:
             try:
                 yield records.from_record(record)
-            except records.NOT_AN_EVENT as error:
-                raise TraceError(f"{self._where}: event can't be read ({error!r})") from error
+            except UsageError as error:
+                raise TraceError(f"{self._where}: event can't be read ({error})") from error
 
     @property
     def _where(self) -> str:
@@ -197,7 +197,7 @@ class Reader:
                 traits=observed,
                 events=(),
             )
-        except (*records.NOT_AN_EVENT, UsageError) as error:
+        except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:
             raise TraceError(f"{self._path}:1: header can't be read ({error!r})") from error
 
 

@@ -6,23 +6,18 @@ come from a file that someone wrote by hand, or from a peer that lies.
 
 from __future__ import annotations
 
-import math
 import reprlib
 import sys
 from base64 import b64decode
-from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 from weakref import WeakValueDictionary
 
+from entrenar_py.codec import Form, Schema, plain
+from entrenar_py.errors import UsageError
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.kinds import EVENTS
-from entrenar_py.trace.tensors import TensorRecord
+from entrenar_py.trace.tensors import TensorRecord, Tensors
 
-# What a record of other keys or types makes `from_record` raise.
-NOT_AN_EVENT = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-
-_INT_MAX = 2**63 - 1
 _ITEM_BYTES = {
     "bool": 1,
     "int8": 1,
@@ -41,98 +36,32 @@ _ITEM_BYTES = {
 }
 _DEPTH_MAX = 16  # of what a trainer notes in its own words (`progress`, `fault`)
 
-Reader = Callable[[Any], Any]
-
 
 def to_record(event: Event) -> dict[str, Any]:
-    """The fields of `event`, and its kind, as JSON can hold them."""
-    return {"kind": event.kind} | {f.name: _plain(getattr(event, f.name)) for f in fields(event)}
+    """Return the kind and the fields of `event`, as JSON can hold them."""
+    return {"kind": event.kind} | _SCHEMAS[event.kind].dump(event)
 
 
-def from_record(record: dict[str, Any]) -> Event:
-    """The event that `to_record` gave; one of `NOT_AN_EVENT` for anything else."""
-    kind = EVENTS.get(record.pop("kind", ""))
-    if kind is None:
-        raise ValueError(f"unknown kind; known are {', '.join(EVENTS)}")
-    readers = _READERS[kind]
-    if unknown := record.keys() - readers.keys():
-        raise ValueError(f"key {reprlib.repr(min(unknown))}: a {kind.kind} has none of that name")
-    values = {}
-    for name, value in record.items():
-        try:
-            values[name] = readers[name](value)
-        except ValueError as error:
-            raise ValueError(f"{name}={reprlib.repr(value)}: {error}") from error
-    return kind(**values)
+def from_record(record: Any) -> Event:
+    """Return the event that `to_record` wrote; raise UsageError for anything else."""
+    if not isinstance(record, dict):
+        raise UsageError(f"an event is a mapping, not a {type(record).__name__}")
+    kind = record.get("kind")
+    schema = _SCHEMAS.get(kind) if isinstance(kind, str) else None
+    if schema is None:
+        raise UsageError(f"kind={reprlib.repr(kind)}: known are {', '.join(EVENTS)}", field="kind")
+    return schema.load({name: value for name, value in record.items() if name != "kind"})
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, TensorRecord):
-        if value.data is None:
-            return value.digest
-        return [value.digest, value.data, value.dtype]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no NaN; "nan", "inf", "-inf" stand for them
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
+# --- tensors, and what a trainer notes ------------------------------------------------------------
 
 
-# --- what may stand in a field, by its annotation -------------------------------------------------
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int or not -_INT_MAX <= value <= _INT_MAX:
-        raise ValueError("use a whole number of at most 63 bits")
-    return value
-
-
-def _float(value: Any) -> float:
-    if type(value) is float:
-        return value
-    if value in ("nan", "inf", "-inf") or type(value) is int:
-        return float(value)
-    raise ValueError("use a number, or nan, inf, -inf")
-
-
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError("use true or false")
-    return value
-
-
-def _str(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError("use text")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError("use a list")
-    return value
-
-
-def _tuple(*read: Reader) -> Reader:
-    """A reader of exactly these."""
-    return lambda value: tuple(one(item) for one, item in zip(read, _list(value), strict=True))
-
-
-def _tuple_of(read: Reader) -> Reader:
-    """A reader of any number of these."""
-    return lambda value: tuple(map(read, _list(value)))
-
-
-def _optional(read: Reader) -> Reader:
-    return lambda value: None if value is None else read(value)
-
-
-def _tensor(value: Any) -> TensorRecord:
+def _read_tensor(value: Any) -> TensorRecord:
     if type(value) is str:
-        return _digest(value)
-    digest, data, dtype = _tuple(_str, _str, _str)(value)
+        return _of_digest(value)
+    if type(value) is not list or [*map(type, value)] != [str, str, str]:
+        raise ValueError("use a digest, or a list of digest, data and dtype")
+    digest, data, dtype = value
     if dtype not in _ITEM_BYTES or len(b64decode(data, validate=True)) % _ITEM_BYTES[dtype]:
         raise ValueError(f"use base64 of whole numbers or floats: {', '.join(_ITEM_BYTES)}")
     return TensorRecord(digest, data, dtype)
@@ -143,7 +72,7 @@ def _tensor(value: Any) -> TensorRecord:
 _SHARED: WeakValueDictionary[str, TensorRecord] = WeakValueDictionary()
 
 
-def _digest(digest: str) -> TensorRecord:
+def _of_digest(digest: str) -> TensorRecord:
     """Return the one record of all tensors that have this digest."""
     record = _SHARED.get(digest)
     if record is None:
@@ -151,50 +80,37 @@ def _digest(digest: str) -> TensorRecord:
     return record
 
 
-def _tensors(value: Any) -> dict[str, TensorRecord]:
+def _read_tensors(value: Any) -> dict[str, TensorRecord]:
     if type(value) is not dict:
         raise ValueError("use a mapping from names to digests")
-    return {sys.intern(name): _tensor(item) for name, item in value.items()}
+    return {sys.intern(name): _read_tensor(item) for name, item in value.items()}
 
 
-def _words(value: Any) -> dict[str, Any]:
+def _write_tensors(tensors: Tensors) -> dict[str, Any]:
+    return {
+        name: tensor.digest if tensor.data is None else [tensor.digest, tensor.data, tensor.dtype]
+        for name, tensor in tensors.items()
+    }
+
+
+def _read_words(value: Any) -> dict[str, Any]:
     if type(value) is not dict or _depth(value, _DEPTH_MAX) > _DEPTH_MAX:
         raise ValueError(f"use a mapping of at most {_DEPTH_MAX} levels")
     return value
 
 
-def _floats(value: Any) -> dict[str, float]:
-    if type(value) is not dict:
-        raise ValueError("use a mapping from names to numbers")
-    return {name: _float(item) for name, item in value.items()}
-
-
 def _depth(value: Any, left: int) -> int:
-    """How many levels of lists and mappings there are; no more than one beyond `left`."""
+    """Return how many levels of lists and mappings there are; at most one beyond `left`."""
     if not isinstance(value, dict | list) or left < 0:
         return 0
     inner = value.values() if isinstance(value, dict) else value
     return 1 + max((_depth(item, left - 1) for item in inner), default=0)
 
 
-_BY_ANNOTATION: dict[str, Reader] = {
-    "bool": _bool,
-    "int": _int,
-    "int | None": _optional(_int),
-    "float": _float,
-    "float | None": _optional(_float),
-    "Mapping[str, float]": _floats,
-    "str": _str,
-    "str | None": _optional(_str),
-    "tuple[int, ...]": _tuple_of(_int),
-    "tuple[int, int, int]": _tuple(_int, _int, _int),
-    "tuple[str, ...]": _tuple_of(_str),
-    "tuple[str, ...] | None": _optional(_tuple_of(_str)),
-    "tuple[tuple[str, tuple[int, ...], str], ...]": _tuple_of(_tuple(_str, _tuple_of(_int), _str)),
-    "Tensors": _tensors,
-    "Mapping[str, Any]": _words,
+_FORMS = {
+    "Tensors": Form(_read_tensors, _write_tensors),
+    "Mapping[str, Any]": Form(_read_words, plain),
 }
-_READERS: dict[type[Event], dict[str, Reader]] = {
-    kind: {field.name: _BY_ANNOTATION[str(field.type)] for field in fields(kind)}
-    for kind in EVENTS.values()
+_SCHEMAS: dict[str, Schema[Event]] = {
+    name: Schema(kind, what=name, forms=_FORMS) for name, kind in EVENTS.items()
 }

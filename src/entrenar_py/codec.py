@@ -1,0 +1,229 @@
+"""Dataclasses as plain records that JSON can hold, and back: each field read by its annotation.
+
+Knows no file, frame or event. Which values a name in an annotation stands for is told in `Form`s.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from types import EllipsisType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from entrenar_py.errors import UsageError, did_you_mean
+
+INT_MAX = 2**63 - 1
+
+T = TypeVar("T")
+
+
+class Form(NamedTuple):
+    """How values of one annotation are read and written.
+
+    `read` takes what JSON holds, and raises ValueError, which says what to use, for anything else.
+    `write` is None if JSON holds the value as it is.
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] | None = None
+
+
+class Schema(Generic[T]):
+    """The record of one dataclass, which messages call `what`.
+
+    `forms` has a Form for each name in its annotations, beside those in FORMS and in place of them;
+    it may have one for a whole annotation. With `sparse`, fields that have their defaults are left
+    out of what is written.
+    """
+
+    def __init__(
+        self,
+        kind: type[T],
+        *,
+        what: str = "",
+        forms: Mapping[str, Form] | None = None,
+        sparse: bool = False,
+    ) -> None:
+        self.kind, self._what = kind, what
+        known = {**FORMS, **(forms or {})}
+        of_field = {one.name: _composed(str(one.type), known) for one in fields(kind)}  # type: ignore[arg-type]
+        self._readers = {name: form.read for name, form in of_field.items()}
+        self._writers = [(name, form.write) for name, form in of_field.items()]
+        self._usual = {one.name: one.default for one in fields(kind)} if sparse else None  # type: ignore[arg-type]
+        self._required = {one.name for one in fields(kind) if not _has_default(one)}  # type: ignore[arg-type]
+
+    def dump(self, value: T) -> dict[str, Any]:
+        """Return the fields of `value` as JSON can hold them, in their order."""
+        record = {}
+        for name, write in self._writers:
+            item = getattr(value, name)
+            if self._usual is None or item != self._usual[name]:
+                record[name] = item if write is None else write(item)
+        return record
+
+    def load(self, record: Any) -> T:
+        """Return what `dump` wrote as `record`.
+
+        Raises UsageError, with its field, for a key that is unknown or missing and for a value
+        that its annotation does not allow; and what the dataclass itself raises.
+        """
+        if not isinstance(record, Mapping):
+            problem = (
+                f"{reprlib.repr(record)}: use a mapping of {', '.join(self._readers) or 'no keys'}"
+            )
+            raise UsageError(self._about(problem))
+        values = {}
+        for name, value in record.items():
+            read = self._readers.get(name)
+            if read is None:
+                problem = (
+                    f"key={reprlib.repr(name)}: {did_you_mean(name, self._readers or ('none',))}"
+                )
+                raise UsageError(self._about(problem))
+            try:
+                values[name] = read(value)
+            except ValueError as error:
+                problem = f"{name}={reprlib.repr(value)}: {error}"
+                raise UsageError(self._about(problem), field=name) from error
+        missing = self._required - values.keys()
+        if missing:
+            names = [name for name in self._readers if name in missing]
+            raise UsageError(self._about(f"without {', '.join(names)}"), field=names[0])
+        return self.kind(**values)
+
+    def _about(self, problem: str) -> str:
+        return f"{self._what} {problem}" if self._what else problem
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as strict JSON can hold it: "nan", "inf" and "-inf" stand for such numbers."""
+    if isinstance(value, float):
+        return _write_float(value)
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+# --- forms ------------------------------------------------------------------------------------
+
+
+def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
+    """Return the form of whole numbers from `least` to `most`."""
+
+    def read(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(advice)
+        return value
+
+    return Form(read)
+
+
+def many(item: Form, *, most: int | None = None) -> Form:
+    """Return the form of tuples of any number of items, or of at most `most`: lists in JSON."""
+    advice = "use a list" if most is None else f"use a list of at most {most}"
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or (most is not None and len(value) > most):
+            raise ValueError(advice)
+        return tuple(map(item.read, value))
+
+    return Form(read, _write_items(item.write))
+
+
+def optional(item: Form) -> Form:
+    """Return the form of None, or such an item."""
+    write = item.write
+    return Form(
+        lambda value: None if value is None else item.read(value),
+        write and (lambda value: None if value is None else write(value)),
+    )
+
+
+def _exactly(*items: Form) -> Form:
+    def read(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) != len(items):
+            raise ValueError(f"use a list of {len(items)}")
+        return tuple(item.read(one) for item, one in zip(items, value, strict=True))
+
+    return Form(read, plain)
+
+
+def _mapping(item: Form) -> Form:
+    def read(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise ValueError("use a mapping")
+        return {name: item.read(one) for name, one in value.items()}
+
+    write = item.write
+    if write is None:
+        return Form(read, dict)
+    return Form(read, lambda value: {name: write(one) for name, one in value.items()})
+
+
+def _write_items(write: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    return list if write is None else lambda value: [write(one) for one in value]
+
+
+def _write_float(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no NaN
+
+
+def _read_float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if (type(value) is int and abs(value) <= INT_MAX) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError("use a number, or nan, inf, -inf")
+
+
+def _read_flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError("use true or false")
+    return value
+
+
+def _read_text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("use text")
+    return value
+
+
+FORMS: Mapping[str, Form] = {
+    "bool": Form(_read_flag),
+    "int": whole(-INT_MAX, advice="use a whole number of at most 63 bits"),
+    "float": Form(_read_float, _write_float),
+    "str": Form(_read_text),
+}
+
+
+def _has_default(field: Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
+
+
+def _composed(annotation: str, forms: Mapping[str, Form]) -> Form:
+    return _of_node(ast.parse(annotation, mode="eval").body, forms)
+
+
+def _of_node(node: ast.expr, forms: Mapping[str, Form]) -> Form:
+    """Return the form of an annotation, made of those of the names in it."""
+    known = forms.get(ast.unparse(node))
+    if known is not None:
+        return known
+    match node:
+        case ast.BinOp(left=item, op=ast.BitOr(), right=ast.Constant(value=None)):
+            return optional(_of_node(item, forms))
+        case ast.Subscript(
+            value=ast.Name(id="tuple"),
+            slice=ast.Tuple(elts=[item, ast.Constant(value=EllipsisType())]),
+        ):
+            return many(_of_node(item, forms))
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)):
+            return _exactly(*(_of_node(item, forms) for item in items))
+        case ast.Subscript(value=ast.Name(id="Mapping"), slice=ast.Tuple(elts=[_, item])):
+            return _mapping(_of_node(item, forms))
+    raise TypeError(f"annotation {ast.unparse(node)}: no form is known for it")
