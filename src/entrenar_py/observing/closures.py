@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -10,14 +10,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def looked_at(
     look: Callable[[], None],
-    made: Sequence[list[Any]],
+    again: Callable[[], None],
     arguments: tuple[Any, ...],
     named: Mapping[str, Any],
 ) -> Arguments | None:
     """Has `look` called when the gradients of a step are there, as a hook before the step: now, or
     when its closure has run, and then what that is called with instead of `arguments` and `named`.
 
-    A closure may be run again within the step (by LBFGS): then what it `made` is cleared after it.
+    A closure may be run again within the step (by LBFGS): then `again` is called after it.
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
@@ -30,8 +30,7 @@ def looked_at(
         nonlocal looked
         loss = closure()
         if looked:
-            for one in made:
-                one.clear()
+            again()
         else:
             look()
         looked = True

@@ -1,0 +1,78 @@
+"""The file of a rank that observes, and what stands there of how the rank is arranged."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from entrenar_py import trace
+from entrenar_py.observing import FOLDER, tensors
+from entrenar_py.observing.subject import Subject
+from entrenar_py.rank_files.rank_file import RankFile
+
+
+class Recording:
+    """The record of one life of a rank, 0 for its first; closed at the process's end at last.
+
+    Beside it stands the rank's stack, whenever SIGUSR1 asks for it: a signal's handler writes that
+    wherever the process waits.
+    """
+
+    def __init__(self, subject: Subject, header: Mapping[str, Any]) -> None:
+        self._subject = subject
+        self._constants = tensors.constants(subject.optimizers)
+        self._compression = ""
+        self._file = RankFile(
+            Path(os.environ[FOLDER]),
+            {
+                **header,
+                "pid": os.getpid(),
+                "values": subject.values,
+                **tensors.facts(subject.model, subject.optimizers),
+            },
+        )
+        self.life = self._file.life
+        self._stack = self._file.stack.open("w")
+        faulthandler.register(signal.SIGUSR1, file=self._stack)
+        atexit.register(self._leave)
+
+    def write(self, events: Sequence[trace.Event]) -> None:
+        """Write `events`, after what is new of where the pieces lie that they have."""
+        if (news := self._subject.news()) is not None:
+            self._file.arrange(news)
+        self._file.append(events)
+
+    def compressed(self, compression: str) -> None:
+        """Write in what gradients are sent, if that has changed."""
+        if compression != self._compression:
+            self._compression = compression
+            self._file.compress(compression)
+
+    def look_at_constants(self) -> None:
+        """Write that the optimizers' constants have changed, if they have."""
+        constants = tensors.constants(self._subject.optimizers)
+        if constants != self._constants:
+            self._constants = constants
+            self._file.change()
+
+    def leave_out(self, buffers: Iterable[str]) -> None:
+        """Write that these buffers follow the rank's own samples, and are not to be compared."""
+        self._file.leave_out(buffers)
+
+    def close(self) -> None:
+        """Write that training came to its end."""
+        self._file.close()
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stack.close()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """Write that the process ends by itself, well or by an exception."""
+        error = getattr(sys, "last_value", None)
+        self._file.close("" if error is None else f"{type(error).__name__}: {error}")
