@@ -20,7 +20,7 @@ from .wgpu_subjects import DECODER, LINEAR, MLP, PACKAGE, REFUSALS, SPLIT, TRAIN
 
 _encode, _read = Program.encode, Program._read
 _call, _init = ResidentStep.__call__, ResidentStep.__init__
-_compile_step, _lower = program.compile_step, lower._Lowering._lower
+_compile_graph, _lower = program.compile_graph, lower._Lowering._lower
 _product_kernel = product.product_kernel
 
 
@@ -96,9 +96,9 @@ class InTurns:
     """Two programs of one step that add in different orders, and run in turns."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._programs = [_compile_step(*arguments)]
+        self._programs = [_compile_graph(*arguments)]
         with patch(f"{PACKAGE}.values.product_kernel", _split):
-            self._programs.append(_compile_step(*arguments))
+            self._programs.append(_compile_graph(*arguments))
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """The one that did not run last."""
@@ -151,7 +151,7 @@ VARIANTS = (
         "order-in-turns",
         "a step's products add in another order every second time",
         "classic (float atomics)",
-        {"resident.compile_step": InTurns},
+        {"resident.compile_graph": InTurns},
         steps("linear", options={"samples": [37, 13]}, num_samples=80),
         "F-WGPU-005",
         step=1,

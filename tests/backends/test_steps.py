@@ -90,7 +90,7 @@ def test_a_second_step_compiles_nothing(wgpu_backend: WgpuBackend) -> None:
     step, and the frozen tensors in no upload.
     """
     _shard(_engine(wgpu_backend, "decoder"))
-    known = wgpu_backend.programs.of(_workload("decoder"))
+    known = wgpu_backend.programs.of(_workload("decoder")).programs
     (program,) = known.values()
     before = replace(program.counts)
     replica = _engine(wgpu_backend, "decoder")
@@ -109,7 +109,7 @@ def test_programs_go_with_their_workload(wgpu_backend: WgpuBackend) -> None:
     model = workload.build("linear", num_samples=4, width=1, data=np.random.default_rng(0))
     replica = Engine(model, wgpu_backend, model.initial(np.random.default_rng(1)), scale=1.0)
     replica.shard([0, 1], accumulation=1, drop=dropout.none)
-    gone = ref(next(iter(wgpu_backend.programs.of(model).values())))
+    gone = ref(next(iter(wgpu_backend.programs.of(model).programs.values())))
     del model, replica
     gc.collect()
     assert gone() is None

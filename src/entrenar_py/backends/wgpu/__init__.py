@@ -11,7 +11,7 @@ from torch import Tensor
 
 from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.operands import check_operands
-from entrenar_py.backends.steps import Model, Stepper
+from entrenar_py.backends.steps import Model
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.matmul import Matmul
 from entrenar_py.backends.wgpu.resident import Programs, ResidentStep
@@ -50,11 +50,13 @@ class WgpuBackend:
 
     @property
     def submissions(self) -> int:
-        """How many command buffers of products were submitted so far; `programs` count theirs."""
+        """The number of command buffers of products submitted so far; `programs` count theirs."""
         return self._kernel.submissions
 
-    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """The whole step on the device, in one submission and one read-back."""
+    def stepper(
+        self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float
+    ) -> ResidentStep:
+        """Compute the whole step on the device, in one submission and one read-back."""
         return ResidentStep(self.programs, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

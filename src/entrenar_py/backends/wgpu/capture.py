@@ -48,11 +48,12 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     line that it came from (`decoder.py:12 in forward`), also if autograd made it.
     Raises UsageError for what can't be in a graph.
     """
-    traced = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
-    names = list(dict.fromkeys(n.target for n in traced.graph.nodes if n.op == "get_attr"))
-    constants = {str(name): getattr(traced, str(name)).detach() for name in names}
-    graph = _functionalise(traced, [one.detach() for one in inputs], constants)
-    _name_constants(graph, len(inputs), constants)
+    graph = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
+    names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
+    constants = {str(name): getattr(graph, str(name)).detach() for name in names}
+    if any(map(_writes, graph.graph.nodes)):
+        graph = _functionalise(graph, [one.detach() for one in inputs], constants)
+    _hold_constants(graph, len(inputs), constants)
     _drop_identities(graph.graph)
     graph.graph.eliminate_dead_code()
     _check(graph.graph)
@@ -67,21 +68,30 @@ def operations(graph: GraphModule) -> Counter[str]:
 
 
 def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
-    """What runs, operation by operation, each with its line."""
+    """Return what runs, decomposed, each operation with its line."""
 
     def record(*tensors: Tensor) -> tuple[Tensor, ...]:
         # Attention from products and a softmax, whose derivatives are the same again.
         with sdpa_kernel(SDPBackend.MATH), _OnHost(), _Lines(tensors):
             return tuple(fn(*tensors))
 
-    traced: GraphModule = make_fx(record, tracing_mode="fake", _allow_non_fake_inputs=True)(*leaves)
+    traced: GraphModule = make_fx(
+        record, decompositions.table(), tracing_mode="fake", _allow_non_fake_inputs=True
+    )(*leaves)
     return traced
+
+
+def _writes(node: Node) -> bool:
+    """Return whether a node of the graph writes to one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functionalise(
     traced: GraphModule, inputs: Sequence[Tensor], constants: dict[str, Tensor]
 ) -> GraphModule:
-    """The same decomposed, and without operations that write to their operands.
+    """Return the same graph without operations that write to their operands.
+
+    Tracing again takes as long as tracing: this is for graphs that hold such operations.
 
     Constants are its last inputs, so that a write to one is seen as what it is.
     """
@@ -244,16 +254,22 @@ def _reads(given: str, line: str) -> UsageError:
     )
 
 
-def _name_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
-    """Constants are attributes again."""
+def _hold_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
+    """Make each constant one attribute, read by one node; `_functionalise` left them as inputs."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, (name, value) in zip(placeholders[num_inputs:], constants.items(), strict=True):
+    as_inputs = dict(zip(constants, placeholders[num_inputs:], strict=False))
+    for name, value in constants.items():
+        if hasattr(graph, name):
+            delattr(graph, name)
         graph.register_buffer(name, value)
+        readers = [n for n in graph.graph.nodes if n.op == "get_attr" and n.target == name]
+        readers += [as_inputs[name]] if name in as_inputs else []
         with graph.graph.inserting_after(placeholders[-1]):
             constant = graph.graph.get_attr(name)
-        constant.meta.update(node.meta)
-        node.replace_all_uses_with(constant)
-        graph.graph.erase_node(node)
+        constant.meta.update(readers[0].meta)
+        for node in readers:
+            node.replace_all_uses_with(constant)
+            graph.graph.erase_node(node)
 
 
 def _drop_identities(graph: Graph) -> None:
@@ -273,7 +289,7 @@ def _check(graph: Graph) -> None:
         node.meta.setdefault("line", "")
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        assert not node.target._schema.is_mutable, f"{node.target} at {node.meta['line']}"
+        assert not _writes(node), f"{node.target} at {node.meta['line']}"
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise UsageError(
                 f"{node.target} at {node.meta['line']}: draws random numbers; "

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.fx import GraphModule
 
 from entrenar_py.backends.wgpu import plan as planning
 from entrenar_py.backends.wgpu.capture import Function, capture
@@ -38,7 +39,7 @@ class Dispatch:
 
 @dataclass
 class Counts:
-    """What a program has done so far. `compile_s` is all time before the first `run`."""
+    """Counts of what a program has done so far, and the time that it took to record commands."""
 
     runs: int = 0
     submissions: int = 0
@@ -47,7 +48,6 @@ class Counts:
     upload_bytes: int = 0
     dispatches: int = 0
     pipelines: int = 0
-    compile_s: float = 0.0
     encode_s: float = 0.0
 
 
@@ -59,19 +59,31 @@ def compile_step(
     *,
     fused: bool = True,
 ) -> Program:
-    """`fn(*inputs, *resident)`, a flat tuple of tensors, as a program for inputs like these.
+    """Capture `fn(*inputs, *resident)`, a flat tuple of tensors, and compile it.
+
+    See `compile_graph`; raises UsageError also for what can't be captured.
+    """
+    graph = capture(fn, [*inputs, *resident])
+    return compile_graph(device, graph, inputs, resident, fused=fused)
+
+
+def compile_graph(
+    device: Device,
+    graph: GraphModule,
+    inputs: Sequence[Tensor],
+    resident: Sequence[Tensor] = (),
+    *,
+    fused: bool = True,
+) -> Program:
+    """Compile a captured function of `inputs` and `resident` for inputs like these.
 
     `resident` are uploaded now and never again. Without `fused`, each operation is a dispatch of
     its own. Raises UsageError for an operation that has no kernel, with the line it came from;
     BackendUnavailable for what the device does not take.
     """
-    started = time.perf_counter()
-    graph = capture(fn, [*inputs, *resident])
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
     lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
-    program = Program(device, lowered, inputs, resident)
-    program.counts.compile_s = time.perf_counter() - started
-    return program
+    return Program(device, lowered, inputs, resident)
 
 
 class Program:

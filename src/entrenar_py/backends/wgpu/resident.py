@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from blake3 import blake3
 from torch import Tensor
+from torch.fx import GraphModule
 
 from entrenar_py.backends.steps import Array, DropFunction, Model
+from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.backends.wgpu.program import Program, compile_step
+from entrenar_py.backends.wgpu.program import Program, compile_graph
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a program of a workload was compiled for; `frozen` is BLAKE3 of what is resident."""
+    """Everything about a step, besides the model and its frozen tensors, that a graph depends on.
+
+    `masked` is true where dropout's masks are inputs.
+    """
 
     num_samples: int
     masked: bool
     scale: float
-    frozen: str
+
+
+@dataclass
+class Compiled:
+    """The graphs of one workload, and the programs made of them.
+
+    A program is kept by its graph's key and BLAKE3 of the frozen tensors that are resident in it.
+    """
+
+    graphs: dict[Key, GraphModule] = field(default_factory=dict)
+    programs: dict[tuple[Key, str], Program] = field(default_factory=dict)
 
 
 class Programs:
@@ -31,16 +46,11 @@ class Programs:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._known: WeakKeyDictionary[Model, dict[Key, Program]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Model, Compiled] = WeakKeyDictionary()
 
-    def of(self, workload: Model) -> dict[Key, Program]:
-        """Those of `workload`, to be added to; they go when it goes."""
-        return self._known.setdefault(workload, {})
-
-    def all(self) -> Iterator[Program]:
-        """Every one that is kept."""
-        for one in self._known.values():
-            yield from one.values()
+    def of(self, workload: Model) -> Compiled:
+        """Return those of `workload`, to be added to; they are dropped when it is."""
+        return self._known.setdefault(workload, Compiled())
 
 
 class ResidentStep:
@@ -52,7 +62,7 @@ class ResidentStep:
         self, programs: Programs, workload: Model, tensors: Mapping[str, Tensor], scale: float
     ) -> None:
         self._device = programs.device
-        self._programs = programs.of(workload)
+        self._compiled = programs.of(workload)
         self._workload, self._tensors, self._scale = workload, tensors, scale
         self._moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
         self._frozen = [spec.name for spec in workload.specs if spec.role == "frozen"]
@@ -63,12 +73,23 @@ class ResidentStep:
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
         masks = self._masks(batch, len(ids), drop)
-        inputs = [*(self._tensors[name] for name in self._moving), *batch, *masks]
-        key = Key(len(ids), bool(masks), self._scale, self._digest)
-        if key not in self._programs:
-            self._programs[key] = self._compile(inputs, len(batch), len(masks))
-        loss, *gradients = self._programs[key].run([one.detach().numpy() for one in inputs])
+        key = Key(len(ids), bool(masks), self._scale)
+        programs = self._compiled.programs
+        if (key, self._digest) not in programs:
+            programs[key, self._digest] = self._compile(key, batch, masks)
+        inputs = self._inputs(batch, masks)
+        loss, *gradients = programs[key, self._digest].run([x.detach().numpy() for x in inputs])
         return float(loss), gradients
+
+    def captured(
+        self, num_samples: int, batch: Sequence[Tensor], masks: Sequence[Tensor]
+    ) -> tuple[GraphModule, list[Tensor]]:
+        """Return the graph of a step on `batch`, with dropout's `masks` if any, and its inputs.
+
+        It is the graph that the step is compiled from.
+        """
+        key = Key(num_samples, bool(masks), self._scale)
+        return self._graph(key, batch, masks), [*self._inputs(batch, masks), *self._resident()]
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
         """What `drop` multiplies by, in the order in which the model asks; empty if by nothing.
@@ -94,8 +115,27 @@ class ResidentStep:
         self._workload.loss_of(held, there, linear=F.linear, drop=note)
         return found
 
-    def _compile(self, inputs: Sequence[Tensor], num_batch: int, num_masks: int) -> Program:
-        names = [*self._moving, *self._frozen]
+    def _inputs(self, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+        """What goes to the device for each step."""
+        return [*(self._tensors[name] for name in self._moving), *batch, *masks]
+
+    def _resident(self) -> list[Tensor]:
+        """What goes there once."""
+        return [self._tensors[name] for name in self._frozen]
+
+    def _compile(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Program:
+        graph = self._graph(key, batch, masks)
+        return compile_graph(self._device, graph, self._inputs(batch, masks), self._resident())
+
+    def _graph(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> GraphModule:
+        graphs = self._compiled.graphs
+        if key not in graphs:
+            given = [*self._inputs(batch, masks), *self._resident()]
+            graphs[key] = capture(self._step(len(batch), len(masks)), given)
+        return graphs[key]
+
+    def _step(self, num_batch: int, num_masks: int) -> Function:
+        """Return the step as a function of `_inputs` and `_resident`: (loss, gradients ...)."""
 
         def compute(*given: Tensor) -> tuple[Tensor, ...]:
             rest = iter(given)
@@ -104,7 +144,7 @@ class ResidentStep:
             masks = iter([next(rest) for _ in range(num_masks)])
             held |= {name: next(rest) for name in self._frozen}
             loss = self._workload.loss_of(
-                {name: held[name] for name in names},
+                held,
                 batch,
                 linear=F.linear,
                 drop=(lambda x: x * next(masks)) if num_masks else (lambda x: x),
@@ -113,8 +153,7 @@ class ResidentStep:
             scale = torch.tensor(self._scale)
             return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)
 
-        resident = [self._tensors[name] for name in self._frozen]
-        return compile_step(self._device, compute, inputs, resident)
+        return compute
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

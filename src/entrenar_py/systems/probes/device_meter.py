@@ -17,6 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from entrenar_py import backends
+from entrenar_py.backends.wgpu import WgpuBackend
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+
 
 @dataclass
 class Meter:
@@ -69,6 +74,19 @@ class Meter:
             self.traced += 1
         else:
             self.on_host.append(name)
+
+
+def open_adapter(scenario: Scenario) -> WgpuBackend:
+    """Return the scenario's first backend, a wgpu adapter.
+
+    Raises UsageError for another kind of backend, BackendUnavailable where it can't be opened.
+    """
+    backend = backends.open_backend(scenario.backends[0])
+    if not isinstance(backend, WgpuBackend):
+        raise UsageError(
+            f"backends={list(scenario.backends)} on system {scenario.system}: use wgpu or wgpu:N"
+        )
+    return backend
 
 
 def _is_data(one: object) -> bool:

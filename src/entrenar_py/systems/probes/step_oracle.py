@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 from torch.fx import GraphModule
 
-from entrenar_py.backends.wgpu import capture
 from entrenar_py.backends.wgpu.bounds import sensitivity
 from entrenar_py.backends.wgpu.bounds.sensitivity import Deviation
 from entrenar_py.training import dropout
@@ -22,7 +21,8 @@ from entrenar_py.training.workload import Workload
 class Oracle:
     """One step of `workload` at `tensors`, with the masks that `drop` draws for it.
 
-    `inputs` are the weights and buffers that change between steps, the batch, and the masks.
+    `batch` and `masks` are what is drawn for it; `inputs` are those, and the weights and buffers
+    that change between steps.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Oracle:
     ) -> None:
         self._workload, self._ids, self._scale = workload, ids, scale
         self._held = {name: tensor.detach() for name, tensor in tensors.items()}
-        self._batch = list(workload.batch(ids))
-        self._masks: list[Tensor] = []
+        self.batch = list(workload.batch(ids))
+        self.masks: list[Tensor] = []
         self._draw(drop)
         moving = {spec.name for spec in workload.specs if spec.role != "frozen"}
         self._names = [*self._held]
         weights = [tensor for name, tensor in self._held.items() if name in moving]
-        self.inputs = [*weights, *self._batch, *self._masks]
+        self.inputs = [*weights, *self.batch, *self.masks]
 
     def on_cpu(self) -> list[Array]:
         """Loss and gradients as torch computes them in float32, here."""
@@ -51,26 +51,22 @@ class Oracle:
                 for spec in self._workload.specs
             },
             self._ids,
-            drop=self._dropping(self._masks),
+            drop=self._dropping(self.masks),
             scale=self._scale,
         )
         return [np.array(loss, np.float32), *gradients]
 
-    def captured(self) -> GraphModule:
-        """The step as a graph; it depends on the number of samples, not on which they are."""
-        return capture.capture(self._step, self._given())
+    def explain(
+        self, results: Sequence[Tensor], graph: GraphModule, given: Sequence[Tensor]
+    ) -> list[Deviation]:
+        """Return how far each of `results` is off, and how far rounding may take it.
 
-    def explain(self, results: Sequence[Tensor], graph: GraphModule) -> list[Deviation]:
-        """How far each of `results` is off, and how far rounding may take it.
-
-        `graph` is what `captured` gives for as many samples.
-
-        Off from torch's own step in float64 or from the captured graph's, whichever is more: so
-        neither a mistake in the capture nor one in the bound's walk can hide.
+        `graph` is the captured step, `given` its inputs in its order. The error is the larger one
+        of two: against torch's own step in float64, and against the graph in float64. So neither a
+        mistake in the capture nor one in the walk of the graph can hide.
         """
-        given = self._given()
         found = sensitivity.deviations(results, graph, given)
-        exact = self._step(*(_double(one) for one in given))
+        exact = self._step(*(_double(one) for one in self._given()))
         together = []
         for one, got, right in zip(found, results, exact, strict=True):
             errors = (got.double() - right).abs().nan_to_num(torch.inf).reshape(-1)
@@ -84,13 +80,13 @@ class Oracle:
         return together
 
     def _given(self) -> list[Tensor]:
-        return [*self._held.values(), *self._batch, *self._masks]
+        return [*self._held.values(), *self.batch, *self.masks]
 
     def _step(self, *given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)
         trained = {spec.name for spec in self._workload.specs if spec.role == "trainable"}
         held = {name: next(rest).detach().requires_grad_(name in trained) for name in self._names}
-        batch = [next(rest) for _ in self._batch]
+        batch = [next(rest) for _ in self.batch]
         drop = self._dropping(list(rest))
         loss = self._workload.loss_of(held, batch, linear=F.linear, drop=drop)
         leaves = [held[spec.name] for spec in self._workload.specs if spec.name in trained]
@@ -103,11 +99,11 @@ class Oracle:
             return
 
         def keep(x: Tensor) -> Tensor:
-            self._masks.append(drop(torch.ones(x.shape)))
-            return x * self._masks[-1]
+            self.masks.append(drop(torch.ones(x.shape)))
+            return x * self.masks[-1]
 
         with torch.no_grad():
-            self._workload.loss_of(self._held, self._batch, linear=F.linear, drop=keep)
+            self._workload.loss_of(self._held, self.batch, linear=F.linear, drop=keep)
 
     def _dropping(self, masks: Sequence[Tensor]) -> DropFunction:
         if not masks:

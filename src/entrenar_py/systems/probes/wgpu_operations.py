@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import backends, trace
+from entrenar_py import trace
 from entrenar_py.backends.wgpu import bounds, capture, program
 from entrenar_py.backends.wgpu.bounds.intervals import Bounded
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.probes import operation_cases
+from entrenar_py.systems.probes import device_meter, operation_cases
 from entrenar_py.systems.probes.operation_cases import CASES, Case
 from entrenar_py.systems.recorder import Recorder
 
@@ -34,10 +34,10 @@ def run(scenario: Scenario) -> trace.Trace:
         if name not in CASES:
             raise UsageError(f"operations={name!r}: allowed are {', '.join(CASES)}")
     try:
-        backend = backends.open_backend(scenario.backends[0])
+        device = device_meter.open_adapter(scenario).programs.device
         for name in names:
             generator = torch.Generator().manual_seed(scenario.seed)
-            for event in _tried(name, CASES[name], backend.programs.device, generator):  # type: ignore[attr-defined]
+            for event in _tried(name, CASES[name], device, generator):
                 recorder.emit(event)
     except BackendUnavailable as error:
         return recorder.finish(status="failed", reason=str(error))
@@ -55,10 +55,11 @@ def _tried(
         usual, large = given[: case.num_operands], given[case.num_operands :]
         return tuple(operation_cases.results(case, usual, large))
 
-    made = program.compile_step(device, compute, flat)
+    graph = capture.capture(compute, flat)
+    made = program.compile_graph(device, graph, flat)
     found = [torch.from_numpy(one) for one in made.run([one.numpy() for one in flat])]
     exact = compute(*(one.double() for one in flat))
-    allowed = bounds.bound(capture.capture(compute, flat), flat)
+    allowed = bounds.bound(graph, flat)
     for number, (got, right, bounded) in enumerate(zip(found, exact, allowed, strict=True)):
         yield _explained(name, f"result {number}", got, right, bounded, device)
     nans = [one for group in groups for one in operation_cases.poisoned(case, group)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from entrenar_py import backends, trace
+from entrenar_py import trace
 from entrenar_py.backends.wgpu import program
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.errors import BackendUnavailable, EntrenarError
@@ -104,9 +104,9 @@ def run(scenario: Scenario) -> trace.Trace:
     """A Declined event for each case; the run is `failed`, with the reason, without an adapter."""
     recorder = Recorder(scenario)
     try:
-        backend = backends.open_backend(scenario.backends[0])
+        device = device_meter.open_adapter(scenario).programs.device
         for name, case in _cases().items():
-            recorder.emit(_declined(name, case, backend.programs.device))  # type: ignore[attr-defined]
+            recorder.emit(_declined(name, case, device))
     except BackendUnavailable as error:
         return recorder.finish(status="failed", reason=str(error))
     return recorder.finish(status="completed")

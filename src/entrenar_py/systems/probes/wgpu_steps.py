@@ -8,16 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from entrenar_py import backends, trace
-from entrenar_py.backends import Backend
-from entrenar_py.backends.steps import Stepper
+from entrenar_py import trace
+from entrenar_py.backends.wgpu import WgpuBackend
+from entrenar_py.backends.wgpu.resident import ResidentStep
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
 from entrenar_py.systems.probes import device_meter, step_oracle
-from entrenar_py.systems.probes.device_meter import Meter
+from entrenar_py.systems.probes.device_meter import Meter, open_adapter
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import dropout
 from entrenar_py.training.engine import Engine
@@ -80,7 +79,7 @@ def run(scenario: Scenario) -> trace.Trace:
     recorder = Recorder(scenario)
     sizes = sizes_of(scenario)
     try:
-        backend = backends.open_backend(scenario.backends[0])
+        backend = open_adapter(scenario)
         bench = Bench(scenario, backend)
         for number, call in enumerate(calls(*sizes)):
             for event in bench.step(number, call):
@@ -142,20 +141,19 @@ class Watched:
 class Bench:
     """Two replicas of a workload on one backend, and what was computed on it so far."""
 
-    def __init__(self, scenario: Scenario, backend: Backend) -> None:
+    def __init__(self, scenario: Scenario, backend: WgpuBackend) -> None:
         self._scenario, self._backend = scenario, backend
         self._model = models.model_of(scenario)
         self._meters: list[Meter] = []
         watched = Watched(self._model, self._meters)
         self._replicas: list[Engine] = []
-        self._steppers: list[Stepper] = []
+        self._steppers: list[ResidentStep] = []
         for index in range(2):
             initial = self._model.initial(scenario.rng(f"initial {index}"))
             replica = Engine(self._model, backend, initial, scale=SCALE)
             self._replicas.append(replica)
             self._steppers.append(backend.stepper(watched, replica.tensors, scale=SCALE))
         self._made: dict[tuple[int, int], int] = {}  # (replica, number of samples) -> steps
-        self._graphs: dict[int, GraphModule] = {}
 
     def step(self, number: int, call: Call) -> Iterator[trace.Event]:
         """What call `number` of the run asked of the device, and what came out of it."""
@@ -237,10 +235,10 @@ class Bench:
         self, number: int, call: Call, results: Mapping[str, Array]
     ) -> Iterator[trace.Explained]:
         oracle = self._oracle(call)
-        if call.num_samples not in self._graphs:
-            self._graphs[call.num_samples] = oracle.captured()
+        stepper = self._steppers[call.replica]
+        graph, given = stepper.captured(call.num_samples, oracle.batch, oracle.masks)
         tensors = [torch.from_numpy(one) for one in results.values()]
-        found = oracle.explain(tensors, self._graphs[call.num_samples])
+        found = oracle.explain(tensors, graph, given)
         for name, one in zip(results, found, strict=True):
             yield trace.Explained(
                 of=self._scenario.workload,

@@ -7,6 +7,7 @@ its exact effect on the result, which float64's derivative of the graph gives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,10 +94,18 @@ def _explained(exact: Tensor, weights: Tensor, walk: _Local) -> float:
         exact, walk.results, weights, retain_graph=True, allow_unused=True
     )
     return SAFETY * sum(
-        float(torch.where(effect == 0, 0.0, effect.abs() * error).nan_to_num(torch.inf).sum())
+        _weighed(effect, error)
         for effect, error in zip(effects, walk.errors, strict=True)
         if effect is not None
     )
+
+
+def _weighed(effect: Tensor, error: Tensor) -> float:
+    """Return the sum of |effect| * error; an infinite error without effect counts as nothing."""
+    total = float(torch.linalg.vecdot(effect.abs().reshape(-1), error.reshape(-1)))
+    if math.isfinite(total):
+        return total
+    return float(torch.where(effect == 0, 0.0, effect.abs() * error).nan_to_num(torch.inf).sum())
 
 
 class _Local(bounds.Walk):
