@@ -36,14 +36,29 @@ told=("PATH=$PATH")
 for name in "${!ENTRENAR_@}" "${!PYTHON@}"; do told+=("$name=${!name}"); done
 there="cd $(printf '%q' "$PWD") && exec env $(printf '%q ' "${told[@]}" "${agent[@]}")"
 
-agents=()
-trap 'kill "${agents[@]}" 2>/dev/null || true' EXIT TERM INT
+# A signal to a child is lost if it comes before the child has let go of this script's traps, which it
+# does as it becomes another program. So a new shell says that it is there, becomes the agent, and
+# only what has said so stands in the list of those to be ended.
+exec {said}<> <(:)
+start() {
+    sh -c 'echo >&3; exec "$@" 3>&-' sh "$@" 3>&"$said" {said}>&- &
+    until read -r -t 1 -u "$said" || ! kill -0 $! 2>/dev/null; do :; done
+    agents+=($!)
+}
+end_agents() { # each is told once: torchrun ends its workers then, and a second signal cuts that short
+    kill "${agents[@]}" 2>/dev/null || true
+    agents=()
+}
+
+agents=() told_to_end=
+trap end_agents EXIT
+trap 'told_to_end=1; end_agents' TERM INT HUP
 for node in "${nodes[@]:0:num_nodes}"; do
     if [ "$node" = localhost ]; then
-        "${agent[@]}" &
+        start "${agent[@]}"
     else
-        ssh -tt -o BatchMode=yes "$node" "$there" &
+        start ssh -tt -o BatchMode=yes "$node" "$there"
     fi
-    agents+=($!)
+    [ -z "$told_to_end" ] || exit 1
 done
 for _ in "${agents[@]}"; do wait -n; done

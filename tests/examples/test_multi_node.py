@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "examples" / "multi_node" / "launch.sh"
 STAND_INS = {
     # Says how it was started, in one write; fails where it is told to, waits for ever where it is.
-    "torchrun": 'echo "$ENTRENAR_TRACE_DIR $*" >> "$LOG"\n'
+    "torchrun": 'echo "$$" >> "$LOG.pids"; echo "$ENTRENAR_TRACE_DIR $*" >> "$LOG"\n'
+    'if [ "${*: -1}" = wait ]; then exec sleep 60; fi\n'
     'if [ "${*: -1}" != fail ]; then exit; fi\n'
     'if [ -e "$LOG.first" ]; then exec sleep 60; else : > "$LOG.first"; exit 7; fi',
     "ssh": 'echo "ssh ${*:1:4}" >> "$LOG"; exec bash -c "${*:5}"',
@@ -55,6 +57,8 @@ class Launch:
         )
         self.code = done.returncode
         self.log = sorted(log.read_text(encoding="utf-8").splitlines()) if log.exists() else []
+        pids = self.folder / "log.txt.pids"
+        self.pids = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
 
 
 def test_an_agent_a_node(launch: type[Launch]) -> None:
@@ -105,5 +109,42 @@ def test_slurm(launch: type[Launch]) -> None:
 
 def test_one_that_fails_ends_all(launch: type[Launch]) -> None:
     """The others would wait for it; its exit code is the launcher's."""
-    assert launch("2", "fail", NODES="localhost localhost").code == 7
+    done = launch("4", "fail", NODES="localhost localhost localhost localhost")
+    assert done.code == 7
+    _assert_gone(done.pids)
     assert launch("2", "t.py").code != 0  # NODES is not set
+
+
+def test_an_agent_being_started_is_ended_too(launch: type[Launch]) -> None:
+    """A launcher told to end while a child cannot be told yet starts no other, and leaves none.
+
+    The stand-in for `sh` swallows signals as a child does that has yet to let go of the launcher's
+    traps, tells the launcher to end, and takes its time.
+    """
+    shell = launch.folder / "bin" / "sh"
+    shell.write_text(
+        '#!/usr/bin/env bash\ntrap : TERM; echo "$$" >> "$LOG.pids"; kill "$PPID"; sleep 0.3\n'
+        'trap - TERM; exec /bin/sh "$@"\n',
+        encoding="utf-8",
+    )
+    shell.chmod(0o755)
+    done = launch("2", "wait", NODES="localhost localhost")
+    assert done.code == 1
+    assert len(set(done.pids)) == 1
+    _assert_gone(done.pids)
+
+
+def _assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        deadline = time.monotonic() + 10.0
+        while _is_running(pid):
+            assert time.monotonic() < deadline, f"process {pid} was left behind"
+            time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # ended, and only waits for its parent to ask how

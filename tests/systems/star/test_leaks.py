@@ -98,7 +98,7 @@ def test_connections_leave_nothing_open() -> None:
 
 
 async def _story() -> None:
-    # The loop's own pool adds a thread whenever none happens to be idle, up to a bound, and keeps it.
+    # The pool of the loop adds a thread whenever none happens to be idle, and keeps it.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
     tasks = len(asyncio.all_tasks())
     await _one_run()
