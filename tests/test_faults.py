@@ -122,7 +122,7 @@ def test_impossible_faults_are_refused(fields: dict[str, Any], message: str) -> 
     [
         (None, "fault None: use a mapping"),
         (["leave"], r"fault \['leave'\]: use a mapping"),
-        ({}, "fault without kind: allowed kinds are"),
+        ({}, "fault without kind: say what it is"),
         ({"kind": "leave", "when": 3}, "fault key='when': allowed are kind, step"),
         ({"kind": "leave", 3: 3, None: 1}, "fault key=3: allowed are"),
     ],

@@ -170,7 +170,7 @@ def test_any_json_is_a_scenario_or_a_usage_error(record: Any) -> None:
     [
         ({**USUAL, "world": 3}, "scenario key='world': did you mean 'world_size'"),
         ({"system": "reference", "seed": 0}, "scenario without workload, world_size"),
-        ({**USUAL, "stops": 3}, "scenario key stops=3: use a list"),
+        ({**USUAL, "stops": 3}, "scenario stops=3: use a list"),
         ({**USUAL, "faults": ["leave"]}, "fault 'leave': use a mapping"),
     ],
 )

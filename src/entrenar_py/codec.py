@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from entrenar_py.errors import UsageError, did_you_mean
 
 INT_MAX = 2**63 - 1
+_DEPTH_MAX = 16
 
 T = TypeVar("T")
 
@@ -71,10 +72,7 @@ class Schema(Generic[T]):
         that its annotation does not allow; and what the dataclass itself raises.
         """
         if not isinstance(record, Mapping):
-            problem = (
-                f"{reprlib.repr(record)}: use a mapping of {', '.join(self._readers) or 'no keys'}"
-            )
-            raise UsageError(self._about(problem))
+            raise UsageError(self._about(f"{reprlib.repr(record)}: use a mapping{self._keys()}"))
         values = {}
         for name, value in record.items():
             read = self._readers.get(name)
@@ -91,8 +89,15 @@ class Schema(Generic[T]):
         missing = self._required - values.keys()
         if missing:
             names = [name for name in self._readers if name in missing]
-            raise UsageError(self._about(f"without {', '.join(names)}"), field=names[0])
+            problem = f"without {', '.join(names)}: say what it is"
+            raise UsageError(self._about(problem), field=names[0])
         return self.kind(**values)
+
+    def _keys(self) -> str:
+        """Return the keys that a record needs, in words; all of them if it needs none."""
+        names = [name for name in self._readers if name in self._required] or [*self._readers]
+        more = ", ..." if len(names) < len(self._readers) else ""
+        return f" of {', '.join(names)}{more}" if names else ""
 
     def _about(self, problem: str) -> str:
         return f"{self._what} {problem}" if self._what else problem
@@ -128,7 +133,7 @@ def many(item: Form, *, most: int | None = None) -> Form:
     advice = "use a list" if most is None else f"use a list of at most {most}"
 
     def read(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list or (most is not None and len(value) > most):
+        if not isinstance(value, list | tuple) or (most is not None and len(value) > most):
             raise ValueError(advice)
         return tuple(map(item.read, value))
 
@@ -146,7 +151,7 @@ def optional(item: Form) -> Form:
 
 def _exactly(*items: Form) -> Form:
     def read(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list or len(value) != len(items):
+        if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ValueError(f"use a list of {len(items)}")
         return tuple(item.read(one) for item, one in zip(items, value, strict=True))
 
@@ -193,12 +198,30 @@ def _read_text(value: Any) -> str:
     return value
 
 
+def _read_words(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or _depth(value, _DEPTH_MAX) > _DEPTH_MAX:
+        raise ValueError(f"use a mapping of at most {_DEPTH_MAX} levels")
+    return value
+
+
+def _depth(value: Any, left: int) -> int:
+    """Return how many levels of lists and mappings there are; at most one beyond `left`."""
+    if not isinstance(value, dict | list) or left < 0:
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(item, left - 1) for item in inner), default=0)
+
+
 FORMS: Mapping[str, Form] = {
     "bool": Form(_read_flag),
     "int": whole(-INT_MAX, advice="use a whole number of at most 63 bits"),
     "float": Form(_read_float, _write_float),
     "str": Form(_read_text),
 }
+# A mapping of whatever JSON can hold, such as a trainer's own notes.
+WORDS = Form(_read_words, plain)
+# For a dataclass that says by itself which values its fields may have.
+UNCHECKED: Mapping[str, Form] = dict.fromkeys(FORMS, Form(lambda value: value))
 
 
 def _has_default(field: Field[Any]) -> bool:

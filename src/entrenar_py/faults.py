@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from entrenar_py.codec import UNCHECKED, Schema
 from entrenar_py.errors import UsageError, did_you_mean
 
 # kind -> what it does. One table: the docs, the validation and the systems read it.
@@ -221,21 +222,16 @@ class Fault:
         raise UsageError(f"fault {self.kind} {name}={getattr(self, name)!r}: {advice}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready mapping of the fields that are set."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the fields that are set, as JSON can hold them."""
+        return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Fault:
-        """The fault `record` describes; UsageError names an unknown key."""
-        if not isinstance(record, Mapping):
-            raise UsageError(f"fault {record!r}: use a mapping with a kind")
-        unknown = sorted(set(record) - set(cls.__dataclass_fields__), key=str)
-        if unknown:
-            hint = did_you_mean(unknown[0], cls.__dataclass_fields__)
-            raise UsageError(f"fault key={unknown[0]!r}: {hint}")
-        if "kind" not in record:
-            raise UsageError(f"fault without kind: allowed kinds are {', '.join(KINDS)}")
-        return cls(**record)
+        """Return the fault that `record` describes; UsageError names an unknown key."""
+        return _SCHEMA.load(record)
+
+
+_SCHEMA = Schema(Fault, what="fault", forms=UNCHECKED, sparse=True)
 
 
 def _is_duration(value: object) -> bool:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from entrenar_py.errors import UsageError, did_you_mean
+from entrenar_py.codec import UNCHECKED, Form, Schema
+from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 
 if TYPE_CHECKING:
@@ -185,36 +186,13 @@ class Scenario:
         return np.random.Generator(np.random.Philox(key=key))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready mapping of all fields."""
-        record = {f.name: getattr(self, f.name) for f in fields(self)}
-        record["faults"] = [fault.to_dict() for fault in self.faults]
-        record["stops"] = list(self.stops)
-        record["backends"] = list(self.backends)
-        record["options"] = dict(self.options)
-        return record
+        """Return all fields, as JSON can hold them."""
+        return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Scenario:
-        """The scenario `record` describes; UsageError names an unknown or missing key."""
-        if not isinstance(record, Mapping):
-            raise UsageError(f"scenario {record!r}: use a mapping of {', '.join(_REQUIRED)}, ...")
-        allowed = cls.__dataclass_fields__
-        unknown = sorted(set(record) - set(allowed), key=str)
-        if unknown:
-            hint = did_you_mean(unknown[0], allowed)
-            raise UsageError(f"scenario key={unknown[0]!r}: {hint}")
-        missing = [name for name in _REQUIRED if name not in record]
-        if missing:
-            raise UsageError(f"scenario without {', '.join(missing)}")
-        values = dict(record)
-        for name, build in _SEQUENCES.items():
-            if name in values:
-                if not isinstance(values[name], list | tuple):
-                    raise UsageError(
-                        f"scenario key {name}={values[name]!r}: use a list", field=name
-                    )
-                values[name] = tuple(map(build, values[name]))
-        return cls(**values)
+        """Return the scenario that `record` describes; UsageError names a wrong key."""
+        return _SCHEMA.load(record)
 
     @cached_property
     def digest(self) -> str:
@@ -228,22 +206,22 @@ class Scenario:
 
 # Parts that one list holds: of a batch, or of a shard.
 PARTS_MAX = 2**16
-_REQUIRED = ("system", "workload", "world_size", "seed")
 _POSITIVE = (
     *("world_size", "num_shards", "num_samples", "batch_size", "num_steps"),
     *("accumulation", "width"),
 )
 
 
-def _fault(item: Any) -> Fault:
-    return item if isinstance(item, Fault) else Fault.from_dict(item)
-
-
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "faults": _fault,
-    "stops": lambda stop: stop,
-    "backends": lambda name: name,
-}
+_SEQUENCES = ("faults", "stops", "backends")
+_SCHEMA = Schema(
+    Scenario,
+    what="scenario",
+    forms={
+        **UNCHECKED,
+        "Fault": Form(Fault.from_dict, Fault.to_dict),
+        "Mapping[str, Any]": Form(lambda options: options, dict),
+    },
+)
 
 
 def _whole(name: str, value: Any, *, at_least: int) -> None:

@@ -6,11 +6,11 @@ Decides when a judge may say HELD: only after at least one comparison, all equal
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from entrenar_py.errors import UsageError
+from entrenar_py.codec import WORDS, Form, Schema
 from entrenar_py.scenario import Scenario
 
 
@@ -93,26 +93,30 @@ class Finding:
     vacuous: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready mapping; `verdict` as its text."""
-        return asdict(self)
+        """Return all fields, as JSON can hold them."""
+        return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Finding:
-        """The finding that `to_dict` wrote; UsageError if it is not one."""
-        try:
-            broken = record.get("counterexample")
-            if broken is not None:
-                broken = Counterexample(**{**broken, "sample_ids": tuple(broken["sample_ids"])})
-            return cls(
-                **{
-                    **record,
-                    "verdict": Verdict(record["verdict"]),
-                    "counterexample": broken,
-                    "notes": tuple(record.get("notes", ())),
-                }
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"finding {record!r}: not what to_dict writes ({error})") from error
+        """Return the finding that `to_dict` wrote; UsageError if it is not one."""
+        return _SCHEMA.load(record)
+
+
+def _read_verdict(text: Any) -> Verdict:
+    if text not in tuple(Verdict):
+        raise ValueError(f"use one of {', '.join(Verdict)}")
+    return Verdict(text)
+
+
+_BROKEN = Schema(Counterexample, what="counterexample", forms={"Mapping[str, Any]": WORDS})
+_SCHEMA = Schema(
+    Finding,
+    what="finding",
+    forms={
+        "Verdict": Form(_read_verdict, str),
+        "Counterexample": Form(_BROKEN.load, _BROKEN.dump),
+    },
+)
 
 
 def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:

@@ -216,7 +216,7 @@ def counterexample(**changes: Any) -> bytes:
     found = Finding(invariant="F-DP-001", verdict=Verdict.FALSIFIED, compared=1, reason="it broke")
     scenario = Scenario(system="reference", workload="linear", world_size=2, seed=0)
     record = {
-        "schema": counterexamples.SCHEMA,
+        "schema": counterexamples.VERSION,
         "invariant": "F-DP-001",
         "scenario": scenario.to_dict(),
         "finding": found.to_dict(),

@@ -50,7 +50,7 @@ def test_any_id_is_a_file_name(tmp_path_factory: pytest.TempPathFactory, invaria
 
 def edited(change: Any, *, sealed: bool = False) -> str:
     """A saved file after `change` of its record; `sealed`: with a digest that fits again."""
-    record: dict[str, Any] = {"schema": counterexamples.SCHEMA, "invariant": "F-X-1"}
+    record: dict[str, Any] = {"schema": counterexamples.VERSION, "invariant": "F-X-1"}
     record |= {"scenario": found().scenario.to_dict(), "finding": found().finding.to_dict()}
     record["digest"] = counterexamples.digest_of(record)
     change(record)

@@ -51,7 +51,7 @@ def test_a_choice_is_one_of_those(name: str) -> None:
     ("record", "message"),
     [
         ({"drop_lats": True}, "drop_last"),
-        ({"drop_last": 1}, "trait drop_last=1: use a value as False"),
+        ({"drop_last": 1}, "trait drop_last=1: use true or false"),
         ({"betas": [0.9]}, "trait betas="),
         ({"momentum": "much"}, "trait momentum='much'"),
         (3, "use a mapping"),

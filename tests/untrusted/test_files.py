@@ -207,7 +207,7 @@ def test_counterexamples_that_never_end(name: str) -> None:
 def test_a_counterexample_of_no_clause() -> None:
     """Its clause is an id."""
     Path("bad.json").write_bytes(bad_contents.REPLAYS["invariant"])
-    with pytest.raises(TraceError, match=r"invariant=\[7\]: use an id"):
+    with pytest.raises(TraceError, match=r"invariant=\[7\]: use text"):
         counterexamples.load(Path("bad.json"))
 
 

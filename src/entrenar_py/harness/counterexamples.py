@@ -12,12 +12,13 @@ from urllib.parse import quote
 from blake3 import blake3
 
 from entrenar_py import shipped
+from entrenar_py.codec import Form, Schema
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.untrusted import files
 from entrenar_py.verdict import Finding
 
-SCHEMA = "entrenar-counterexample/1"
+VERSION = "entrenar-counterexample/1"
 BYTES_MAX = 2**22
 FOLDER = Path("falsification", "counterexamples")
 
@@ -31,14 +32,18 @@ class Saved:
     finding: Finding
 
 
+_SCHEMA = Schema(
+    Saved,
+    forms={
+        "Scenario": Form(Scenario.from_dict, Scenario.to_dict),
+        "Finding": Form(Finding.from_dict, Finding.to_dict),
+    },
+)
+
+
 def save(found: Saved, folder: Path = FOLDER) -> Path:
     """Writes `found` to a file named after it; OSError if the folder can't be written."""
-    record = {
-        "schema": SCHEMA,
-        "invariant": found.invariant,
-        "scenario": found.scenario.to_dict(),
-        "finding": found.finding.to_dict(),
-    }
+    record = {"schema": VERSION, **_SCHEMA.dump(found)}
     record["digest"] = digest_of(record)
     path = folder / f"{_stem(found.invariant)}-{found.scenario.digest[:12]}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,24 +59,18 @@ def load(path: Path) -> Saved:
         raise TraceError(f"replay file {path}: can't be read ({error.strerror})") from error
     except (RecursionError, ValueError) as error:
         raise TraceError(f"replay file {path}: can't be read ({error})") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    if not isinstance(record, dict) or record.get("schema") != VERSION:
         given = record.get("schema") if isinstance(record, dict) else type(record).__name__
-        raise TraceError(f"replay file {path}: schema={given!r}, this release reads {SCHEMA}")
+        raise TraceError(f"replay file {path}: schema={given!r}, this release reads {VERSION}")
     digest = record.pop("digest", None)
     if digest != digest_of(record):
         raise TraceError(
             f"replay file {path}: its digest does not match its content: it was edited by hand; "
             "put a scenario of your own into a contract's `scenarios` instead"
         )
-    if not isinstance(record.get("invariant"), str):
-        raise TraceError(f"replay file {path}: invariant={record.get('invariant')!r}: use an id")
     try:
-        return Saved(
-            invariant=record["invariant"],
-            scenario=Scenario.from_dict(record["scenario"]),
-            finding=Finding.from_dict(record["finding"]),
-        )
-    except (KeyError, UsageError) as error:
+        return _SCHEMA.load({name: value for name, value in record.items() if name != "schema"})
+    except UsageError as error:
         raise TraceError(f"replay file {path}: not a counterexample ({error})") from error
 
 

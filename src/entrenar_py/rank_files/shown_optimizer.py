@@ -61,11 +61,10 @@ def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
     Where one is nothing that torch.optim would take, no check knows the rule.
     """
     constants = {name: group[name] for name in CONSTANTS if name in group}
-    constants = {name: tuple(v) if isinstance(v, list) else v for name, v in constants.items()}
     if isinstance(constants.get("nesterov"), int):
         constants["nesterov"] = bool(constants["nesterov"])
     try:
-        return Traits(**constants).to_dict()
+        return Traits.from_dict(constants).to_dict()
     except UsageError:
         return {"rule": "other"}
 

@@ -12,7 +12,7 @@ from base64 import b64decode
 from typing import Any
 from weakref import WeakValueDictionary
 
-from entrenar_py.codec import Form, Schema, plain
+from entrenar_py.codec import WORDS, Form, Schema
 from entrenar_py.errors import UsageError
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.kinds import EVENTS
@@ -34,7 +34,6 @@ _ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-_DEPTH_MAX = 16  # of what a trainer notes in its own words (`progress`, `fault`)
 
 
 def to_record(event: Event) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def from_record(record: Any) -> Event:
     return schema.load({name: value for name, value in record.items() if name != "kind"})
 
 
-# --- tensors, and what a trainer notes ------------------------------------------------------------
+# --- tensors ----------------------------------------------------------------------------------
 
 
 def _read_tensor(value: Any) -> TensorRecord:
@@ -93,24 +92,7 @@ def _write_tensors(tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _read_words(value: Any) -> dict[str, Any]:
-    if type(value) is not dict or _depth(value, _DEPTH_MAX) > _DEPTH_MAX:
-        raise ValueError(f"use a mapping of at most {_DEPTH_MAX} levels")
-    return value
-
-
-def _depth(value: Any, left: int) -> int:
-    """Return how many levels of lists and mappings there are; at most one beyond `left`."""
-    if not isinstance(value, dict | list) or left < 0:
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(item, left - 1) for item in inner), default=0)
-
-
-_FORMS = {
-    "Tensors": Form(_read_tensors, _write_tensors),
-    "Mapping[str, Any]": Form(_read_words, plain),
-}
+_FORMS = {"Tensors": Form(_read_tensors, _write_tensors), "Mapping[str, Any]": WORDS}
 _SCHEMAS: dict[str, Schema[Event]] = {
     name: Schema(kind, what=name, forms=_FORMS) for name, kind in EVENTS.items()
 }

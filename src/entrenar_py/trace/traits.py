@@ -7,10 +7,11 @@ no check knows a system by its name. What a run promises of its bits stands in `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from entrenar_py.errors import UsageError, did_you_mean
+from entrenar_py.codec import Schema
+from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 
 # What a field may hold, where it is a choice.
@@ -52,7 +53,7 @@ class Traits:
     - `clipping`: `other` if gradients were recorded as they were applied, clipped or not.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't say.
 
-    Raises UsageError for a value that is none of a field's CHOICES, or of another type.
+    Raises UsageError for a value that is none of a field's CHOICES.
     """
 
     topology: str = ""
@@ -74,45 +75,24 @@ class Traits:
     schedule: str = "known"
 
     def __post_init__(self) -> None:
-        for name, default in _DEFAULTS.items():
-            value = getattr(self, name)
-            if name in CHOICES and value not in CHOICES[name]:
-                allowed = ", ".join(repr(choice) for choice in CHOICES[name])
-                raise UsageError(f"trait {name}={value!r}: allowed are {allowed}")
-            if name == "betas":
-                is_right = isinstance(value, tuple) and [*map(_kind, value)] == [float, float]
-            else:
-                is_right = _kind(value) is _kind(default)
-            if not is_right:
-                raise UsageError(f"trait {name}={value!r}: use a value as {default!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                allowed = ", ".join(map(repr, choices))
+                message = f"trait {name}={getattr(self, name)!r}: allowed are {allowed}"
+                raise UsageError(message, field=name)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready mapping of the fields that differ from their defaults."""
-        changed = {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
-        return changed | ({"betas": list(self.betas)} if "betas" in changed else {})
+        """Return the fields that differ from their defaults, as JSON can hold them."""
+        return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Traits:
-        """Return the traits that `record` describes; UsageError names an unknown key."""
-        if not isinstance(record, Mapping):
-            raise UsageError(f"traits {record!r}: use a mapping")
-        for name in record:
-            if name not in _DEFAULTS:
-                raise UsageError(f"trait {name!r}: {did_you_mean(str(name), _DEFAULTS)}")
-        values = dict(record)
-        if isinstance(values.get("betas"), list):
-            values["betas"] = tuple(values["betas"])
-        return cls(**values)
+        """Return the traits that `record` describes; UsageError names a wrong key or value."""
+        return _SCHEMA.load(record)
 
 
-def _kind(value: Any) -> type:
-    """Return float for every number, and a value's own type else."""
-    return float if type(value) is int else type(value)
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    field.name: field.default for field in fields(Traits) if field.default is not MISSING
-}
+_SCHEMA = Schema(Traits, what="trait", sparse=True)
+_DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Traits)}
 # A run of which nothing is to be said.
 USUAL = Traits()
 # What of an optimizer's rule torch.optim lets its user choose.
