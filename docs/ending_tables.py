@@ -11,20 +11,15 @@ from typing import Any, TypeAlias
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.mesh import ProcessMesh
-from entrenar_py.systems.star.parameter_server import ProcessStar
-from entrenar_py.systems.star.ring import ProcessRing
+from entrenar_py.systems.star.processes import ProcessTransport
+from entrenar_py.systems.star.scenario_run import ScenarioRun
 from tests.service.cluster import LONG, Cluster, cluster, weights
 
 Training: TypeAlias = dict[str, Any]
 
 STEP, RANK = 2, 1
 PROMISED_S = 1.0  # within which everyone is to know that the run halts
-REAL: dict[str, type[ProcessStar]] = {
-    "parameter_server": ProcessStar,
-    "mesh": ProcessMesh,
-    "ring": ProcessRing,
-}
+REAL = ("parameter_server", "mesh", "ring")
 POISONS = [
     (kind, value) for kind in ("non_finite_gradient", "non_finite_loss") for value in ("nan", "inf")
 ]
@@ -44,24 +39,25 @@ def halts() -> str:
     return _table(columns, rows)
 
 
-def star_with(system: str, kind: str, value: str) -> ProcessStar:
+def run_with(system: str, kind: str, value: str) -> ScenarioRun:
     """Three workers, of which one is to compute `value`."""
-    return REAL[system](
-        Scenario(
-            system=system,
-            workload="linear",
-            world_size=3,
-            seed=0,
-            num_steps=5,
-            faults=(Fault(kind=kind, step=STEP, rank=RANK, value=value),),
-        )
+    scenario = Scenario(
+        system=system,
+        workload="linear",
+        world_size=3,
+        seed=0,
+        num_steps=5,
+        faults=(Fault(kind=kind, step=STEP, rank=RANK, value=value),),
     )
+    return ScenarioRun(scenario, ProcessTransport)
 
 
 def _halt(system: str, kind: str, value: str) -> tuple[str, ...]:
-    star = star_with(system, kind, value)
+    star = run_with(system, kind, value)
     run = star.train()
-    told = [one for one in star.ends if (one.status, one.reason) == ("halted", run.end.reason)]
+    assert isinstance(star.transport, ProcessTransport)
+    ending = "halted", run.end.reason
+    told = [one for one in star.transport.ends if (one.status, one.reason) == ending]
     late_s = max((one.after_s for one in told), default=0.0)
     when = f"within {PROMISED_S:.0f} s" if late_s < PROMISED_S else f"AFTER {late_s:.1f} s"
     made = sorted({one.step for one in run.of(trace.Update)})

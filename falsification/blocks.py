@@ -136,7 +136,7 @@ def room_apart(self: Member, message: Message, num_bytes: int) -> memoryview:
 def cleared(self: Member, welcome: Welcome, payload: Buffer) -> None:
     """Begins a stay with an average of zeros."""
     _load(self, welcome, payload)
-    self._vector[:] = 0
+    self.held.vector[:] = 0
 
 
 def staged_without_the_last(self: Worker, average: Average) -> list[Effect]:

@@ -29,18 +29,19 @@ from entrenar_py.protocol.messages import (
     Unreachable,
 )
 from entrenar_py.protocol.phases import PeerPhase, Stage, WorkerPhase
-from entrenar_py.systems.star.mesh_member import MeshMember
+from entrenar_py.systems.star.exchanges import TreeExchange
+from entrenar_py.systems.star.member import Member
 from entrenar_py.training import reduction
 from entrenar_py.training.blocks import Sums
 
 from .blocks import SUMS, added_again, all_that_came
 from .protocol import any_step
-from .subjects import MESH_COORDINATOR, MESH_MEMBER, MESH_WORKER, mesh
+from .subjects import MEMBER, MESH_COORDINATOR, MESH_WORKER, TREE_EXCHANGE, mesh
 
 _replace, _regroup = MeshCoordinator._replace, MeshCoordinator._regroup
 _said, _heard = MeshCoordinator.receive, MeshWorker.receive
 _exchanged, _start_round = MeshWorker._exchanged, MeshWorker._start_round
-_reduce, _payload, _complete = MeshMember.reduce, MeshMember.payload, Sums.complete
+_reduce, _payload, _complete = TreeExchange.reduce, Member.payload, Sums.complete
 
 # What the dead had delivered of the step in work, and who it was.
 _gone: WeakKeyDictionary[MeshCoordinator, dict[int, int]] = WeakKeyDictionary()
@@ -157,16 +158,17 @@ def too_late(self: MeshWorker, peer: Peer, rank: int, message: Message) -> list[
 # --- what is averaged, and handed on ----------------------------------------------------------
 
 
-def divided_by_its_own(self: MeshMember, block: int) -> tuple[float, float] | None:
+def divided_by_its_own(self: TreeExchange, block: int) -> tuple[float, float] | None:
     """Divides a block by the weight of the shards that its owner computed."""
     reduced = _reduce(self, block)
-    own = sum(node.weight for node in self._nodes.values())
+    own = sum(node.weight for node in self.nodes.values())
     if reduced is not None and own:
-        self._vector[self._blocks.part(block)] *= np.float32(reduced[1] / own)
+        part = self.held.part(block)
+        part *= np.float32(reduced[1] / own)
     return reduced
 
 
-def state_without_moments(self: MeshMember, message: Message) -> Buffer:
+def state_without_moments(self: Member, message: Message) -> Buffer:
     """Hands on the weights, and no moments."""
     if not isinstance(message, State):
         return _payload(self, message)
@@ -263,7 +265,7 @@ VARIANTS = (
         name="divided-by-its-own-weight",
         summary="the owner of a block divides it by the weight of the shards that it computed",
         source="classic (local mean)",
-        plants={f"{MESH_MEMBER}.reduce": divided_by_its_own},
+        plants={f"{TREE_EXCHANGE}.reduce": divided_by_its_own},
         scenario=mesh(),
         invariants=("F-DP-005",),
         place={"step": 0},
@@ -272,7 +274,7 @@ VARIANTS = (
         name="moments-not-handed-on",
         summary="the state that a worker hands on for who comes late has no moments",
         source="torch elastic",
-        plants={f"{MESH_MEMBER}.payload": state_without_moments},
+        plants={f"{MEMBER}.Member.payload": state_without_moments},
         scenario=mesh(faults=(_at("cut", "Commit"),), optimizer="momentum"),
         invariants=("F-DP-001",),
         place={"step": 1, "rank": 1, "tensor": "momentum"},

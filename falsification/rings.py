@@ -17,15 +17,26 @@ from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.mesh_worker import Exchanged, MeshWorker
 from entrenar_py.protocol.messages import Average, Group, Hello, Message, Partial, TreeNode
 from entrenar_py.protocol.ring_worker import RingWorker
-from entrenar_py.systems.star.ring_member import RingMember
+from entrenar_py.systems.star.exchanges import RingExchange
+from entrenar_py.systems.star.member import Member
 from entrenar_py.training import blocks, reduction
 
-from .subjects import MESH_COORDINATOR, MESH_WORKER, RING_MEMBER, RING_WORKER, mesh, vectors
+from .subjects import (
+    MEMBER,
+    MESH_COORDINATOR,
+    MESH_WORKER,
+    RING_EXCHANGE,
+    RING_WORKER,
+    mesh,
+    vectors,
+)
 
-_reduce, _combine, _make_held = RingMember.reduce, RingMember.combine, RingMember.make_held
+_reduce, _combine, _make_held = RingExchange.reduce, RingExchange.combine, Member.make_held
 _exchanged, _part, _send = RingWorker._exchanged, RingWorker._part, MeshWorker._send
 _deliver, _mesh_part, _read = MeshWorker._deliver, MeshWorker._part, Link._read
 _said, _regroup = MeshCoordinator.receive, MeshCoordinator._regroup
+
+_RANKS = vectors().world_size
 
 _arrived: WeakKeyDictionary[MeshCoordinator, list[Peer]] = WeakKeyDictionary()
 _links: WeakSet[Link] = WeakSet()  # of this process
@@ -34,31 +45,31 @@ _links: WeakSet[Link] = WeakSet()  # of this process
 # --- what is added, and by what it is divided -------------------------------------------------
 
 
-def divided_by_ranks(self: RingMember, block: int) -> tuple[float, float] | None:
+def divided_by_ranks(self: RingExchange, block: int) -> tuple[float, float] | None:
     """Divides the sum by the number of workers."""
     reduced = _reduce(self, block)
     if reduced is not None:
-        weight_over_ranks = reduced[1] / self.scenario.world_size
-        self._vector[self._blocks.part(block)] *= np.float32(weight_over_ranks)
+        part = self.held.part(block)
+        part *= np.float32(reduced[1] / _RANKS)
     return reduced
 
 
 def last_element_not_added(
-    self: RingMember, block: int, message: Partial | None, payload: Buffer
+    self: RingExchange, block: int, message: Partial | None, payload: Buffer
 ) -> tuple[float, float]:
     """Adds as many elements to a block as the shortest one has."""
     came = None if message is None else blocks.vector_of(payload).copy()
     combined = _combine(self, block, message, payload)
-    size = self.layout.num_elements // self._blocks.count
+    size = self.held.vector.size // self.held.blocks.count
     if came is not None:
-        self._passing[block].vector[size:] = came[size:]
+        self.passing[block].vector[size:] = came[size:]
     return combined
 
 
-def first_node_alone(self: RingMember) -> reduction.Vector:
+def first_node_alone(self: RingExchange, block: int) -> reduction.Vector:
     """Takes the first tree node for all that was computed here."""
-    first = min(self._nodes, key=lambda place: place[1] << place[0])
-    return self._nodes[first].vector
+    first = min(self.nodes, key=lambda place: place[1] << place[0])
+    return self.nodes[first].vector[self.held.blocks.part(block)]
 
 
 def any_round(self: RingWorker, peer: Peer, rank: int, message: Message) -> list[Effect]:
@@ -79,10 +90,11 @@ def first_one_added(self: RingWorker, peer: Peer, rank: int, message: Exchanged)
 # --- whose bits are held ----------------------------------------------------------------------
 
 
-def keeps_its_partial(self: RingMember, step: int) -> None:
+def keeps_its_partial(self: Member, step: int) -> None:
     """Worker 1 makes the step with what it has summed of the first block."""
     if self.rank == 1:
-        blocks.average(self._passing[0], self.scale, out=self._vector[self._blocks.part(0)])
+        assert isinstance(self.exchange, RingExchange)
+        blocks.average(self.exchange.passing[0], self.scale, out=self.held.part(0))
     _make_held(self, step)
 
 
@@ -176,7 +188,7 @@ VARIANTS = (
         name="ring-divides-by-ranks",
         summary="the owner of a block divides it by the number of workers",
         source="classic (mean of sums)",
-        plants={f"{RING_MEMBER}.reduce": divided_by_ranks},
+        plants={f"{RING_EXCHANGE}.reduce": divided_by_ranks},
         scenario=vectors(),
         invariants=("F-RED-001",),
         place={"step": 0, "tensor": "vector"},
@@ -185,7 +197,7 @@ VARIANTS = (
         name="ring-last-element-not-added",
         summary="of every block as many elements are added as the shortest one has",
         source="classic (chunk = length / N)",
-        plants={f"{RING_MEMBER}.combine": last_element_not_added},
+        plants={f"{RING_EXCHANGE}.combine": last_element_not_added},
         scenario=vectors(),
         invariants=("F-RED-001",),
         place={"step": 0, "tensor": "vector", "element": 50},
@@ -194,7 +206,7 @@ VARIANTS = (
         name="ring-first-node-alone",
         summary="a worker adds the first of its tree nodes, and not the others",
         source="classic (accumulation without the rest)",
-        plants={f"{RING_MEMBER}._added": first_node_alone},
+        plants={f"{RING_EXCHANGE}._own": first_node_alone},
         scenario=vectors(world_size=2),
         invariants=("F-RED-001",),
         place={"step": 0, "tensor": "vector"},
@@ -215,7 +227,7 @@ VARIANTS = (
         name="ring-keeps-its-partial",
         summary="a worker keeps its own sum of a block in place of the average that comes",
         source="classic (all-gather into the wrong buffer)",
-        plants={f"{RING_MEMBER}.make_held": keeps_its_partial},
+        plants={f"{MEMBER}.Member.make_held": keeps_its_partial},
         scenario=vectors(),
         invariants=("F-RED-001", "F-RED-002"),
         place={"step": 0, "rank": 1, "tensor": "vector"},

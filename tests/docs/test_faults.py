@@ -7,6 +7,7 @@ from pathlib import Path
 from docs import ending_tables
 from docs import fault_table as table
 from entrenar_py import systems
+from entrenar_py.systems.star.processes import ProcessTransport
 
 DOCS = Path(__file__).parents[2] / "docs"
 PARTS = (DOCS / "faults.md").read_text("utf-8").split("\n## ")[1:]
@@ -53,9 +54,10 @@ def test_a_coordinator_s_death_changes_nothing() -> None:
 
 def test_a_halt_is_really_run() -> None:
     """Each process says how it ended itself."""
-    star = ending_tables.star_with("parameter_server", "non_finite_loss", "nan")
+    star = ending_tables.run_with("parameter_server", "non_finite_loss", "nan")
     run = star.train()
-    assert [(one.rank, one.status, one.reason) for one in star.ends] == [
+    assert isinstance(star.transport, ProcessTransport)
+    assert [(one.rank, one.status, one.reason) for one in star.transport.ends] == [
         (rank, "halted", run.end.reason) for rank in range(3)
     ]
     assert run.end.reason.startswith("non-finite loss nan on worker 1, step 2, shard 3")

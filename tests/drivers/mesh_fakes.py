@@ -34,6 +34,11 @@ class FakeMeshMember(FakeMember):
 
     rounds = 0
 
+    @property
+    def exchange(self) -> FakeMeshMember:
+        """It adds for itself."""
+        return self
+
     def sizes(self) -> Mapping[type[Message], int]:
         return {**super().sizes(), TreeNode: len(self.content)}
 

@@ -14,13 +14,14 @@ import pytest
 
 from entrenar_py.drivers.message_faults import Meddling
 from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.protocol.effects import Left
+from entrenar_py.protocol.effects import Effect, Left
 from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import preloaded
-from entrenar_py.systems.star import parameter_server, worker_process
-from entrenar_py.systems.star.parameter_server import ProcessStar
+from entrenar_py.systems.star import processes, worker_process
+from entrenar_py.systems.star.processes import ProcessTransport
+from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.trace import Trace
 from tests.network.hosts import Host, enter
 from tests.systems import stars
@@ -75,8 +76,11 @@ def _work_in(pid: int, pipe: Connection) -> None:
     worker_process.main(pipe)
 
 
-class Awaiting(ProcessStar):
+class Awaiting(ScenarioRun):
     """A run that makes no step before worker RANK is there."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario, ProcessTransport)
 
     def run_of(self, first: int, last: int) -> Run:
         run = super().run_of(first, last)
@@ -114,9 +118,9 @@ class Watched(Awaiting):
                 asyncio.get_running_loop().call_later(self._after_s, self._end)
         return super().meddle(rank, up, message)
 
-    def left(self, effect: Left) -> None:
-        super().left(effect)
-        if self.struck and effect.rank == RANK:
+    def notify(self, effect: Effect) -> None:
+        super().notify(effect)
+        if self.struck and isinstance(effect, Left) and effect.rank == RANK:
             self._end()
 
     def _end(self) -> None:
@@ -127,9 +131,9 @@ class Watched(Awaiting):
 
 def employ(staff: Staff, patch: pytest.MonkeyPatch, *, host: str | None = None) -> None:
     """Has `staff` do the work of every run from now on, for a coordinator at address `host`."""
-    patch.setattr(parameter_server, "crew", lambda: staff)
+    patch.setattr(processes, "crew", lambda: staff)
     if host is not None:
-        patch.setattr(parameter_server, "LOOPBACK", host)
+        patch.setattr(processes, "LOOPBACK", host)
 
 
 def require_right(trace: Trace) -> None:

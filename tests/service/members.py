@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py import trace
+from entrenar_py.protocol.effects import Apply, Gather, Joined, Keep, Left, Stop
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Message
 from entrenar_py.scenario import Scenario
 from entrenar_py.service.host import Host
 from entrenar_py.service.run_events import Happening
 from entrenar_py.systems import environment
+from entrenar_py.systems.star.server import Server
 from entrenar_py.trace import writer
 from entrenar_py.trace.writer import Writer
 from tests.systems import by_hand
@@ -48,9 +52,41 @@ def record(host: Host, path: Path) -> Writer:
     return ledger
 
 
+class Noticed(Server):
+    """The server of a host, which hears of all that it does, as over a network."""
+
+    def __init__(self, host: Host) -> None:
+        self.__dict__ = host.server.__dict__  # one state, with two sets of methods
+        self._notify = host.notify
+
+    def joined(self, effect: Joined) -> None:
+        super().joined(effect)
+        self._notify(effect)
+
+    def left(self, effect: Left) -> None:
+        super().left(effect)
+        self._notify(effect)
+
+    def keep(self, rank: int, message: Message, payload: Buffer) -> None:
+        super().keep(rank, message, payload)
+        self._notify(Keep(rank, message))
+
+    def apply_average(self, step: int) -> None:
+        super().apply_average(step)
+        self._notify(Apply(step))
+
+    def stop(self, effect: Stop) -> None:
+        super().stop(effect)
+        self._notify(effect)
+
+    def gather(self, step: int) -> None:
+        super().gather(step)
+        self._notify(Gather(step))
+
+
 def meet(host: Host, *, step: int = 0) -> Hands:
     """Everyone joins before `step`."""
-    hands = Hands(host, {})
+    hands = Hands(Noticed(host), {})
     for rank in range(host.scenario.world_size):
         by_hand.join(hands, rank, step=step)
     return hands

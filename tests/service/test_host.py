@@ -16,7 +16,7 @@ from entrenar_py.service.run_events import Happening, Noted, StepMade
 from entrenar_py.trace import writer
 from entrenar_py.trace.writer import Standing, Writer
 from entrenar_py.training import checkpoint
-from tests.service.members import head_of, host_of, meet, record, scenario_of, train
+from tests.service.members import Noticed, head_of, host_of, meet, record, scenario_of, train
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -43,7 +43,7 @@ def test_nothing_that_grows_is_kept(tmp_path: Path) -> None:
     hands = meet(host)
     for step in range(4):
         train(hands, [step])
-        assert host.recorder.drain() == []
+        assert host.server.recorder.drain() == []
         before = (tmp_path / "l").stat().st_size
     host.finish(Finish("completed"))
     assert (tmp_path / "l").stat().st_size > before
@@ -57,7 +57,7 @@ def test_without_a_ledger_nothing_is_kept_either() -> None:
     """Nobody asks for it."""
     host = host_of(scenario_of())
     train(meet(host), range(4))
-    assert host.recorder.drain() == []
+    assert host.server.recorder.drain() == []
 
 
 def test_every_step_is_told() -> None:
@@ -80,7 +80,7 @@ def test_who_leaves_is_told_and_recorded(tmp_path: Path) -> None:
     host = host_of(scenario_of(), heard=heard)
     written = record(host, tmp_path / "l")
     meet(host)
-    host.left(Left(1, 0, "cable cut"))
+    Noticed(host).left(Left(1, 0, "cable cut"))
     assert heard[-1] == Noted(what="left", step=0, text="worker 1 left in step 0: cable cut")
     ledger, standing = _reopened(host, written, tmp_path / "l")
     ledger.close()
@@ -99,7 +99,7 @@ def test_a_halt_is_told_and_recorded(tmp_path: Path) -> None:
     host = host_of(scenario_of(), heard=heard)
     record(host, tmp_path / "l")
     said = NonFinite(step=0, shard=0, tensor="w", element=0, loss=1.0, ids=(1,))
-    host.stop(Stop(0, 1, "because", said))
+    Noticed(host).stop(Stop(0, 1, "because", said))
     host.finish(Finish("halted", "because"))
     assert notes(heard) == ["halted", "halted"]
     read = trace.load(tmp_path / "l")
@@ -120,7 +120,8 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     second = host_of(scenario, checkpoint=path)
     assert second.resume() == 2
     train(meet(second, step=2), range(2, 4))
-    assert second.state(second.replica) == straight.state(straight.replica)
+    ours, theirs = second.server, straight.server
+    assert ours.state(ours.replica) == theirs.state(theirs.replica)
 
 
 def test_a_state_is_saved_once(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_names_no_run_is_refused(tmp_path: Path) -> None:
     """Such as one of a trainer in one process."""
     host = host_of(scenario_of(), checkpoint=tmp_path / "c")
-    checkpoint.save(tmp_path / "c", {}, host.progress(0))
+    checkpoint.save(tmp_path / "c", {}, host.server.progress(0))
     with pytest.raises(CheckpointError, match="it is of a run with system=None"):
         host.resume()
 

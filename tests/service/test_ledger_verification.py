@@ -275,7 +275,7 @@ def test_a_halted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with _quiet():
         train(meet(host), range(len(again)))
     halt = trace.Halt(step=len(again), reason="non-finite", rank=0, shard=0)
-    host.recorder.emit(halt)
+    host.server.recorder.emit(halt)
     host.finish(Finish("halted", "non-finite"))
     with _quiet():
         assert verdict(path, capsys, replay=True)[0] == exit_codes.DONE

@@ -16,13 +16,14 @@ from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.protocol.effects import Finish, Joined
 from entrenar_py.protocol.messages import Applied, State
 from entrenar_py.service import exit_codes, options, worker
-from entrenar_py.service.mesh_host import MeshHost
+from entrenar_py.service.host import Host
 from entrenar_py.service.run_events import Happening, Noted, StepMade
-from entrenar_py.systems.star.mesh_member import MeshMember
+from entrenar_py.systems.star.exchanges import TreeExchange
+from entrenar_py.systems.star.member import Member
 from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
 from tests.service.cluster import LARGE, LONG, Cluster, cluster, metrics, weights
-from tests.service.members import scenario_of
+from tests.service.members import Noticed, scenario_of
 from tests.systems import by_hand
 
 MESH = {"topology": "mesh", "ledger": "ledger.jsonl", "metrics": "metrics.jsonl"}
@@ -106,34 +107,36 @@ def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
 # --- the host, by hand ----------------------------------------------------------------------------
 
 
-def met(tmp_path: Path, heard: list[Happening]) -> tuple[MeshHost, MeshMember]:
+def met(tmp_path: Path, heard: list[Happening]) -> tuple[Host, Member]:
     """A host, and the only worker of its run, before step 0."""
     scenario = scenario_of(world_size=1).with_(system="mesh")
-    host = MeshHost(scenario, checkpoint_path=tmp_path / "c", listeners=[heard.append])
-    member = MeshMember(scenario)
-    welcome = by_hand.welcome_of(host, 0, 0)
-    member.load(welcome, bytearray(host.payload(welcome)))
+    host = Host(scenario, checkpoint_path=tmp_path / "c", listeners=[heard.append])
+    member = Member(scenario)
+    welcome = by_hand.welcome_of(host.server, 0, 0)
+    member.load(welcome, bytearray(host.server.payload(welcome)))
     member.recorder.drain()
-    host.joined(Joined(0, 0, late=False))
+    Noticed(host).joined(Joined(0, 0, late=False))
     return host, member
 
 
-def make(host: MeshHost, member: MeshMember, step: int) -> None:
+def make(host: Host, member: Member, step: int) -> None:
     """The worker computes, averages and makes `step`, and says that it did."""
+    server, exchange = Noticed(host), member.exchange
     nodes = member.work(step, range(host.scenario.num_shards))
     assert isinstance(nodes, list)
+    assert isinstance(exchange, TreeExchange)
     for node in nodes:
-        member.contribute(node)
-    for block in range(host.blocks.count):
-        member.complete(block)
-        assert member.reduce(block) is not None
+        exchange.contribute(node)
+    for block in range(server.blocks.count):
+        exchange.complete(block)
+        assert exchange.reduce(block) is not None
     member.recorder.drain()  # of the shards
     member.make_held(step)
     member.regroup(0)
     said, told = Applied(step=step), bytearray(member.payload(Applied(step=step)))
-    host.require(0, said, told)
-    host.keep(0, said, told)
-    host.gather(step + 1)
+    server.require(0, said, told)
+    server.keep(0, said, told)
+    server.gather(step + 1)
 
 
 def test_a_step_is_told_by_who_made_it(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_a_step_is_told_by_who_made_it(tmp_path: Path) -> None:
     assert [(one.step, one.workers) for one in steps] == [(0, (0,)), (1, (0,))]
     assert steps[1].loss < steps[0].loss
     with pytest.raises(ProtocolError, match="without the loss of its step"):
-        host.require(0, Applied(step=2), bytearray(trace.dump_events([])))
+        host.server.require(0, Applied(step=2), bytearray(trace.dump_events([])))
 
 
 def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
@@ -159,8 +162,8 @@ def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
         make(host, member, step)
         if step == 0:  # somebody came, say
             given = bytearray(member.payload(State(step=1)))
-            host.require(0, State(step=1), given)
-            host.keep(0, State(step=1), given)
+            host.server.require(0, State(step=1), given)
+            Noticed(host).keep(0, State(step=1), given)
     host.finish(Finish("failed", "nobody is left"))
     _, progress = checkpoint.load(tmp_path / "c")
     assert progress["step"] == 1

@@ -33,17 +33,15 @@ def test_a_step_is_timed() -> None:
     watch.begin()
     clock.now += 0.5
     watch.computed()
-    since = watch.now()
     clock.now += 0.25
-    watch.reduced(since)
     watch.exchanged()
     clock.now += 0.25
     watch.exchanged()
     expected = Times(step_ms=1000.0, exchange_ms=250.0, reduce_ms=250.0, steps_per_s=None)
-    assert watch.made() == expected
+    assert watch.made(reduce_s=0.25) == expected
     watch.begin()
     expected = Times(step_ms=0.0, exchange_ms=None, reduce_ms=None, steps_per_s=None)
-    assert watch.made() == expected
+    assert watch.made(reduce_s=0.0) == expected
 
 
 def test_the_pace_is_over_the_last_steps() -> None:
@@ -52,7 +50,7 @@ def test_the_pace_is_over_the_last_steps() -> None:
     watch = Stopwatch(clock)
     for seconds in [1.0] * 5 + [0.5] * STEPS_AVERAGED:
         clock.now += seconds
-        rate = watch.made().steps_per_s
+        rate = watch.made(reduce_s=0.0).steps_per_s
     assert rate == pytest.approx(2.0)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
 from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import BackendUnavailable, SystemFailure
+from entrenar_py.protocol.effects import Load
 from entrenar_py.protocol.messages import Loaded, Welcome
 from entrenar_py.service import options, worker
-from entrenar_py.service.worker import Recruit
+from entrenar_py.systems.star.member import Member
 from tests.service.members import host_of, scenario_of
 from tests.systems.by_hand import PROOF
 
@@ -50,16 +53,26 @@ def test_a_backend_asked_for_by_name_is_that_or_none() -> None:
 def test_every_stay_records_the_device() -> None:
     """So a ledger knows on what its run was computed, also after a coordinator's death."""
     host = host_of(scenario_of())
-    backend, attempts = worker.opened("cpu")
-    member = Recruit(host.scenario, backend, attempts)
+    stay = _stay()
+    scenario = json.dumps(host.scenario.to_dict()).encode()
+    end = stay.join(Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)).end
+    assert isinstance(end.hands, Member)
     welcome = Welcome(blocks=1, rank=1, step=0, resumed=False, proof=PROOF)
     for _ in range(2):
-        member.load(welcome, bytearray(host.payload(welcome)))
-        events = bytearray(member.payload(Loaded(step=0)))
-        host.require(1, Loaded(step=0), events)
+        end.hands.load(welcome, bytearray(host.server.payload(welcome)))
+        end._notify(Load(1, 0))
+        events = bytearray(end.hands.payload(Loaded(step=0)))
+        host.server.require(1, Loaded(step=0), events)
         start, attempt = trace.load_events(bytes(events))
         assert isinstance(start, trace.Start)
-        assert attempt == trace.Attempt(backend="cpu", served=True, device=backend.device)
+        device = backends.open_backend("cpu").device
+        assert attempt == trace.Attempt(backend="cpu", served=True, device=device)
+
+
+def _stay() -> worker.Stay:
+    """A worker on the CPU that has asked nobody yet."""
+    given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
+    return worker.Stay(given, b"", None, *worker.opened("cpu"))
 
 
 RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'
@@ -68,8 +81,7 @@ RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'
 @pytest.mark.parametrize("scenario", [b"", b"[]", b'{"seed": 0}', b'{"sead": 0}', b"\xff", RING])
 def test_a_scenario_of_another_release(scenario: bytes) -> None:
     """It is said that it can't be read, and what to do."""
-    given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
-    stay = worker.Stay(given, b"", None, *worker.opened("cpu"))
+    stay = _stay()
     told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
     with pytest.raises(SystemFailure, match="use one release on both ends"):
         stay.join(told)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from entrenar_py.drivers.message_faults import Meddling
+from entrenar_py.protocol.effects import Effect, Gather
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Weights
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.parameter_server_simulated import SimulatedStar
+from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.trace import Trace
 
 
-class Between(SimulatedStar):
+class Between(ScenarioRun):
     """What befalls a message with a block befalls that of `block`; those that go before arrive.
 
     `num_again` counts the blocks that a worker sent though they were averaged: for somebody who
@@ -19,7 +21,7 @@ class Between(SimulatedStar):
     """
 
     def __init__(self, scenario: Scenario, block: int) -> None:
-        super().__init__(scenario)
+        super().__init__(scenario, SimulatedTransport)
         self.block = block
         self.num_again = 0
         self._averaged: set[tuple[int, int]] = set()
@@ -33,9 +35,10 @@ class Between(SimulatedStar):
         finally:
             torch.set_num_threads(before)
 
-    def gather(self, step: int) -> None:
-        super().gather(step)
-        self._averaged.clear()
+    def notify(self, effect: Effect) -> None:
+        super().notify(effect)
+        if isinstance(effect, Gather):
+            self._averaged.clear()
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
         if isinstance(message, Average | Weights):

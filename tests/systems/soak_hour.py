@@ -19,9 +19,12 @@ import pytest
 
 from entrenar_py import faults, systems
 from entrenar_py.drivers import simulated
+from entrenar_py.drivers.simulated import Simulation
 from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Effect, Gather
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.parameter_server_simulated import SimulatedStar
+from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.trace import Admission, Event, Injected, Membership, Shard, Update
 from falsification import schedules
 from tests.falsification.test_schedules import table
@@ -96,18 +99,28 @@ class Seen:
     num_open: dict[str, int] = field(default_factory=dict)  # before the last step
 
 
-class Hour(SimulatedStar):
+class Hour(ScenarioRun):
     """Looks every LOOK_EVERY steps at what was recorded, and lets it go."""
 
     def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
+        super().__init__(scenario, SimulatedTransport)
         self.seen = Seen(made=bytearray(scenario.num_steps))
         calm = systems.run(schedules.undisturbed(scenario))
         self._calm_weights = {one.step: one.weights for one in calm.of(Update)}
         self._calm_ids = {(one.step, one.shard): one.ids for one in calm.of(Shard)}
 
-    def gather(self, step: int) -> None:
-        super().gather(step)
+    @property
+    def simulation(self) -> Simulation:
+        """The one in work."""
+        assert isinstance(self.transport, SimulatedTransport)
+        return self.transport.simulation
+
+    def notify(self, effect: Effect) -> None:
+        super().notify(effect)
+        if isinstance(effect, Gather):
+            self._gathered(effect.step)
+
+    def _gathered(self, step: int) -> None:
         if step % LOOK_EVERY == 0 or step == self.scenario.num_steps:
             self._look()
         if step == self.scenario.num_steps - 1:
@@ -120,7 +133,7 @@ class Hour(SimulatedStar):
             }
 
     def _look(self) -> None:
-        for event in self.recorder.drain():
+        for event in self.server.recorder.drain():
             self.judge(event)
         gc.collect()
         self.seen.bytes_held.append(tracemalloc.get_traced_memory()[0])

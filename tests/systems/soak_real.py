@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from entrenar_py import systems
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star import parameter_server
+from entrenar_py.systems.star import processes
 from entrenar_py.trace import Injected, Membership, Trace
 from falsification import schedules
 from tests.falsification.test_schedules import table
@@ -116,7 +116,7 @@ def soak(seconds: float, first_seed: int) -> bool:
 
 def _held() -> Held:
     """As it is when all workers were sent home."""
-    parameter_server.crew().dismiss()
+    processes.crew().dismiss()
     return Held(holdings(), resident_bytes())
 
 
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--replay", type=int, metavar="SEED", help="make one run again")
     options = parser.parse_args()
-    parameter_server.ANSWER_S = ANSWER_S
+    processes.ANSWER_S = ANSWER_S
     if options.replay is not None:
         return 0 if replay(options.replay) else 1
     return 0 if soak(options.seconds, options.seed) else 1

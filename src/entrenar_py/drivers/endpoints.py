@@ -41,6 +41,14 @@ Outcome = TypeVar("Outcome")
 Follow: TypeAlias = tuple[Effect, Received | None]
 
 
+# Is told of each effect when it was done.
+Notify = Callable[[Effect], None]
+
+
+def unnoticed(effect: Effect) -> None:
+    """Nobody wants to know."""
+
+
 class Wire(Protocol):
     """Where an end's bytes go."""
 
@@ -114,11 +122,12 @@ class CoordinatorEnd:
         beside: Beside,
         *,
         proved: Callable[[Peer], None] = lambda peer: None,
+        notify: Notify = unnoticed,
     ) -> None:
         """`beside` is where blocks are reduced, copies compared and steps prepared. `proved` is
-        told who has proved to know the secret.
+        told which peer has proved to know the secret.
         """
-        self._proved = proved
+        self._proved, self._notify = proved, notify
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
         self._beside = beside
         self.finished: do.Finish | None = None
@@ -179,7 +188,9 @@ class CoordinatorEnd:
         """Does everything that is wanted, and what follows from that, in order."""
         waiting = deque(wanted)
         while waiting:
-            waiting.extend(self._one(waiting.popleft(), payload))
+            effect = waiting.popleft()
+            waiting.extend(self._one(effect, payload))
+            self._notify(effect)
 
     def _one(self, effect: Effect, payload: Buffer | None) -> list[Effect]:
         match effect:
@@ -264,8 +275,11 @@ class WorkerEnd:
         clock: Callable[[], float],
         compute: Callable[[do.Compute], None],
         speak: Speak = truthfully,
+        *,
+        notify: Notify = unnoticed,
     ) -> None:
         self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
+        self._notify = notify
         self.finished: do.Finish | None = None
         self.num_stays = 0  # how often it was let in
         self.meter = Meter()
@@ -326,7 +340,9 @@ class WorkerEnd:
         """
         waiting = deque((effect, received) for effect in wanted)
         while waiting:
-            waiting.extend(self._one(*waiting.popleft()))
+            effect, source = waiting.popleft()
+            waiting.extend(self._one(effect, source))
+            self._notify(effect)
 
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
-from entrenar_py.drivers.endpoints import Beside, Follow, MemberHands, Wire, WorkerEnd
+from entrenar_py.drivers.endpoints import (
+    Beside,
+    Follow,
+    MemberHands,
+    Notify,
+    Wire,
+    WorkerEnd,
+    unnoticed,
+)
 from entrenar_py.drivers.message_faults import Speak, truthfully
 from entrenar_py.drivers.stream import Meter, Stream
 from entrenar_py.errors import ProtocolError
@@ -21,26 +29,38 @@ from entrenar_py.protocol.frames import (
     Received,
 )
 from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import Message, Partial, TreeNode
+from entrenar_py.protocol.messages import Partial, TreeNode
 from entrenar_py.protocol.ring_worker import RingWorker
 
 
-class MeshHands(MemberHands, Protocol):
-    """A mesh worker's arithmetic (`systems.mesh_member`)."""
+class Exchange(Protocol):
+    """The arithmetic of blocks that other workers send (`systems.star.exchanges`)."""
 
-    def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
-    def contribute(self, node: TreeNode) -> None: ...
     def complete(self, block: int) -> None: ...
     def reduce(self, block: int) -> tuple[float, float] | None: ...
-    def regroup(self, number: int) -> None: ...
 
 
-class RingHands(MeshHands, Protocol):
-    """A ring worker's arithmetic (`systems.ring_member`)."""
+class TreeExchange(Exchange, Protocol):
+    """A mesh's: nodes are added along the tree."""
+
+    def keep(self, rank: int, node: TreeNode, payload: Buffer) -> None: ...
+    def contribute(self, node: TreeNode) -> None: ...
+
+
+class RingExchange(Exchange, Protocol):
+    """A ring's: each worker adds its own part to what passes."""
 
     def combine(
         self, block: int, message: Partial | None, payload: Buffer
     ) -> tuple[float, float]: ...
+
+
+class MeshHands(MemberHands, Protocol):
+    """The arithmetic of a worker in a mesh, or a ring (`systems.star.member`)."""
+
+    @property
+    def exchange(self) -> Exchange: ...
+    def regroup(self, number: int) -> None: ...
 
 
 class MeshEnd(WorkerEnd):
@@ -63,12 +83,13 @@ class MeshEnd(WorkerEnd):
         speak: Speak = truthfully,
         *,
         proved: Callable[[Peer], None] = lambda peer: None,
+        notify: Notify = unnoticed,
     ) -> None:
-        """`beside` is where blocks are reduced. `proved` is told who of those that were accepted,
-        or dialed, has said what only who knows the secret can.
+        """`beside` is where blocks are reduced. `proved` is told which of the peers that were
+        accepted, or dialed, has proved to know the secret.
         """
         self._proved = proved
-        super().__init__(machine, hands, wire, clock, compute, speak)
+        super().__init__(machine, hands, wire, clock, compute, speak, notify=notify)
         self.links_meter = Meter()
         self._dial, self._beside = dial, beside
         self._links: dict[Peer, Stream] = {}
@@ -131,13 +152,14 @@ class MeshEnd(WorkerEnd):
                 self._dial(effect)
             case do.Keep(rank, message):
                 assert received is not None, "what is kept was received"
-                self.hands.keep(rank, message, received.payload)
+                assert isinstance(message, TreeNode)
+                cast(TreeExchange, self.hands.exchange).keep(rank, message, received.payload)
             case do.Contribute(node):
-                self.hands.contribute(node)
+                cast(TreeExchange, self.hands.exchange).contribute(node)
             case do.Reduce(step, block):
-                self.hands.complete(block)
+                self.hands.exchange.complete(block)
                 self._beside.run(
-                    partial(self.hands.reduce, block),
+                    partial(self.hands.exchange.reduce, block),
                     lambda reduced: self._do(self._reduced(step, reduced, block)),
                 )
             case do.Combine(step, block):
@@ -165,11 +187,11 @@ class MeshEnd(WorkerEnd):
 
     def _combined(self, step: int, block: int, received: Received | None) -> list[Effect]:
         assert isinstance(self.machine, RingWorker)
-        hands = cast(RingHands, self.hands)
+        exchange = cast(RingExchange, self.hands.exchange)
         if received is None or not isinstance(received.message, Partial):
-            loss, weight = hands.combine(block, None, b"")
+            loss, weight = exchange.combine(block, None, b"")
         else:
-            loss, weight = hands.combine(block, received.message, received.payload)
+            loss, weight = exchange.combine(block, received.message, received.payload)
         return self.machine.combined(step, block, loss, weight)
 
     def _again(self) -> list[Follow]:

@@ -13,7 +13,14 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from entrenar_py.drivers.endpoints import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
+from entrenar_py.drivers.endpoints import (
+    CoordinatorEnd,
+    MemberHands,
+    Notify,
+    ServerHands,
+    WorkerEnd,
+    unnoticed,
+)
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
 from entrenar_py.drivers.simulated_connections import Connection, Node, feed
@@ -53,12 +60,13 @@ class Simulation:
         timing: Timing,
         secret: bytes = b"",
         worker: type[Worker] = Worker,
+        notify: Notify = unnoticed,
     ) -> None:
         self._time = Timeline()
         self.nodes: list[Node] = []
         self._num_started = 0
         self._run, self._member, self._meddle = run, member, meddle
-        self._worker = worker
+        self._worker, self._notify = worker, notify
         self._timing, self._secret = timing, secret
         self._seed, self._random = seed, random.Random(seed)
         self._numbers = count()
@@ -117,7 +125,8 @@ class Simulation:
         kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
         machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
         self._reducing.forget()  # what another process did
-        return CoordinatorEnd(machine, hands, Down(self), self._time.clock, self._reducing)
+        down, clock = Down(self), self._time.clock
+        return CoordinatorEnd(machine, hands, down, clock, self._reducing, notify=self._notify)
 
     def run(self, *, until_s: float) -> do.Finish:
         """The coordinator's Finish; `failed` if it is not finished after `until_s`."""

@@ -20,7 +20,14 @@ from typing import Any
 from entrenar_py.drivers import sockets, tls
 from entrenar_py.drivers.background_thread import Thread
 from entrenar_py.drivers.door import STRANGERS_MAX, Door, Visit
-from entrenar_py.drivers.endpoints import CoordinatorEnd, MemberHands, ServerHands, WorkerEnd
+from entrenar_py.drivers.endpoints import (
+    CoordinatorEnd,
+    MemberHands,
+    Notify,
+    ServerHands,
+    WorkerEnd,
+    unnoticed,
+)
 from entrenar_py.drivers.link import FAREWELL_S, Link
 from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.errors import UsageError
@@ -50,11 +57,14 @@ class CoordinatorServer:
         secret: bytes,
         meddle: Meddle = unmeddled,
         kind: type[Coordinator] = Coordinator,
+        notify: Notify = unnoticed,
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
         self._beside = Thread()
         self.end = CoordinatorEnd(
-            machine, hands, self, time.monotonic, self._beside, proved=self._proved
+            *(machine, hands, self, time.monotonic, self._beside),
+            proved=self._proved,
+            notify=notify,
         )
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
@@ -232,6 +242,7 @@ class WorkerClient:
         meddle: Meddle = unmeddled,
         speak: Speak = truthfully,
         alone: Callable[[str], None] = lambda problem: None,
+        notify: Notify = unnoticed,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
         """`alone` is told why there is no coordinator, each time that it tries again.
@@ -239,7 +250,7 @@ class WorkerClient:
         """
         self._alone = alone
         self.buffer_bytes = buffer_bytes
-        self.end = self.new_end(machine, hands, speak)
+        self.end = self.new_end(machine, hands, speak, notify)
         self._meddle = meddle
         self._link: Link | None = None
         self._reason = ""  # why the last connection ended
@@ -283,9 +294,12 @@ class WorkerClient:
             self._thread.shutdown(wait=False, cancel_futures=True)
         return self.end.finished
 
-    def new_end(self, machine: Worker, hands: MemberHands, speak: Speak) -> WorkerEnd:
-        """What this client drives."""
-        return WorkerEnd(machine, hands, self, time.monotonic, self.compute, speak)
+    def new_end(
+        self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
+    ) -> WorkerEnd:
+        """Return what this client drives."""
+        clock = time.monotonic
+        return WorkerEnd(machine, hands, self, clock, self.compute, speak, notify=notify)
 
     def prepare(self, sock: socket.socket) -> None:
         """Gets ready for a stay over `sock`, which is connected to the coordinator. OSError, and

@@ -19,7 +19,7 @@ from typing import cast
 from entrenar_py.drivers import sockets
 from entrenar_py.drivers.background_thread import Thread
 from entrenar_py.drivers.door import Door, Visit
-from entrenar_py.drivers.endpoints import MemberHands
+from entrenar_py.drivers.endpoints import MemberHands, Notify, unnoticed
 from entrenar_py.drivers.link import Link
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled
@@ -44,12 +44,13 @@ class MeshClient(WorkerClient):
 
     def __init__(
         self,
-        machine: MeshWorker,
-        hands: MeshHands,
+        machine: Worker,
+        hands: MemberHands,
         *,
         meddle: Meddle = unmeddled,
         speak: Speak = truthfully,
         alone: Callable[[str], None] = lambda problem: None,
+        notify: Notify = unnoticed,
         door_context: ssl.SSLContext | None = None,
         listen_port: int = 0,
         buffer_bytes: int = sockets.BUFFER_BYTES,
@@ -58,7 +59,12 @@ class MeshClient(WorkerClient):
         All else is a worker's.
         """
         super().__init__(
-            machine, hands, meddle=meddle, speak=speak, alone=alone, buffer_bytes=buffer_bytes
+            *(machine, hands),
+            meddle=meddle,
+            speak=speak,
+            alone=alone,
+            notify=notify,
+            buffer_bytes=buffer_bytes,
         )
         self._listen_port = listen_port
         self._door_context = door_context
@@ -68,14 +74,15 @@ class MeshClient(WorkerClient):
         self._links: dict[Link, Visit | None] = {}  # None of those made from here
         self._dialing: set[asyncio.Task[None]] = set()
 
-    def new_end(self, machine: Worker, hands: MemberHands, speak: Speak) -> MeshEnd:
-        """What this client drives; machine and hands are a mesh's."""
+    def new_end(self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify) -> MeshEnd:
+        """Return what this client drives; machine and hands are a mesh's."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
         clock, self._beside = time.monotonic, Thread()
         return MeshEnd(
             *(machine, mesh, self, clock, self.compute, self.dial, self._beside, speak),
             proved=self._proved,
+            notify=notify,
         )
 
     async def run(

@@ -63,7 +63,7 @@ class MeshWorker(Worker):
         secret: bytes,
         backend: str,
         rank: int | None = None,
-        port: int | None,
+        port: int | None = None,
         timing: Timing,
     ) -> None:
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)

@@ -156,12 +156,12 @@ class _Reader:
 
     def _system(self) -> str:
         """The system of the topology that is wanted."""
-        text = self._root.text("topology") or topology.STAR
+        text = self._root.text("topology") or config_keys.TOPOLOGIES[0]
         if text not in config_keys.TOPOLOGIES:
             allowed = " or ".join(config_keys.TOPOLOGIES)
             self._error("topology", f"topology={text!r}: use {allowed}")
-            text = topology.STAR
-        return topology.SYSTEMS[text]
+            text = config_keys.TOPOLOGIES[0]
+        return topology.BY_NAME[text].system
 
     def _with_option(
         self, scenario: Scenario, name: str, read: Callable[[Scenario], object]

@@ -22,7 +22,6 @@ from entrenar_py.service import config, exit_codes, file_locks, options, progres
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
 from entrenar_py.service.host import Host
-from entrenar_py.service.mesh_host import MeshHost
 from entrenar_py.service.metrics import Metrics
 from entrenar_py.service.run_events import Listener
 from entrenar_py.systems import environment
@@ -84,8 +83,7 @@ def _require_intended(given: Config, *, resume: bool) -> None:
 
 def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if given.checkpoint is None else given.checkpoint.path
-    kind = Host if topology.of(given.scenario) == topology.STAR else MeshHost
-    host = kind(given.scenario, checkpoint_path=path, listeners=listeners)
+    host = Host(given.scenario, checkpoint_path=path, listeners=listeners)
     with closing(host):
         first = host.resume() if resume else 0
         if first == given.scenario.num_steps:
@@ -104,10 +102,11 @@ def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
 async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Finish:
     server = CoordinatorServer(
         _run_of(given, host, first, resume=resume),
-        host,
+        host.server,
         timing=given.timing,
         secret=given.secret,
-        kind=topology.coordinator_of(given.scenario),
+        kind=topology.of(given.scenario).coordinator,
+        notify=host.notify,
     )
     _open_ledger(given, host, resume=resume)
     try:
@@ -137,11 +136,11 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
 def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
     scenario = given.scenario
     # The state of a mesh is with its workers: it is here at the end only if it is asked for then.
-    saves = set() if topology.of(scenario) == topology.STAR else {scenario.num_steps}
+    saves = set() if topology.of(scenario) is topology.STAR else {scenario.num_steps}
     if given.checkpoint is not None:
         saves = {*range(first, scenario.num_steps, given.checkpoint.every_steps)} - {first}
         saves.add(scenario.num_steps)
-    run = host.run_between(first, scenario.num_steps)
+    run = host.server.run_between(first, scenario.num_steps)
     return replace(run, resumed=resume, num_awaited=given.wait_for, saves=saves)
 
 

@@ -31,14 +31,12 @@ class Stopwatch:
         self._began = clock()
         self._made: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._delivered: dict[int, float] = {}  # rank -> when its last shard came
-        self._reduce_s = 0.0
         self._computed: float | None = None  # when the last shards were
         self._exchange_s: float | None = None
 
     def begin(self) -> None:
         """A step begins, or begins again."""
         self._began = self._clock()
-        self._reduce_s = 0.0
         self._delivered.clear()
         self._computed = self._exchange_s = None
 
@@ -55,16 +53,11 @@ class Stopwatch:
         """`rank` has delivered shards."""
         self._delivered[rank] = self._clock()
 
-    def reduced(self, since: float) -> None:
-        """A block of the gradient is averaged; that began at `since`."""
-        self._reduce_s += self._clock() - since
+    def made(self, *, reduce_s: float) -> Times:
+        """The step is made, `reduce_s` of it spent adding and averaging here.
 
-    def now(self) -> float:
-        """What the clock says."""
-        return self._clock()
-
-    def made(self) -> Times:
-        """The step is made; steps per second are over the last ones, if there were two."""
+        Steps per second are over the last ones, if there were two.
+        """
         now = self._clock()
         self._made.append(now)
         passed = now - self._made[0]
@@ -72,7 +65,7 @@ class Stopwatch:
         return Times(
             step_ms=1e3 * (now - self._began),
             exchange_ms=None if self._exchange_s is None else 1e3 * self._exchange_s,
-            reduce_ms=1e3 * self._reduce_s if self._reduce_s else None,
+            reduce_ms=1e3 * reduce_s if reduce_s else None,
             steps_per_s=rate,
         )
 

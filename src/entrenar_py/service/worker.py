@@ -7,9 +7,9 @@ import asyncio
 import json
 import signal
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -20,18 +20,13 @@ from entrenar_py.drivers.run_query import Told
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.drivers.tcp_mesh import MeshClient
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.protocol.effects import Finish
-from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import Welcome
+from entrenar_py.protocol.effects import Effect, Finish, Load
 from entrenar_py.protocol.terms import Timing
-from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import config, config_keys, exit_codes, signals
 from entrenar_py.systems import AUTO
 from entrenar_py.systems.star import topology
 from entrenar_py.systems.star.member import Member
-from entrenar_py.systems.star.mesh_member import MeshMember
 from entrenar_py.untrusted import printing
 
 
@@ -66,31 +61,6 @@ def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
     for one in tried:
         _say(f"backend {one.backend}: {one.device if one.served else one.reason}")
     return backend, tried
-
-
-class Recruit(Member):
-    """A worker that computes on `backend`, and has it recorded how it came by that."""
-
-    def __init__(
-        self, scenario: Scenario, backend: Backend, attempts: Sequence[trace.Attempt]
-    ) -> None:
-        super().__init__(scenario)
-        self._backend, self._attempts = backend, attempts
-
-    def backend_of(self, rank: int) -> Backend:
-        """This machine's, whatever the scenario names."""
-        return self._backend
-
-    def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Also records the backend, and says that it takes part."""
-        super().load(welcome, payload)
-        for one in self._attempts:
-            self.recorder.emit(one)
-        _say(f"takes part as rank {welcome.rank}, from step {welcome.step} on")
-
-
-class MeshRecruit(Recruit, MeshMember):
-    """The same in a mesh."""
 
 
 class Stay:
@@ -151,47 +121,55 @@ class Stay:
             raise SystemFailure(
                 f"the coordinator's scenario can't be read ({error}): use one release on both ends"
             ) from error
-        if scenario.system not in (topology.SYSTEMS[one] for one in config_keys.TOPOLOGIES):
+        if scenario.system not in {topology.BY_NAME[one].system for one in config_keys.TOPOLOGIES}:
             raise SystemFailure(
                 f"the coordinator's run is of system {scenario.system}, which is not known here: "
                 "use one release on both ends"
             )
-        kept: dict[str, Any] = {
-            "secret": self._secret,
-            "backend": self._backend.name,
-            "rank": self._given.rank,
-            "timing": Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
-        }
-        if topology.of(scenario) == topology.MESH:
-            return self._mesh(scenario, kept)
-        if self._given.listen_port is not None:
-            _say("this run is a star: no worker listens in it, --listen-port has no use")
-        member = Recruit(scenario, self._backend, self._attempts)
-        return WorkerClient(Worker(member.terms, **kept), member, alone=self._alone)
-
-    def _mesh(self, scenario: Scenario, kept: Mapping[str, Any]) -> MeshClient:
-        """A worker that others connect to; over TLS it shows them a certificate, and asks for one.
-
-        Raises UsageError where it has none.
-        """
-        given, door_context = self._given, None
-        if given.tls_ca is not None:
-            if given.tls_cert is None or given.tls_key is None:
-                raise UsageError(
-                    "this run is a mesh, in which workers connect to each other: give --tls-cert "
-                    "and --tls-key, of a certificate that names the address of this machine"
-                )
-            door_context = tls.server_context(
-                cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca
-            )
-        member = MeshRecruit(scenario, self._backend, self._attempts)
+        kind = topology.of(scenario)
+        member = Member(scenario, lambda rank: self._backend)
+        machine = kind.worker(
+            member.terms,
+            secret=self._secret,
+            backend=self._backend.name,
+            rank=self._given.rank,
+            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+        )
+        notify = partial(self._let_in, member)
+        if kind is topology.STAR:
+            if self._given.listen_port is not None:
+                _say("this run is a star: no worker listens in it, --listen-port has no use")
+            return WorkerClient(machine, member, alone=self._alone, notify=notify)
         return MeshClient(
-            MeshWorker(member.terms, port=None, **kept),
+            machine,
             member,
             alone=self._alone,
-            door_context=door_context,
-            listen_port=given.listen_port or 0,
+            notify=notify,
+            door_context=self._door_context(),
+            listen_port=self._given.listen_port or 0,
         )
+
+    def _door_context(self) -> ssl.SSLContext | None:
+        """Return what other workers are shown over TLS, and asked for; None without TLS.
+
+        Raises UsageError where there is no certificate to show.
+        """
+        given = self._given
+        if given.tls_ca is None:
+            return None
+        if given.tls_cert is None or given.tls_key is None:
+            raise UsageError(
+                "this run is a mesh, in which workers connect to each other: give --tls-cert "
+                "and --tls-key, of a certificate that names the address of this machine"
+            )
+        return tls.server_context(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
+
+    def _let_in(self, member: Member, effect: Effect) -> None:
+        """Record what this worker computes on when a stay begins, and say that it does."""
+        if isinstance(effect, Load):
+            for attempt in self._attempts:
+                member.recorder.emit(attempt)
+            _say(f"takes part as rank {effect.rank}, from step {effect.step} on")
 
     def _alone(self, problem: str) -> None:
         """Says why there is no coordinator, when that is another reason than before."""

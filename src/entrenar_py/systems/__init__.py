@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """Where a system's module is, what it is, whether it trains, what it takes of a scenario.
+    """Where a system is, what it is, whether it trains, what it takes of a scenario.
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
     the names it knows, `only` the backends where it does not take them all, each by this very name;
@@ -99,7 +99,7 @@ SYSTEMS: dict[str, System] = {
         bitwise=False,
     ),
     "parameter_server": System(
-        room="star",
+        room="star.processes",
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
@@ -107,7 +107,7 @@ SYSTEMS: dict[str, System] = {
         traits=_STAR,
     ),
     "parameter_server_simulated": System(
-        room="star",
+        room="star.simulated",
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
         faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
@@ -115,7 +115,7 @@ SYSTEMS: dict[str, System] = {
         traits=_STAR,
     ),
     "mesh": System(
-        room="star",
+        room="star.processes",
         what="workers that exchange blocks with each other over TCP, each a process of its own",
         trains=True,
         faults=_FAULTS,
@@ -123,7 +123,7 @@ SYSTEMS: dict[str, System] = {
         traits=_MESH,
     ),
     "mesh_simulated": System(
-        room="star",
+        room="star.simulated",
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
         faults=_FAULTS_AND_RESTART,
@@ -131,7 +131,7 @@ SYSTEMS: dict[str, System] = {
         traits=_MESH,
     ),
     "ring": System(
-        room="star",
+        room="star.processes",
         what="workers that send blocks around a ring over TCP, each a process of its own",
         trains=True,
         faults=_FAULTS,
@@ -140,7 +140,7 @@ SYSTEMS: dict[str, System] = {
         traits=_RING,
     ),
     "ring_simulated": System(
-        room="star",
+        room="star.simulated",
         what="workers that send blocks around a ring, under the same simulator",
         trains=True,
         faults=_FAULTS_AND_RESTART,
@@ -291,7 +291,9 @@ def traits_of(scenario: Scenario) -> Traits:
 
 def module_of(system: str) -> ModuleType:
     """Return the module that holds the `run` of `system`, which is one of SYSTEMS."""
-    return import_module(f"entrenar_py.systems.{SYSTEMS[system].room}.{system}")
+    room = SYSTEMS[system].room
+    name = room if "." in room else f"{room}.{system}"
+    return import_module(f"entrenar_py.systems.{name}")
 
 
 def require_possible(scenario: Scenario) -> None:

@@ -7,7 +7,7 @@ other is the system's own affair.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,14 @@ class Average:
 class Replicas:
     """The workers in this process, the position in the data, and what is recorded of them."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(
+        self, scenario: Scenario, backend_of: Callable[[int], Backend] | None = None
+    ) -> None:
+        """`backend_of` gives what a rank computes on, where that isn't the scenario's."""
         self.scenario = scenario
         self.recorder = Recorder(scenario)
         self.devices = Devices(scenario, self.recorder)
+        self.backend_of = backend_of or self.devices.of
         self.workload = models.model_of(scenario)
         self.layout = layout.Layout(self.workload.specs)
         self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
@@ -237,10 +241,6 @@ class Replicas:
                 vector[self.layout.trainable[tensor].start + element] = value * times
             self.record_fault(fault, step, worker.rank, shard)
         return loss
-
-    def backend_of(self, rank: int) -> Backend:
-        """What worker `rank` computes on."""
-        return self.devices.of(rank)
 
     def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
         """A worker with a copy of `tensors` and nothing in its optimizer's state."""

@@ -6,22 +6,24 @@ import signal
 import sys
 
 from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Apply, Effect
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.parameter_server import ProcessStar
+from entrenar_py.systems.star.processes import ProcessTransport
+from entrenar_py.systems.star.scenario_run import ScenarioRun
 
 FREEZE = Fault(kind="freeze", step=2, rank=1, at="Average", seconds=600.0)
 
 
-class Telling(ProcessStar):
+class Telling(ScenarioRun):
     """Says when worker 1 was just frozen, and when a step was made."""
 
     def strike(self, fault: Fault) -> None:
         super().strike(fault)
         print("frozen", flush=True)
 
-    def apply_average(self, step: int) -> None:
-        super().apply_average(step)
-        if mood == "busy" and step == 2:
+    def notify(self, effect: Effect) -> None:
+        super().notify(effect)
+        if mood == "busy" and effect == Apply(2):
             print("busy", flush=True)
 
 
@@ -35,7 +37,8 @@ if __name__ == "__main__":
             seed=0,
             num_steps=3 if mood == "idle" else 10**6,
             faults=(FREEZE,) if mood == "frozen" else (),
-        )
+        ),
+        ProcessTransport,
     ).train()
     print("idle", flush=True)
     signal.pause()

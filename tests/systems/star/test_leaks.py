@@ -14,7 +14,7 @@ import pytest
 from entrenar_py.drivers.processes import Crew
 from entrenar_py.faults import Fault
 from entrenar_py.systems import preloaded
-from entrenar_py.systems.star import parameter_server, worker_process
+from entrenar_py.systems.star import processes, worker_process
 from tests.drivers.fakes import (
     COMPLETED,
     LOOPBACK,
@@ -48,7 +48,7 @@ FAULTS = (
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """The worker processes of these runs alone."""
     made = Crew(worker_process.main, preload=preloaded.MODULES)
-    monkeypatch.setattr(parameter_server, "crew", lambda: made)
+    monkeypatch.setattr(processes, "crew", lambda: made)
     yield made
     made.dismiss()
 

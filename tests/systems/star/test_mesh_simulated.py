@@ -8,7 +8,7 @@ from entrenar_py import faults
 from entrenar_py.faults import PLACES, Fault
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message, State
-from entrenar_py.systems.star.mesh_member import MeshMember
+from entrenar_py.systems.star.member import Member
 from entrenar_py.trace import Halt, Injected, Membership, Shard, Update
 from tests.systems import stars
 from tests.systems.stars import MESH_SIMULATED, STEP, subject
@@ -56,9 +56,9 @@ def test_what_takes_time(kind: str, at: str) -> None:
 
 def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who gave it is given up, once and before anyone takes it for there; another is asked."""
-    payload, given = MeshMember.payload, list[int]()
+    payload, given = Member.payload, list[int]()
 
-    def bent(self: MeshMember, message: Message) -> Buffer:
+    def bent(self: Member, message: Message) -> Buffer:
         data = payload(self, message)
         if isinstance(message, State) and not given:
             given.append(self.rank)
@@ -66,7 +66,7 @@ def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> 
             data[8:16] = (10**6).to_bytes(8, "little")  # offset into the epoch
         return data
 
-    monkeypatch.setattr(MeshMember, "payload", bent)
+    monkeypatch.setattr(Member, "payload", bent)
     killed = stars.struck(MESH_SIMULATED, "kill", "Computed").faults
     trace = stars.require_right(subject(MESH_SIMULATED, seed=4, faults=killed))
     left = [one for one in trace.of(Membership) if one.change == "left"]

@@ -19,9 +19,11 @@ from entrenar_py import faults
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.attendance import CONVICTIONS_MAX
+from entrenar_py.protocol.terms import Run
 from entrenar_py.systems import preloaded
-from entrenar_py.systems.star import parameter_server, worker_process
-from entrenar_py.systems.star.parameter_server import ProcessStar
+from entrenar_py.systems.star import processes, worker_process
+from entrenar_py.systems.star.processes import ProcessTransport
+from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.trace import Halt, Membership, Shard, Traffic, Update
 from tests.systems import stars
 from tests.systems.stars import REAL, subject
@@ -50,7 +52,7 @@ class Remembering(Crew):
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
     """The processes of one test."""
     made = Remembering()
-    monkeypatch.setattr(parameter_server, "crew", lambda: made)
+    monkeypatch.setattr(processes, "crew", lambda: made)
     yield made
     made.dismiss()
 
@@ -149,20 +151,22 @@ def test_a_run_that_is_stopped_and_resumed() -> None:
     stars.require_right(subject(REAL, stops=(1, 3)))
 
 
-class Barring(ProcessStar):
+class Barring(ScenarioRun):
     """Worker 1 is not let in any more after the stop."""
 
-    def restore(self) -> int:
-        self._caught[1] = CONVICTIONS_MAX
-        return super().restore()
+    def run_of(self, first: int, last: int) -> Run:
+        self._caught[1] = CONVICTIONS_MAX if first else 0
+        return super().run_of(first, last)
 
 
 def test_what_a_worker_measured_is_told_once(crew: Remembering) -> None:
     """Also of one that takes no part in the run that goes on from the stop."""
-    star = Barring(subject(REAL, workload="vectors", world_size=2, num_steps=2, stops=(1,)))
+    scenario = subject(REAL, workload="vectors", world_size=2, num_steps=2, stops=(1,))
+    star = Barring(scenario, ProcessTransport)
     told = Counter(one.rank for one in star.train().of(Traffic) if one.message == "Hello")
     assert told == {None: 2, 0: 2, 1: 1}
-    assert [one.rank for one in star.ends] == [0]
+    assert isinstance(star.transport, ProcessTransport)
+    assert [one.rank for one in star.transport.ends] == [0]
     assert len(crew.given) == 3
 
 

@@ -85,7 +85,7 @@ def test_job_after_job() -> None:
 def _doomed(*faults: Fault) -> tuple[Doomed, Any]:
     """A worker that is to suffer `faults`, and the end of the pipe that hears its notes."""
     ours, theirs = Pipe()
-    return Doomed(SCENARIO, faults, Job(theirs)), ours
+    return Doomed(faults, Job(theirs)), ours
 
 
 def test_what_befalls_a_message_is_noted_before() -> None:

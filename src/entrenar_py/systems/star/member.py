@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from entrenar_py import faults, trace
+from entrenar_py.backends import Backend
 from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.frames import Buffer, new_room
@@ -17,6 +16,7 @@ from entrenar_py.protocol.messages import (
     Message,
     NonFinite,
     Partial,
+    State,
     TreeNode,
     Weights,
     Welcome,
@@ -24,33 +24,46 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models, updates
 from entrenar_py.systems.replicas import Replicas, Worker
-from entrenar_py.systems.star import reduction_measures
+from entrenar_py.systems.star import reduction_measures, topology
+from entrenar_py.systems.star.exchanges import RingExchange, TreeExchange
+from entrenar_py.systems.star.held import Held
 from entrenar_py.training import blocks, engine, reduction, sharding, state
 from entrenar_py.training.vectors import GivenVectors
 
 
 class Member(Replicas):
-    """One worker of a run whose others live elsewhere; `rank` is known once it was welcomed."""
+    """One worker of a run whose others live elsewhere; `rank` is known once it was welcomed.
 
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
+    `exchange` adds what other workers send; a star's worker has none.
+    """
+
+    def __init__(
+        self, scenario: Scenario, backend_of: Callable[[int], Backend] | None = None
+    ) -> None:
+        super().__init__(scenario, backend_of)
         self.rank = -1
+        self.nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
+        self.held = Held(self.layout.num_elements)
+        self._exchange: TreeExchange | RingExchange | None = None
+        if (kind := topology.of(scenario).exchange) is not None:
+            num_shards = scenario.num_shards
+            self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=self.scale)
         self._shards: list[sharding.Ids] = []
-        self._blocks = blocks.Blocks(self.layout.num_elements, 1)
-        self._nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
-        # What came down, as far as it is held: never the memory that is in use.
-        self._vector = np.empty(self.layout.num_elements, np.float32)
         self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
-        self._total = (0.0, 0.0)  # the step's summed loss and its weight
-        self._held: set[int] = set()  # blocks of it
-        self._round = 0  # of a mesh, whose blocks `_vector` is for
         self._step = 0
         self._suffered: set[Fault] = set()  # of those that strike once
+
+    @property
+    def exchange(self) -> TreeExchange | RingExchange:
+        """The part of a mesh's or ring's worker that adds what others send."""
+        assert self._exchange is not None, "nobody else sends anything in a star"
+        return self._exchange
 
     def sizes(self) -> dict[type[Message], int]:
         """The most payload bytes that a message of each kind may bring."""
         state_bytes = state.num_bytes(self.workload.specs, updates.held(self.scenario))
-        return {Welcome: state_bytes, self._comes: self.vector_bytes}
+        kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
+        return {Welcome: state_bytes, **dict.fromkeys(kinds, self.vector_bytes)}
 
     def require(self, message: Message, payload: Buffer) -> None:
         """Returns if `message` can be done here and has its payload; ProtocolError if not."""
@@ -65,8 +78,8 @@ class Member(Replicas):
                 f"{type(message).__name__}: in this run {self._comes.__name__} come down"
             )
         if isinstance(message, Average | Weights | TreeNode | Partial):
-            known = message.block < self._blocks.count
-            due = self._blocks.num_bytes(message.block) if known else due
+            known = message.block < self.held.blocks.count
+            due = self.held.blocks.num_bytes(message.block) if known else due
         if len(payload) != due:
             raise ProtocolError(
                 f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
@@ -82,25 +95,31 @@ class Member(Replicas):
             if not (0 < weight < math.inf and math.isfinite(loss)):
                 name = type(message).__name__
                 raise ProtocolError(f"{name} {weight=} {loss=}: use finite numbers, a weight > 0")
+        if isinstance(message, TreeNode | Partial):
+            self.require_sum(message)
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Memory for the payload of `message`, which may never be whole: where it is to lie."""
-        if isinstance(message, self._comes) and self._is_due(message):
-            place = blocks.payload_of(self._vector[self._blocks.part(message.block)])
-            if place.nbytes == num_bytes:  # `require` refuses any other number, when it is read
-                return place
+        if isinstance(message, TreeNode) and isinstance(self._exchange, TreeExchange):
+            return self._exchange.room(num_bytes)
+        if not isinstance(message, self._comes) or message.step != self._step:
+            return new_room(message, num_bytes)
+        # A payload of another size is refused by `require`, when it is read.
+        if self.held.lacks(message) and self.held.blocks.num_bytes(message.block) == num_bytes:
+            return blocks.payload_of(self.held.part(message.block))
         return new_room(message, num_bytes)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Takes over the state before `welcome.step`; ProtocolError if it is of no such run."""
         self.rank = welcome.rank
-        self._blocks = blocks.Blocks(self.layout.num_elements, welcome.blocks)
         self.recorder.drain()  # of a stay before
         worker = self.take_over(self.rank, payload)
         self.workers = {self.rank: worker}
-        self._nodes.clear()
-        self._held.clear()
-        self._step, self._round = welcome.step, 0
+        self.nodes.clear()
+        self.held.begin(welcome.blocks)
+        if self._exchange is not None:
+            self._exchange.clear()
+        self._step = welcome.step
         self._cut()
         self.record_start(worker, welcome.step, resumed=welcome.resumed)
 
@@ -119,7 +138,7 @@ class Member(Replicas):
             self._go_wrong(leaf, step, len(ids))
             leaves.append(leaf)
         nodes = reduction.fold(leaves, self.scenario.num_shards)
-        self._nodes |= {(node.level, node.index): node for node in nodes}
+        self.nodes.update({(node.level, node.index): node for node in nodes})
         return [
             TreeNode(
                 step=step,
@@ -130,7 +149,7 @@ class Member(Replicas):
                 loss=node.loss,
                 weight=node.weight,
             )
-            for block in self._blocks.order()
+            for block in self.held.blocks.order()
             for node in nodes
         ]
 
@@ -154,13 +173,13 @@ class Member(Replicas):
                 self.record_fault(fault, step, self.rank, leaf.index)
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
-        """Keeps a block of the averaged gradient, or of new weights, until its step is made."""
-        held = self._vector[self._blocks.part(message.block)]
-        came = blocks.vector_of(payload)
-        if not np.may_share_memory(held, came):
-            held[:] = came
-        self._held.add(message.block)
-        self._total = message.loss, message.weight
+        """Keep a block of the averaged gradient, or of new weights, until its step is made."""
+        self.held.hold(message, payload)
+
+    def regroup(self, number: int) -> None:
+        """Forget what came of the step in work; round `number` goes on, or begins."""
+        self.exchange.clear()
+        self.held.regroup(number)
 
     def make_held(self, step: int) -> None:
         """Makes `step` with the gradient held, or uses the weights held."""
@@ -169,23 +188,23 @@ class Member(Replicas):
         if self._comes is Weights:
             self.recorder.emit(self._use(worker, step))
         else:
-            average = self.averaged(self._vector, *self._total)
+            average = self.averaged(self.held.vector, *self.held.total)
             self.recorder.emit(self.make(worker, step, average))
             if isinstance(self.workload, GivenVectors):
-                ids, mean = self.batch(), self._vector
+                ids, mean = self.batch(), self.held.vector
                 self.recorder.emit(
                     reduction_measures.reduced(step, self.rank, mean, self.workload, ids)
                 )
-        self._nodes.clear()
-        self._held.clear()
+        self.nodes.clear()
+        self.held.there.clear()
         self.advance(sum(map(len, self._shards)))
         self._cut()
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
         """Takes the weights held into use; the event of it, as far as a worker knows it."""
-        worker.replica.copy_from(self._vector)
-        loss, weight = self._total
-        held = self.state(worker)
+        worker.replica.copy_from(self.held.vector)
+        loss, weight = self.held.total
+        state_now = self.state(worker)
         return trace.Update(
             step=step,
             rank=worker.rank,
@@ -193,23 +212,24 @@ class Member(Replicas):
             weight=weight,
             learning_rate=self.rate(),
             finite=engine.non_finite(worker.replica.parameters) is None,
-            weights=held["weights"],
-            optimizer=held["optimizer"],
-            buffers=held["buffers"],
+            weights=state_now["weights"],
+            optimizer=state_now["optimizer"],
+            buffers=state_now["buffers"],
         )
 
     def payload(self, message: Message) -> Buffer:
-        """What `message` carries: a node's vector, or what happened since it was last told."""
-        if isinstance(message, TreeNode):
-            vector = self._nodes[message.level, message.index].vector
-            return blocks.payload_of(vector[self._blocks.part(message.block)])
+        """Return what `message` carries: a block, a state, or what happened since the last time."""
+        match message:
+            case TreeNode():
+                vector = self.nodes[message.level, message.index].vector
+                return blocks.payload_of(vector[self.held.blocks.part(message.block)])
+            case Partial() if isinstance(self._exchange, RingExchange):
+                return blocks.payload_of(self._exchange.passing[message.block].vector)
+            case Average():
+                return blocks.payload_of(self.held.part(message.block))
+            case State():
+                return self.dump(self.workers[self.rank])
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
-
-    def _is_due(self, message: Average | Weights) -> bool:
-        """Whether this block is still to come, and of this round: another's can come beside it."""
-        known = message.block < self._blocks.count and message.block not in self._held
-        due = message.step == self._step
-        return known and due and (isinstance(message, Weights) or message.round == self._round)
 
     def _cut(self) -> None:
         """The logical shards of the next step."""

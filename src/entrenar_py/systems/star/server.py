@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import backends, trace
-from entrenar_py.backends import Backend
-from entrenar_py.errors import CheckpointError, ProtocolError, TraceError, UsageError
+from entrenar_py.errors import CheckpointError, ProtocolError, UsageError
 from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
@@ -33,30 +33,39 @@ from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.replicas import Replicas
-from entrenar_py.systems.star import audited_copies, audited_shards, topology
+from entrenar_py.systems.star import audited_copies, audited_shards, topology, worker_records
 from entrenar_py.training import blocks, checkpoint, contents, reduction, sharding, state
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
 _NOBODY = -1
 
-# What a worker may record of itself, by the message that brings it.
-_RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
-    Loaded: (trace.Attempt, trace.Start),
-    Computed: (trace.Shard, trace.Injected),
-    NonFinite: (trace.Shard, trace.Injected),
-    Applied: (trace.Update, trace.Reduced),
-}
-
 
 class Server(Replicas):
-    """The run as the coordinator holds it: a replica of its own, and everyone's record."""
+    """The run as the coordinator holds it: a replica of its own, and everyone's record.
 
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
+    `present` are the ranks that take part. `notes` is what else the checkpoint says that was read
+    last. `reduce_s` is how long blocks of the step in work were reduced, by `clock`.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        checkpoint_path: Path | None = None,
+        save: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`save` is asked to keep the state before a step; by default `write_checkpoint` does."""
+        super().__init__(scenario, lambda rank: backends.open_backend("cpu"))  # computes no shard
         self.present: set[int] = set()
-        self.checkpoint_path: Path | None = None
+        self.checkpoint_path = checkpoint_path
+        self.save = save or self.write_checkpoint
+        self.notes: Mapping[str, Any] = {}
         self.replica = self.new_worker(_NOBODY, self.initial())
+        self.reduce_s = 0.0
+        self._clock = clock
+        self._topology = topology.of(scenario)
         self._updates = updates.by_server(scenario)
         self._beside: replicas.Worker | None = None  # where steps are prepared
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
@@ -69,14 +78,10 @@ class Server(Replicas):
         self._average: replicas.Average | None = None
         self._ids = self.batch()
 
-    def backend_of(self, rank: int) -> Backend:
-        """The server computes no gradient: it needs no worker's device."""
-        return backends.open_backend("cpu")
-
     def _num_blocks(self) -> int:
         """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
         if "block_bytes" not in self.scenario.options:
-            owners = topology.num_owners(self.scenario)
+            owners = self._topology.num_owners(self.scenario.world_size)
             return blocks.num_blocks(self.layout.num_elements, owners)
         block_bytes = self.scenario.options["block_bytes"]
         if type(block_bytes) is not int or block_bytes < 4:
@@ -141,7 +146,9 @@ class Server(Replicas):
                 raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
             self.require_progress(payload)
         if message.carries == "events":
-            self._events_in(rank, message, payload)
+            events = worker_records.read(rank, message, payload)
+            if isinstance(message, Applied) and self._topology is not topology.STAR:
+                worker_records.require_loss(events)
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Takes over what `message` carries, which `require` has seen; the memory, too."""
@@ -152,7 +159,7 @@ class Server(Replicas):
             self.replica = self.take_over(_NOBODY, payload)
             self._ids = self.batch()
             return
-        events = self._events_in(rank, message, payload)
+        events = worker_records.read(rank, message, payload)
         if isinstance(message, Computed):
             self._events.setdefault(rank, []).extend(events)
         else:
@@ -168,7 +175,7 @@ class Server(Replicas):
         if isinstance(message, TreeNode):
             self._copies.take(rank, message.block, _node(message, payload), payload)
         else:
-            self._copies.begin(rank, self._events_in(rank, message, payload))
+            self._copies.begin(rank, worker_records.read(rank, message, payload))
 
     def end_copy(self, rank: int, shard: int) -> None:
         """The copy that `rank` has begun is whole."""
@@ -214,6 +221,7 @@ class Server(Replicas):
         self._copies.clear()
         self._events.clear()
         self._average = None
+        self.reduce_s = 0.0
 
     def complete(self, block: int) -> None:
         """All of `block` is there: `reduce` may be called, in any thread."""
@@ -221,11 +229,12 @@ class Server(Replicas):
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
-        mean = self._vector[self.blocks.part(block)]
+        since, mean = self._clock(), self._vector[self.blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is None:
             return "the average gradient or loss is not finite, though every worker said its was"
         self._total = averaged
+        self.reduce_s += self._clock() - since
         return averaged
 
     def average_held(self) -> replicas.Average:
@@ -268,25 +277,21 @@ class Server(Replicas):
             )
         )
 
-    def save(self, step: int) -> None:
-        """Writes the checkpoint before `step`; recorded as the lowest rank's, whose state it is."""
+    def write_checkpoint(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
+        """Write the checkpoint before `step`, and `notes` in it; recorded as the lowest rank's.
+
+        Raises OSError if it can't be written.
+        """
         assert self.checkpoint_path is not None, "a run that saves has a place for it"
         progress = self.progress(step)
         checkpoint.save(
             self.checkpoint_path,
             checkpoint.as_arrays(tensors=self.replica.replica.arrays, optimizer=self.replica.state),
-            {**progress, "scenario": self.scenario.to_dict(), **self.notes()},
+            {**progress, "scenario": self.scenario.to_dict(), **(notes or {})},
         )
         rank = min(self.present, default=0)
         saved = trace.Saved(step=step, rank=rank, progress=progress, **self.state(self.replica))
         self.recorder.emit(saved)
-
-    def notes(self) -> Mapping[str, Any]:
-        """Return what else a checkpoint says, as JSON; `read_notes` is given it back."""
-        return {}
-
-    def read_notes(self, progress: Mapping[str, Any]) -> None:
-        """Takes what `notes` said out of the checkpoint that is restored."""
 
     def restore(self) -> int:
         """Takes the state from the checkpoint, the initial one if there is none; the next step.
@@ -310,7 +315,7 @@ class Server(Replicas):
         steps, samples = self.scenario.num_steps, self.scenario.num_samples
         limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
         contents.require(self.checkpoint_path, arrays, progress, expected=expected, limits=limits)
-        self.read_notes(progress)
+        self.notes = progress
         self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
         saved = checkpoint.group_of(arrays, "optimizer")
         self.replica.state = {name: saved[name].copy() for name in self.replica.state}
@@ -361,25 +366,6 @@ class Server(Replicas):
     def _record(self, events: Iterable[trace.Event]) -> None:
         for event in events:
             self.recorder.emit(event)
-
-    def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-        """What `rank` tells of itself; ProtocolError if it tells of another, or another thing."""
-        try:
-            events = trace.load_events(bytes(payload))
-        except TraceError as error:
-            raise ProtocolError(f"{type(message).__name__}: {error}") from error
-        step = getattr(message, "step", None)
-        for event in events:
-            if not isinstance(event, _RECORDS[type(message)]):
-                raise ProtocolError(f"{type(message).__name__} with an event {event.kind}")
-            if isinstance(event, trace.Attempt):
-                continue  # of nobody, and of no step
-            place = (getattr(event, "rank", None), getattr(event, "step", None))
-            if place != (rank, step):
-                raise ProtocolError(
-                    f"{type(message).__name__} of rank {rank} in step {step} tells of another"
-                )
-        return events
 
 
 def _node(message: TreeNode, payload: Buffer) -> reduction.Node:

@@ -9,44 +9,52 @@ import pytest
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol.messages import Average, NonFinite, Partial, State, TreeNode
-from entrenar_py.systems.star.mesh_member import MeshMember
-from entrenar_py.systems.star.ring_member import RingMember
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.star.exchanges import TreeExchange
+from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.star.server import Server
 from tests.systems import by_hand, stars
 
 SCENARIO = stars.in_blocks(stars.MESH_SIMULATED, 160, world_size=2)  # four blocks
+IN_RING = SCENARIO.with_(system="ring_simulated")
 
 
-def members() -> tuple[Server, MeshMember, MeshMember]:
+def members() -> tuple[Server, Member, Member]:
     """A server, and two workers with the initial state."""
-    server, both = Server(SCENARIO), (MeshMember(SCENARIO), MeshMember(SCENARIO))
+    server, both = Server(SCENARIO), (Member(SCENARIO), Member(SCENARIO))
     for rank, member in enumerate(both):
         welcome = by_hand.welcome_of(server, rank, 0)
         member.load(welcome, bytearray(server.payload(welcome)))
     return server, *both
 
 
-def computed(member: MeshMember, *shards: int) -> list[TreeNode]:
+def tree_of(member: Member) -> TreeExchange:
+    """The part of a mesh's worker that adds."""
+    assert isinstance(member.exchange, TreeExchange)
+    return member.exchange
+
+
+def computed(member: Member, *shards: int) -> list[TreeNode]:
     """The blocks of the nodes of `shards` of step 0."""
     outcome = member.work(0, shards)
     assert not isinstance(outcome, NonFinite)
     return outcome
 
 
-def exchange(one: MeshMember, other: MeshMember, block: int) -> tuple[float, float] | None:
+def exchange(one: Member, other: Member, block: int) -> tuple[float, float] | None:
     """Both have computed their shards; `one` gets all of `block`, and averages it."""
     half = SCENARIO.num_shards // 2
     for node in computed(one, *range(half)):
         if node.block == block:
-            one.contribute(node)
+            tree_of(one).contribute(node)
     for node in computed(other, *range(half, SCENARIO.num_shards)):
         if node.block == block:
             payload = one.room(node, len(bytes(other.payload(node))))
             payload[:] = other.payload(node)
             one.require(node, payload)
-            one.keep(other.rank, node, payload)
-    one.complete(block)
-    return one.reduce(block)
+            tree_of(one).keep(other.rank, node, payload)
+    one.exchange.complete(block)
+    return one.exchange.reduce(block)
 
 
 def average(block: int) -> Average:
@@ -75,21 +83,21 @@ def test_another_round_begins_from_nothing() -> None:
     _, one, other = members()
     exchange(one, other, 2)
     before = bytes(one.payload(average(2)))
-    one.contribute(computed(one, 0)[0])
+    tree_of(one).contribute(computed(one, 0)[0])
     one.regroup(2)
     assert exchange(one, other, 2) is not None
     assert bytes(one.payload(average(2))) == before
 
 
-@pytest.mark.parametrize("kind", [MeshMember, RingMember])
+@pytest.mark.parametrize("scenario", [SCENARIO, IN_RING])
 @pytest.mark.parametrize("early", [False, True])
-def test_what_is_void_is_written_elsewhere(kind: type[MeshMember], early: bool) -> None:
+def test_what_is_void_is_written_elsewhere(scenario: Scenario, early: bool) -> None:
     """Half a block comes, its round ends, the new round's block is held, then the old one's rest.
 
     Or the new one is whole before this worker has heard of its round.
     """
     server, _, _ = members()
-    one, block, right = kind(SCENARIO), 2, np.arange(38, dtype=np.float32).tobytes()
+    one, block, right = Member(scenario), 2, np.arange(38, dtype=np.float32).tobytes()
     welcome = by_hand.welcome_of(server, 0, 0)
     one.load(welcome, bytearray(server.payload(welcome)))
     one.regroup(1)
@@ -135,8 +143,8 @@ def test_a_block_that_overflows_is_no_average() -> None:
     for index in range(SCENARIO.num_shards):
         vector = np.full(38, 0.0 if index else 3e38, np.float32)
         node = TreeNode(step=0, round=1, block=3, level=0, index=index, loss=1.0, weight=0.1)
-        one.keep(1, node, bytearray(vector.tobytes()))
-    assert one.reduce(3) is None
+        tree_of(one).keep(1, node, bytearray(vector.tobytes()))
+    assert one.exchange.reduce(3) is None
 
 
 def test_the_state_that_it_hands_on_is_the_server_s() -> None:
@@ -161,7 +169,7 @@ def test_a_sum_weighs_what_a_batch_can(
     right: TreeNode | Partial, loss: float, weight: float
 ) -> None:
     """As in a star: what another worker sends would bend the mean of all."""
-    member = RingMember(SCENARIO)
+    member = Member(IN_RING)
     payload = bytes(member.vector_bytes)  # one block, until a welcome says how many
     member.require(right, payload)
     member.require(replace(right, weight=0.0), payload)

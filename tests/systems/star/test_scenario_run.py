@@ -1,4 +1,4 @@
-"""A star's plan: who is started when, who is awaited, which faults are still to strike."""
+"""A run's plan: who is started when, who is awaited, which faults are still to strike."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from entrenar_py import backends, systems, trace
 from entrenar_py.backends import chain
 from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.faults import Fault
-from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.effects import Finish, Gather
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.star import Star
+from entrenar_py.systems.star.scenario_run import ScenarioRun
 from tests.systems import stars
 
 
-class Planned(Star):
-    """Drives nothing: remembers what it would have to, and that it went well."""
+class Planned(ScenarioRun):
+    """Drives nothing: remembers what it would have to, and that it went well.
+
+    It is its own transport.
+    """
+
+    secret = b""
 
     def __init__(self, *faults: Fault, statuses: Sequence[str] = (), **changes: object) -> None:
-        super().__init__(stars.subject("parameter_server", faults=faults, **changes))
+        scenario = stars.subject("parameter_server", faults=faults, **changes)
+        super().__init__(scenario, lambda run: self)
         self.runs: list[Run] = []
         self.started: list[int] = []
         self.guests: list[Guest] = []
@@ -30,11 +36,11 @@ class Planned(Star):
     def drive(self, run: Run) -> Finish:
         self.runs.append(run)
         self.begin(run)
-        self.present.update(self.started)
+        self.server.present.update(self.started)
         status = self._statuses.pop(0) if self._statuses else "completed"
         if status == "completed":
             for step in run.saves:
-                self.save(step)
+                self.server.save(step)
         return Finish(status, "" if status == "completed" else "because")
 
     def start(self, rank: int) -> None:
@@ -42,6 +48,9 @@ class Planned(Star):
 
     def visit(self, guest: Guest) -> None:
         self.guests.append(guest)
+
+    def befall(self, fault: Fault) -> None:
+        """There is no process."""
 
 
 LEAVE = Fault(kind="leave", step=1, rank=2)
@@ -58,7 +67,7 @@ def test_everyone_is_started_and_awaited() -> None:
     assert (run.first_step, run.num_steps, run.resumed) == (0, 5, False)
     assert set(run.awaited[0]) == {0, 1, 2}
     assert star.started == [0, 1, 2]
-    assert run.terms == star.terms
+    assert run.terms == star.server.terms
 
 
 def test_who_joins_is_started_and_awaited_then() -> None:
@@ -68,10 +77,10 @@ def test_who_joins_is_started_and_awaited_then() -> None:
     assert set(star.runs[0].awaited[0]) == {0, 1}
     assert set(star.runs[0].awaited[3]) == {2}
     assert star.started == [0, 1]
-    star.gather(2)
+    star.notify(Gather(2))
     assert star.started == [0, 1]
-    star.gather(3)
-    star.gather(3)
+    star.notify(Gather(3))
+    star.notify(Gather(3))
     assert star.started == [0, 1, 2]
     assert star.waiting("join") == []
 
@@ -84,7 +93,7 @@ def test_who_is_struck_is_awaited_for_the_next_step() -> None:
     star.strike(CUT)
     assert star.waiting("cut") == []
     assert 3 not in star.run_of(0, 5).awaited
-    events = star.recorder.drain()
+    events = star.server.recorder.drain()
     assert [one for one in events if isinstance(one, trace.Injected)] == [
         trace.Injected(fault=CUT.to_dict(), step=2, rank=1)
     ]

@@ -1,0 +1,85 @@
+"""Stars, meshes and rings in virtual time: the protocol's machines under the seeded simulator.
+
+The gradients are real, and so are the bytes; only clocks and connections are not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from entrenar_py import trace
+from entrenar_py.drivers.simulated import Simulation
+from entrenar_py.drivers.uninvited_client import Guest
+from entrenar_py.errors import UsageError
+from entrenar_py.faults import Fault
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.terms import Run, Timing
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.star.lies import Liar
+from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.star.scenario_run import ScenarioRun
+
+VIRTUAL_S_MAX = 10_000.0
+RESTART_S = 1.0  # until a worker that was killed is started again
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Train as `scenario` says."""
+    return ScenarioRun(scenario, SimulatedTransport).train()
+
+
+class SimulatedTransport:
+    """The processes of one run in a simulation."""
+
+    simulation: Simulation
+    secret = b""
+
+    def __init__(self, of: ScenarioRun) -> None:
+        self._of, self._scenario = of, of.scenario
+        seed = self._scenario.options.get("network_seed", 0)
+        if type(seed) is not int:
+            raise UsageError(f"options network_seed={seed!r}: use a whole number")
+        # Another seed makes other delays, and the same training.
+        self._seeds = self._scenario.rng("network", *([seed] if seed else []))
+
+    def drive(self, run: Run) -> Finish:
+        """Let virtual time pass until the coordinator is finished."""
+        self.simulation = Simulation(
+            run,
+            self._of.server,
+            lambda: Member(self._scenario),
+            seed=int(self._seeds.integers(2**63)),
+            meddle=self._of.meddle,
+            timing=Timing(),
+            worker=self._of.topology.worker,
+            notify=self._of.notify,
+        )
+        self._of.begin(run)
+        finish = self.simulation.run(until_s=VIRTUAL_S_MAX)
+        self._of.measure(None, self.simulation.coordinator)
+        for node in self.simulation.nodes:
+            self._of.measure(node.end.machine.rank, node.end)
+        return finish
+
+    def start(self, rank: int) -> None:
+        """Start a simulated worker."""
+        lies = Liar(
+            lambda: [one for one in self._of.waiting("lie") if one.rank == rank], self._of.strike
+        )
+        self.simulation.start(rank, self._scenario.backend_of(rank), lies.speak)
+
+    def visit(self, guest: Guest) -> None:
+        """Send a simulated stranger, in a moment: what is being done is done first."""
+        self.simulation.later(0.0, partial(self.simulation.visit, guest))
+
+    def befall(self, fault: Fault) -> None:
+        """Start another coordinator, in a moment, or later the worker that is killed again."""
+        if fault.kind == "restart":
+            self.simulation.later(0.0, self._restart)
+        elif fault.kind == "kill" and fault.rank is not None:
+            self.simulation.later(RESTART_S, partial(self.start, fault.rank))
+
+    def _restart(self) -> None:
+        """Go on from the checkpoint with a new coordinator, and with the workers that come back."""
+        died_in = self.simulation.coordinator.machine.step
+        self.simulation.restart(self._of.taken_up(died_in), self._of.server)

@@ -1,0 +1,51 @@
+"""What a worker records of itself: read from the messages that bring it, and refused if odd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from entrenar_py import trace
+from entrenar_py.errors import ProtocolError, TraceError
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Applied, Computed, Loaded, Message, NonFinite
+
+# What may be recorded, by the message that brings it.
+_RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
+    Loaded: (trace.Attempt, trace.Start),
+    Computed: (trace.Shard, trace.Injected),
+    NonFinite: (trace.Shard, trace.Injected),
+    Applied: (trace.Update, trace.Reduced),
+}
+
+
+def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
+    """Return the events in `payload`; ProtocolError if they tell of another rank, step or thing."""
+    try:
+        events = trace.load_events(bytes(payload))
+    except TraceError as error:
+        raise ProtocolError(f"{type(message).__name__}: {error}") from error
+    step = getattr(message, "step", None)
+    for event in events:
+        if not isinstance(event, _RECORDS[type(message)]):
+            raise ProtocolError(f"{type(message).__name__} with an event {event.kind}")
+        if isinstance(event, trace.Attempt):
+            continue  # of no rank, and of no step
+        place = (getattr(event, "rank", None), getattr(event, "step", None))
+        if place != (rank, step):
+            raise ProtocolError(
+                f"{type(message).__name__} of rank {rank} in step {step} tells of another"
+            )
+    return events
+
+
+def loss_in(events: Iterable[trace.Event]) -> float | None:
+    """Return the mean loss of the step that `events` record; None without a finite one."""
+    losses = (one.loss for one in events if isinstance(one, trace.Update))
+    return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)
+
+
+def require_loss(events: Iterable[trace.Event]) -> None:
+    """ProtocolError if who made a step doesn't say with which loss."""
+    if loss_in(events) is None:
+        raise ProtocolError("Applied without the loss of its step")
