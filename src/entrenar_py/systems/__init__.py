@@ -74,12 +74,10 @@ _REAL_OPTIONS = (
 )
 _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
-_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger")
+_FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
 _STAR = Traits(topology="star", masks="shard")
 _MESH = Traits(topology="mesh", masks="shard")
 _RING = Traits(topology="ring", masks="shard")
-# A coordinator that dies at a message has to see it: over TCP that of a star alone sees all.
-_FAULTS_AND_RESTART = (*_FAULTS, "restart")
 
 # name -> what it is; the module of the same name, in its room, holds `run`.
 SYSTEMS: dict[str, System] = {
@@ -102,7 +100,7 @@ SYSTEMS: dict[str, System] = {
         room="star.processes",
         what="a parameter server over TCP, each worker a process of its own",
         trains=True,
-        faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
+        faults=(*_FAULTS, *faults.SILENT),
         options=(*_REAL_OPTIONS, "audit_share", "updates"),
         traits=_STAR,
     ),
@@ -110,7 +108,7 @@ SYSTEMS: dict[str, System] = {
         room="star.simulated",
         what="a parameter server and its workers, under a seeded simulator of network and time",
         trains=True,
-        faults=(*_FAULTS_AND_RESTART, *faults.SILENT),
+        faults=(*_FAULTS, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
         traits=_STAR,
     ),
@@ -126,7 +124,7 @@ SYSTEMS: dict[str, System] = {
         room="star.simulated",
         what="workers that exchange blocks with each other, under the same simulator",
         trains=True,
-        faults=_FAULTS_AND_RESTART,
+        faults=_FAULTS,
         options=("block_bytes", "network_seed", _TERMS),
         traits=_MESH,
     ),
@@ -143,7 +141,7 @@ SYSTEMS: dict[str, System] = {
         room="star.simulated",
         what="workers that send blocks around a ring, under the same simulator",
         trains=True,
-        faults=_FAULTS_AND_RESTART,
+        faults=_FAULTS,
         places=RING_PLACES,
         options=("block_bytes", "network_seed", _TERMS),
         traits=_RING,

@@ -6,7 +6,7 @@ import pytest
 
 from entrenar_py import faults, trace
 from entrenar_py.faults import Fault
-from entrenar_py.trace import Halt, Update
+from entrenar_py.trace import Halt, Membership, Update
 from tests.systems import stars
 from tests.systems.stars import MESH, subject
 
@@ -99,6 +99,13 @@ def test_who_leaves_and_joins() -> None:
     )
     run = stars.require_right(subject(MESH, faults=(leave, join)))
     assert stars.changes(run) == [(1, 2, "left"), (3, 2, "joined")]
+
+
+@pytest.mark.parametrize("at", ["TreeNode", "Staged", "Commit"])
+def test_a_coordinator_that_dies(at: str) -> None:
+    """At a message between workers, one to it or one from it: all go on from its checkpoint."""
+    run = stars.require_right(subject(MESH, faults=(Fault(kind="restart", step=1, at=at),)))
+    assert {event.reason for event in run.of(Membership)} == {"the coordinator died"}
 
 
 def test_a_run_that_is_stopped_and_resumed() -> None:
