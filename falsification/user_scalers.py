@@ -32,6 +32,18 @@ def _scaled(scale: str) -> tuple[tuple[str, str], ...]:
     )
 
 
+# A scaler of parameters in pieces: a rank whose pieces are finite can't see the others'.
+_IN_PIECES = (
+    ("obs = ent", "scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)\nobs = ent"),
+    ("        loss.backward()\n", "        scaler.scale(loss).backward()\n"),
+    (
+        f"        {_LOOK.removeprefix('norm = ')}        optimizer.step()\n",
+        "        scale = scaler.get_scale()\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n"
+        "        if scaler.get_scale() < scale:\n            obs.skipped()\n",
+    ),
+)
+
 VARIANTS = (
     Twin(
         name="a GradScaler skips the step of a NaN",
@@ -42,6 +54,11 @@ VARIANTS = (
         name="a GradScaler skips the step of a NaN, with AdamW",
         script="ddp.py",
         changes=(_ADAM, *_scaled("1024.0")),
+    ),
+    Twin(
+        name="a GradScaler skips the step of a NaN that one rank's piece has",
+        script="fsdp.py",
+        changes=_IN_PIECES,
     ),
     Twin(
         name="a GradScaler whose scale is too large at first with one worker alone",

@@ -51,9 +51,11 @@ class Observation:
         """
 
     def skipped(self) -> None:
-        """The optimizer is not asked to step, since a gradient is not finite: on no rank.
+        """Tell that no rank steps, since a gradient is not finite; called on every rank.
 
-        Needed where a rank can't see that its gradients are not: it holds pieces of them.
+        Needed where a rank holds pieces of the gradients (`fully_shard`) and the script, or its
+        `GradScaler`, skips the step because of another rank's. Call it where the optimizer would
+        have stepped, before the next backward pass. A rank that holds whole gradients sees it.
         """
 
     def halted(
