@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from entrenar_py.errors import TraceError
 from entrenar_py.observing import FOLDER
-from entrenar_py.rank_files import assembly, rank_trace
-from entrenar_py.rank_files.layout import Layout, Piece
-from entrenar_py.rank_files.rank_file import RankFile
+from entrenar_py.rank_files import assembly
+from entrenar_py.rank_files.layout import Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Update, record_tensor
+from entrenar_py.trace import Shard, Start, TensorRecord, Tensors, Update
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -167,77 +163,3 @@ def test_a_pipeline(tmp_path: Path) -> None:
     start = events[0]
     assert isinstance(start, Start)
     assert sorted(start.trainable) == sorted(whole)
-
-
-def recorded_by(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
-    """What a rank recorded, two for data and two for each of their models."""
-    return RankTrace(
-        life=0,
-        header={"rank": rank, "world_size": 4},
-        events=events,
-        ended=True,
-        problem="",
-        layout=Layout(axes={"dp": 2, "tp": 2}),
-        pieces=pieces,
-    )
-
-
-def four_ranks() -> list[RankTrace]:
-    """Four ranks whose second halves are spoilt on rank 3."""
-    found = []
-    for rank in range(4):
-        column, pair = rank % 2, rank - rank % 2
-        piece = Piece(offset=(0, column), shape=(2, 1), whole=(2, 2), ranks=(pair, pair + 1))
-        values = np.array([[1], [3]], np.float32) + column + 10 * (rank == 3)
-        weights = {
-            "up.weight": record_tensor(values, values=True),
-            "norm.weight": record_tensor(np.full(1, float(rank == 2), np.float32), values=True),
-        }
-        start = Start(step=0, rank=rank, weights=weights)
-        found.append(recorded_by(rank, {"up.weight": piece}, start))
-    return found
-
-
-def test_each_rank_sees_its_own_copy() -> None:
-    """Of a copy that ranks hold together its pieces, of one that it holds alone its own."""
-    starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
-    assert [values(one.weights["up.weight"]) for one in starts] == [
-        *([1, 2, 3, 4], [1, 2, 3, 4]),
-        *([1, 12, 3, 14], [1, 12, 3, 14]),
-    ]
-    assert [values(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
-    assert assembly.places(four_ranks()) == {0: 0, 1: 0, 2: 1, 3: 1}
-
-
-def test_a_piece_that_is_lacking_is_not_made_up() -> None:
-    """Its tensor is left out; others' copies are no substitute."""
-    starts = [one for one in assembly.ordered(four_ranks()[:3]) if isinstance(one, Start)]
-    assert [sorted(one.weights) for one in starts] == [
-        *(["norm.weight", "up.weight"], ["norm.weight", "up.weight"]),
-        ["norm.weight"],
-    ]
-
-
-def test_who_drew_other_samples_than_its_group(tmp_path: Path) -> None:
-    """Has a Shard of its own, of the same number."""
-    shard = Shard(
-        step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True
-    )
-    drawn = [(1, 2), (1, 2), (3,), (4,)]
-    ranks = [
-        recorded_by(rank, {}, replace(shard, rank=rank, ids=ids)) for rank, ids in enumerate(drawn)
-    ]
-    events = assembly.numbered(assembly.ordered(ranks), 1, assembly.places(ranks))
-    assert [(one.rank, one.shard, one.ids) for one in events if isinstance(one, Shard)] == [
-        *((0, 0, (1, 2)), (2, 1, (3,)), (3, 1, (4,)))
-    ]
-
-
-def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
-    """Is refused, with the line."""
-    file = RankFile(tmp_path, {"rank": 0, "world_size": 2})
-    file.arrange({"axes": [["dp", 2]], "tied": [], "pieces": {"weight": [[3], [1], [2], [0, 1]]}})
-    file.close()
-    (path,) = tmp_path.glob("*.rank.jsonl")
-    with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):
-        rank_trace.load(path)

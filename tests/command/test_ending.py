@@ -1,0 +1,97 @@
+"""How a run of a command ended: by its exit code, its output and what its ranks wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.command import ending
+from entrenar_py.command.asked import Asked
+from entrenar_py.command.launch import Ended
+from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.trace import Event, Injected, Update
+
+NAN = {"kind": "non_finite_gradient", "step": 1, "rank": 1, "value": "nan"}
+LEAVE = {"kind": "leave", "step": 1, "rank": 1}
+
+
+def rank(number: int, *, ended: bool = True, problem: str = "", world_size: int = 2) -> RankTrace:
+    """The record of a rank; its events are given apart."""
+    header = {"rank": number, "world_size": world_size}
+    return RankTrace(life=0, header=header, events=(), ended=ended, problem=problem)
+
+
+def steps(*made: int) -> list[Event]:
+    """The updates of ranks 0, 1, ... that made so many steps."""
+    return [
+        Update(
+            step=step,
+            rank=number,
+            loss=None,
+            weight=1.0,
+            learning_rate=0.1,
+            finite=True,
+            weights={},
+        )
+        for number, num_steps in enumerate(made)
+        for step in range(num_steps)
+    ]
+
+
+def injected(fault: dict[str, object]) -> list[Event]:
+    """A fault that struck."""
+    return [Injected(fault=fault, step=1, rank=1)]
+
+
+BOTH = [rank(0), rank(1)]
+FAILED = [rank(0), rank(1, problem="ValueError: no")]
+CUT = [rank(0), rank(1, ended=False)]
+
+
+@pytest.mark.parametrize(
+    ("code", "ranks", "events", "problems", "status", "reason"),
+    [
+        (0, BOTH, steps(2, 2), [], "completed", ""),
+        (1, BOTH, steps(2, 2), [], "completed", ""),  # taking the process group down failed
+        (1, CUT, steps(2, 2), [], "completed", ""),
+        (1, CUT, steps(2, 1), [], "failed", "exit code 1: last"),
+        (None, BOTH, steps(2, 2), [], "completed", ""),
+        (None, CUT, steps(2, 1), [], "failed", "steps made: rank 0 2, rank 1 1"),
+        (1, FAILED, steps(2, 2), [], "failed", "exit code 1: ValueError: no"),
+        (1, FAILED, [*steps(1, 1), *injected(NAN)], [], "halted", "exit code 1: ValueError: no"),
+        (0, BOTH, [*steps(2, 2), *injected(NAN)], [], "completed", ""),
+        (1, CUT, [*steps(2, 1), *injected(LEAVE)], [], "failed", "started again (torchrun --max-"),
+        (0, [], [], [], "failed", "nothing was recorded: add `obs = entrenar_py.observe("),
+        (1, [], [], [], "failed", "the script that trains calls `obs = entrenar_py.observe("),
+        (0, [], [], ["a: no JSON"], "failed", "what its ranks recorded is damaged: a: no JSON"),
+        (0, BOTH, steps(2, 2), ["a: no JSON"], "failed", "a: no JSON"),
+        (0, [rank(0, world_size=1)], steps(2), [], "failed", "with 2 workers and ran with 1"),
+    ],
+)
+def test_how_it_ended(
+    code: int | None,
+    ranks: list[RankTrace],
+    events: list[Event],
+    problems: list[str],
+    status: str,
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    """What the ranks wrote counts more than an exit code; a reason says what to do."""
+    ended = Ended(
+        code=code, seconds=1.0, tail=("last", "----"), output=tmp_path / "o.txt", num_left=0
+    )
+    found = ending.of(ranks, events, Asked(world_size=2, seed=0), ended, problems)
+    assert found[0] == status
+    assert reason in found[1]
+    assert bool(reason) == bool(found[1])
+
+
+def test_a_folder_that_was_removed(tmp_path: Path) -> None:
+    """Nothing is known of the ranks then, whatever the exit code."""
+    output = tmp_path / "gone" / "output.txt"
+    ended = Ended(code=0, seconds=1.0, tail=(), output=output, num_left=0)
+    status, reason = ending.of([], [], Asked(world_size=2, seed=0), ended, [])
+    assert status == "failed"
+    assert reason.endswith("was removed while it ran; exit code 0: it printed nothing")

@@ -1,0 +1,73 @@
+"""The micro-batches of a step, from the forward pass to the record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from entrenar_py.observing.micro_batches import MicroBatches
+from entrenar_py.observing.samplers import Samples
+
+
+@pytest.fixture
+def micro_batches() -> MicroBatches:
+    """Those of a small model, whose samples a script tells."""
+    return MicroBatches(nn.Linear(1, 1), Samples(None))
+
+
+def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> None:
+    """Makes one of them, of these samples."""
+    micro_batches.samples.tell(ids, None)
+    micro_batches.before_forward()
+    if draw:
+        torch.rand(1)
+    micro_batches.after_forward()
+    micro_batches.after_backward({}, finite=True)
+
+
+def test_each_is_numbered_and_has_its_loss(micro_batches: MicroBatches) -> None:
+    """Those written before count on; a loss that was not told is unknown."""
+    micro_batches.tell_loss(0.5, 2)
+    go_through(micro_batches, 0, 1)
+    (first,) = micro_batches.written(step=0, rank=1)
+    go_through(micro_batches, 2, 3, draw=True)
+    (second,) = micro_batches.written(step=0, rank=1)
+    assert (first.shard, first.ids, first.loss_sum, first.draws) == (0, (0, 1), 1.0, None)
+    assert (second.shard, second.ids, second.loss_sum) == (1, (2, 3), None)
+    assert second.draws is not None
+    micro_batches.end_step()
+    assert micro_batches.index == 0
+
+
+def test_the_same_samples_again(micro_batches: MicroBatches) -> None:
+    """A pass that no new samples were drawn for is made of those before, which count once."""
+    go_through(micro_batches, 0, 1)
+    micro_batches.forget_repeated()
+    assert (micro_batches.done, micro_batches.samples.ids) == ([], [0, 1])
+    micro_batches.after_backward({}, finite=True)
+    micro_batches.samples.ids = [2]
+    micro_batches.forget_repeated()
+    assert [micro.ids for micro in micro_batches.done] == [(0, 1)]
+
+
+def test_losses_ahead(micro_batches: MicroBatches) -> None:
+    """A loss that is told before its backward pass begins is not the last one's."""
+    go_through(micro_batches, 0)
+    for mean in (1.0, 2.0):
+        micro_batches.tell_loss(mean, 1)
+    ahead = micro_batches.take_losses_ahead()
+    assert [shard.loss_sum for shard in micro_batches.written(step=0, rank=0)] == [1.0]
+    micro_batches.give_losses(ahead)
+    go_through(micro_batches, 1)
+    assert [shard.loss_sum for shard in micro_batches.written(step=1, rank=0)] == [2.0]
+
+
+def test_a_loss_that_is_not_finite(micro_batches: MicroBatches) -> None:
+    """Is told of its micro-batch, also where its gradients are excused."""
+    go_through(micro_batches, 0)
+    micro_batches.done[0].finite = False
+    micro_batches.excuse()
+    micro_batches.tell_loss(float("nan"), 1)
+    (shard,) = micro_batches.written(step=0, rank=0)
+    assert not shard.finite

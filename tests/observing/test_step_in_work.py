@@ -1,0 +1,53 @@
+"""The step in work: its gradient and norms, and that the next one begins with nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from entrenar_py.observing.step_in_work import StepInWork
+from entrenar_py.observing.subject import Subject
+
+
+@pytest.fixture
+def subject() -> Subject:
+    """One weight, whose gradient is 3."""
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.full((1, 1), 3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Subject(model, [optimizer], declared=None, world_size=1)
+
+
+def test_gradients_are_those_that_are_applied(subject: Subject) -> None:
+    """Where the script says nothing of when they are reduced; the norm is unknown then."""
+    step = StepInWork(7)
+    step.apply(subject, subject.gradients(), ["weight"])
+    step.stepped.add(0)
+    made = step.end(subject, 0, {})
+    assert (made.step, list(made.gradient), made.grad_norm) == (7, ["weight"], None)
+    assert (step.number, step.stepped) == (8, set())
+    assert step.end(subject, 0, {}).gradient == {}
+
+
+def test_norms_before_and_after_clipping(subject: Subject) -> None:
+    """Where the script says when they are reduced, the gradients are those of then."""
+    step = StepInWork(0)
+    step.reduced(subject)
+    before = step._gradient["weight"]
+    weight = subject.trained["weight"]
+    assert weight.grad is not None
+    weight.grad /= 3
+    step.apply(subject, subject.gradients(), ["weight"])
+    made = step.end(subject, 0, {})
+    assert (made.grad_norm, made.applied_norm) == (3.0, 1.0)
+    assert made.gradient["weight"] == before
+
+
+def test_an_overflow_is_no_gradient(subject: Subject) -> None:
+    """Of a step that a scaler skips nothing is applied."""
+    step = StepInWork(0)
+    step.reduced(subject)
+    step.excuse()
+    made = step.end(subject, 0, {})
+    assert (made.gradient, made.grad_norm) == ({}, None)

@@ -1,0 +1,121 @@
+"""The events of all ranks put together: whole tensors, shared micro-batches, numbers, epochs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from entrenar_py.rank_files import assembly
+from entrenar_py.rank_files.layout import Layout, Piece
+from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.trace import Event, Shard, Start, TensorRecord, Update, record_tensor
+
+SHARD = Shard(step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True)
+RECORD = record_tensor(np.ones(1, np.float32), values=True)
+
+
+def values(record: TensorRecord) -> list[float]:
+    """The elements."""
+    found = record.values()
+    assert found is not None
+    return [float(value) for value in found]
+
+
+def recorded_by(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
+    """What a rank recorded, two for data and two for each of their models."""
+    return RankTrace(
+        life=0,
+        header={"rank": rank, "world_size": 4},
+        events=events,
+        ended=True,
+        problem="",
+        layout=Layout(axes={"dp": 2, "tp": 2}),
+        pieces=pieces,
+    )
+
+
+def four_ranks() -> list[RankTrace]:
+    """Four ranks whose second halves are spoilt on rank 3."""
+    found = []
+    for rank in range(4):
+        column, pair = rank % 2, rank - rank % 2
+        piece = Piece(offset=(0, column), shape=(2, 1), whole=(2, 2), ranks=(pair, pair + 1))
+        values = np.array([[1], [3]], np.float32) + column + 10 * (rank == 3)
+        weights = {
+            "up.weight": record_tensor(values, values=True),
+            "norm.weight": record_tensor(np.full(1, float(rank == 2), np.float32), values=True),
+        }
+        start = Start(step=0, rank=rank, weights=weights)
+        found.append(recorded_by(rank, {"up.weight": piece}, start))
+    return found
+
+
+def test_each_rank_sees_its_own_copy() -> None:
+    """Of a copy that ranks hold together its pieces, of one that it holds alone its own."""
+    starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
+    assert [values(one.weights["up.weight"]) for one in starts] == [
+        *([1, 2, 3, 4], [1, 2, 3, 4]),
+        *([1, 12, 3, 14], [1, 12, 3, 14]),
+    ]
+    assert [values(one.weights["norm.weight"]) for one in starts] == [[0], [0], [1], [0]]
+    assert assembly.places(four_ranks()) == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_a_piece_that_is_lacking_is_not_made_up() -> None:
+    """Its tensor is left out; others' copies are no substitute."""
+    starts = [one for one in assembly.ordered(four_ranks()[:3]) if isinstance(one, Start)]
+    assert [sorted(one.weights) for one in starts] == [
+        *(["norm.weight", "up.weight"], ["norm.weight", "up.weight"]),
+        ["norm.weight"],
+    ]
+
+
+def test_who_drew_other_samples_than_its_group() -> None:
+    """Has a Shard of its own, of the same number."""
+    drawn = [(1, 2), (1, 2), (3,), (4,)]
+    ranks = [
+        recorded_by(rank, {}, replace(SHARD, rank=rank, ids=ids)) for rank, ids in enumerate(drawn)
+    ]
+    events = assembly.numbered(assembly.ordered(ranks), 1, assembly.places(ranks))
+    assert [(one.rank, one.shard, one.ids) for one in events if isinstance(one, Shard)] == [
+        *((0, 0, (1, 2)), (2, 1, (3,)), (3, 1, (4,)))
+    ]
+
+
+def alone(*events: Event, life: int = 0) -> RankTrace:
+    """The record of a rank that trains by itself."""
+    header = {"rank": 0, "world_size": 1}
+    return RankTrace(life=life, header=header, events=events, ended=True, problem="")
+
+
+def test_a_rank_that_is_started_again_counts_epochs_on() -> None:
+    """Its own count begins with 0; steps made again have the weight of their new shards."""
+    update = Update(
+        step=0, rank=0, loss=None, weight=0.0, learning_rate=0.1, finite=True, weights={}
+    )
+    first = alone(
+        *(Start(step=0, rank=0, weights={}), SHARD, update),
+        *(replace(SHARD, step=1, weight=8.0), replace(update, step=1)),
+    )
+    again = alone(
+        Start(step=1, rank=0, weights={}), replace(SHARD, step=1), replace(update, step=1), life=1
+    )
+    events = assembly.numbered(assembly.ordered([first, again]), 1, {0: 0}, steps_per_epoch=1)
+    assert [event.epoch for event in events if isinstance(event, Shard)] == [0, 0, 1]
+    assert [event.weight for event in events if isinstance(event, Update)] == [2.0, 8.0, 2.0]
+
+
+def test_shards_are_numbered_through_the_places_of_their_ranks() -> None:
+    """Two micro-batches a rank: the second rank's are 2 and 3."""
+    shards = [replace(SHARD, rank=rank, shard=micro) for rank in range(2) for micro in range(2)]
+    events = assembly.numbered(shards, 2, {0: 0, 1: 1})
+    assert [event.shard for event in events if isinstance(event, Shard)] == [0, 1, 2, 3]
+
+
+def test_what_is_given_a_gradient_is_not_frozen() -> None:
+    """A script that thaws a parameter says so by its gradient."""
+    start = Start(step=0, rank=0, weights={}, frozen=("head", "body"))
+    rank = alone(start, replace(SHARD, gradient={"head": RECORD}))
+    (found,) = [event for event in assembly.ordered([rank]) if isinstance(event, Start)]
+    assert found.frozen == ("body",)

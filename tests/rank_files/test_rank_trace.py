@@ -1,0 +1,49 @@
+"""One rank's file, read back: each line once, and nothing that no rank wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.errors import TraceError
+from entrenar_py.rank_files import rank_trace
+from entrenar_py.rank_files.rank_file import RankFile
+from tests.fuzz import bad_contents
+
+
+def test_each_line_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run's file is mostly JSON: parsing it is what reading costs."""
+    path = tmp_path / "00000-000.rank.jsonl"
+    path.write_bytes(bad_contents.rank_lines())
+    parsed: list[bytes] = []
+
+    def loads(line: bytes) -> object:
+        parsed.append(line)
+        return json.JSONDecoder().decode(line.decode())
+
+    monkeypatch.setattr("entrenar_py.rank_files.rank_trace.json.loads", loads)
+    rank_trace.load(path)
+    assert b"".join(parsed) == path.read_bytes()
+
+
+def test_a_rank_that_has_closed(tmp_path: Path) -> None:
+    """Only one that came to the end of training, and by no error."""
+    for rank, problem in enumerate(("", "ValueError: no")):
+        RankFile(tmp_path, {"rank": rank, "world_size": 3}).close(problem)
+    training = RankFile(tmp_path, {"rank": 2, "world_size": 3})
+    paths = sorted(tmp_path.glob("*.rank.jsonl"))
+    assert [rank_trace.is_closed(path) for path in paths] == [True, False, False]
+    assert [rank_trace.load(path).ended for path in paths] == [True, True, False]
+    training.close()
+
+
+def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
+    """Is refused, with the line."""
+    file = RankFile(tmp_path, {"rank": 0, "world_size": 2})
+    file.arrange({"axes": [["dp", 2]], "tied": [], "pieces": {"weight": [[3], [1], [2], [0, 1]]}})
+    file.close()
+    (path,) = tmp_path.glob("*.rank.jsonl")
+    with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):
+        rank_trace.load(path)
