@@ -8,6 +8,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS, reductions
 from entrenar_py.checks.reductions import REAL, RING, RING_SIMULATED, SIMULATED
+from entrenar_py.contract import Binding, Position
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, Membership, Reduced, Shard, Start, Trace, Traffic, Update
 from entrenar_py.verdict import Finding, Verdict
@@ -58,6 +59,17 @@ def test_real_ones_hold_where_no_block_fits_into_a_socket(system: str) -> None:
     for check in CHECKED:
         finding = traces.judge(check, traces.family(check, subject))
         assert finding.verdict is Verdict.HELD, finding
+
+
+def test_the_plan_of_a_bound_statement_is_small() -> None:
+    """Somebody else's sentence takes nine small runs, not those of reduction-v1."""
+    binding = Binding(kind="obligation", item="mean", position=Position("x.yaml", 1, 1))
+    planned = CHECKS["reduction_mean"].plan(
+        replace(traces.clause("reduction_mean"), binding=binding)
+    )
+    assert len(planned) == 9
+    assert {one.system for one in planned} == {*SIMULATED, RING_SIMULATED}
+    assert max(one.width for one in planned) < 1_000
 
 
 def test_the_plan_reaches_what_it_says() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,19 @@ def test_suggest_drafts_what_is_not_bound(
     assert "draft.yaml:9:5: error: binding of Replicas agree: is still a guess" in (
         capsys.readouterr().err
     )
+
+
+def test_a_pipe_of_bindings_serves_one_contract(
+    bindings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It can be read once: for several contracts a file is asked for, and nothing hangs."""
+    os.mkfifo("pipe")
+    two = ("--contract", "theirs-v1.yaml", "--contract", "reduction-v1", "--bind", "pipe")
+    assert check(*two, "--list") == 2
+    assert "--bind pipe: is a pipe, which can be read once, and 2 contracts need it" in (
+        capsys.readouterr().err
+    )
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=(bindings.read_bytes(),))
+    writer.start()
+    assert check("--contract", "theirs-v1.yaml", "--bind", "pipe", "--list") == 0
+    writer.join()

@@ -17,7 +17,7 @@ SAME = CheckTerms(
     tolerance_kinds=("bitwise", "exact"),
     takes_tolerance=False,
     decides="all workers hold the same bits",
-    spoken_of="identical",
+    spoken_of="identical output",
 )
 NEAR = CheckTerms(
     name="nearly", id="F-2", tolerance_kinds=("relative", "absolute"), takes_tolerance=True

@@ -129,6 +129,13 @@ def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
             f"{PROG} init writes one"
         )
     found = of_each(options)
+    for path in options.bind if len(found) > 1 else ():
+        if path.is_fifo():
+            raise UsageError(
+                f"--bind {path}: is a pipe, which can be read once, and {len(found)} contracts "
+                "need it; give a file",
+                field="bind",
+            )
     for own in found:
         own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
     return found

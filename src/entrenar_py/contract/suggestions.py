@@ -19,7 +19,9 @@ from entrenar_py.contract.proofs import OBLIGATIONS
 from entrenar_py.contract.records import Contract
 from entrenar_py.contract.vocabulary import CheckTerms
 
-SHARED_MIN = 3  # words that a statement and a check have in common, where none is a hint
+# Words that a statement and a check have in common. Of 85 statements that were bound by hand, 22
+# are guessed right so and 5 wrong; if one hint were enough, 36 right and 45 wrong.
+SHARED_MIN = 3
 STEM_CHARS_MIN = 4
 _ENDINGS = (
     *("inesses", "iness", "nesses", "ness", "istic", "ism", "ations", "ation", "ings", "ing"),
@@ -88,9 +90,10 @@ def _quoted(text: str) -> str:
 
 
 def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, str]:
-    """The check that `item` may be for, or none; and what that rests on.
+    """Return the check that `item` may be for, or None; and what that rests on.
 
-    A word that others use for what a check looks at counts twice, and one of them is enough.
+    Both must share SHARED_MIN words, one of them a hint: a word that others use for what the check
+    looks at. Hints count twice. A wrong guess is worse than none: it has to be found and undone.
     """
     for check in checks:
         if check.id.lower() in item.id.lower() or _number_of(check.id) == _number_of(item.id):
@@ -102,10 +105,10 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
         hints = words(check.spoken_of)
         shared = sorted(said & _words_of(check), key=lambda word: (-weights[word], word))
         score = sum(weights[word] * (1 + (word in hints)) for word in shared)
-        if (hints & said or len(shared) >= SHARED_MIN) and score > most:
+        if len(shared) >= SHARED_MIN and hints & said and score > most:
             best, most, shared_by_best = check, score, shared
     if best is None:
-        return None, "no check speaks of what it says"
+        return None, f"no check shares {SHARED_MIN} words with it"
     return best, f"both speak of: {', '.join(shared_by_best)}"
 
 
@@ -123,7 +126,8 @@ def words(text: str) -> set[str]:
 def _stemmed(word: str) -> str:
     for ending in _ENDINGS:
         if word.endswith(ending) and len(word) - len(ending) >= STEM_CHARS_MIN:
-            return word.removesuffix(ending)
+            stem = word.removesuffix(ending)
+            return stem[:-1] if stem[-1] == stem[-2] else stem  # clipped: clip
     return word
 
 
