@@ -1,4 +1,4 @@
-"""Writes what is generated among the docs: `make docs`. Tests hold that it is current."""
+"""Write the generated pages and tables of the docs: `make docs`. Tests hold them current."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
 
-# What each field of a scenario means to who writes one; what it may hold is read from the record.
+# The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
     "system": "what runs it; `--system`, where it is given, takes the place of a trainer",
     "workload": "the model and its data; of `vectors` the gradients are known beforehand; `own` is "
@@ -75,13 +75,13 @@ TYPES = {
     "tuple[Fault, ...]": "list of mappings",
     "Mapping[str, Any]": "mapping",
 }
-# Where a configuration of `entrenar` means something else by it.
+# Fields that mean something else in a configuration of `entrenar`.
 SERVED = {
     "workload": "the model and its data; of `vectors` the gradients are known beforehand",
     "world_size": "the most workers at a time",
     "seed": "the only source of randomness",
 }
-# What a field of a message holds, as JSON.
+# Type of a message's field -> its JSON.
 WIRE_TYPES = {
     "bool": "boolean",
     "int": "integer",
@@ -94,7 +94,7 @@ WIRE_TYPES = {
     "Nonce": "32 hex digits",
     "Proof": "64 hex digits",
 }
-# What a worker says to another and to nobody else, or as the coordinator does.
+# Messages that a worker sends to other workers.
 AMONG_WORKERS = (Accept, *MeshWorker.parts, *RingWorker.parts)
 PAYLOADS = {
     "": "",
@@ -106,7 +106,7 @@ PAYLOADS = {
 
 
 def pages(rows: Sequence[Row]) -> dict[str, str]:
-    """File name -> text: of every page that is generated, or has tables that are."""
+    """Return file name -> text of every page that is generated or has generated tables."""
     return {
         "cli.md": option_reference.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
@@ -133,7 +133,7 @@ def scripts() -> list[tuple[str, ...]]:
 
 
 def contract_rules(page: str) -> str:
-    """`page` with today's table of rules."""
+    """Return `page` with the current table of rules."""
     head = ("rule", "level", "demands")
     rows = [
         (
@@ -147,7 +147,7 @@ def contract_rules(page: str) -> str:
 
 
 def contract_format(page: str) -> str:
-    """`page` with today's tables of what a contract may say."""
+    """Return `page` with the current tables of checks, scenarios, systems and faults."""
     tables = {
         "checks": checks(),
         "scenario": fields(),
@@ -160,10 +160,10 @@ def contract_format(page: str) -> str:
 
 
 def protocol(page: str) -> str:
-    """`page` with today's frames, messages, bounds and legal moves."""
+    """Return `page` with the current frames, messages, bounds and legal moves."""
     tables = {
         "frame": layout(),
-        "messages": said(),
+        "messages": message_table(),
         "peer": _legal(phases.PEER_MAY_SAY),
         "worker": _legal(phases.WORKER_MAY_HEAR),
         "mesh-peer": _legal(phases.MESH_PEER_MAY_SAY),
@@ -178,7 +178,7 @@ def protocol(page: str) -> str:
 
 
 def service(page: str) -> str:
-    """`page` with today's keys of a configuration, and exit codes."""
+    """Return `page` with the current keys of a configuration, and exit codes."""
     head = ("key", "holds", "left out", "means")
     waits = [
         (f"`{name}`", "seconds > 0", f"`{getattr(Timing(), name):g}`", meaning)
@@ -198,7 +198,7 @@ def service(page: str) -> str:
 
 
 def configuration(page: str) -> str:
-    """`page` with today's keys of a project's configuration."""
+    """Return `page` with the current keys of a project's configuration."""
     head = ("key", "holds", "left out", "means")
     tables = {
         name: _table(
@@ -233,7 +233,7 @@ def _keys(table: Mapping[str, tuple[str, str, str]]) -> list[tuple[str, ...]]:
 
 
 def _filled(page: str, tables: Mapping[str, str]) -> str:
-    """`page` with `tables` between `<!-- generated: NAME -->` and `<!-- end -->`."""
+    """Return `page` with `tables` between `<!-- generated: NAME -->` and `<!-- end -->`."""
     for name, table in tables.items():
         before, start, rest = page.partition(f"<!-- generated: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")
@@ -244,7 +244,7 @@ def _filled(page: str, tables: Mapping[str, str]) -> str:
 
 
 def checks() -> str:
-    """A row per check: what it decides, what it judges by, what it runs by itself."""
+    """Return a row per check: its claim, its tolerances, its own scenarios."""
     clauses = kill_matrix.invariants()
     rows = [
         (
@@ -266,7 +266,7 @@ def _planned(check: Check, clause: Invariant) -> str:
 
 
 def fields() -> str:
-    """A row per field of a scenario; left out, it is what an entry of a contract means then."""
+    """Return a row per field of a scenario, with its default in a contract."""
     rows = [
         (f"`{field.name}`", _holds(field), _default(field), MEANINGS[field.name])
         for field in dataclasses.fields(Scenario)
@@ -298,33 +298,33 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def systems() -> str:
-    """A row per system: what it is, and what it takes."""
+    """Return a row per system: its faults and options."""
     rows = [
         (f"`{name}`", system.what, _code(system.faults), _code(system.options))
         for name, system in SYSTEMS.items()
     ]
-    return _table(("system", "what it is", "faults", "options"), rows)
+    return _table(("system", "runs", "faults", "options"), rows)
 
 
 def faults() -> str:
-    """A row per kind of fault: what it does, and which fields it looks at."""
+    """Return a row per kind of fault: its effect and its fields."""
     rows = [
         (f"`{kind}`", what, _code(NEEDED[kind]), _code(OPTIONAL.get(kind, ())))
         for kind, what in KINDS.items()
     ]
-    return _table(("fault", "what happens", "needs", "takes"), rows)
+    return _table(("fault", "effect", "needs", "takes"), rows)
 
 
 def lies() -> str:
-    """A row per lie: what is said, and where it can be."""
+    """Return a row per lie: its words, and the messages that can carry it."""
     rows = [(f"`{name}`", what, _code(LIE_PLACES[name])) for name, what in LIES.items()]
-    return _table(("`value` of a lie", "what is said", "at"), rows)
+    return _table(("`value` of a lie", "words", "at"), rows)
 
 
 def strangers() -> str:
-    """A row per stranger: what is wrong with it."""
+    """Return a row per stranger."""
     rows = [(f"`{name}`", what) for name, what in STRANGERS.items()]
-    return _table(("`value` of a stranger", "who it is"), rows)
+    return _table(("`value` of a stranger", "meaning"), rows)
 
 
 def layout() -> str:
@@ -335,11 +335,11 @@ def layout() -> str:
     return f"```\n{textwrap.dedent(chr(10).join(lines[start:end]))}\n```\n"
 
 
-def said() -> str:
-    """A row per message: who says it, its fields, what it carries, what it means."""
+def message_table() -> str:
+    """Return a row per message: its sender, fields, payload and meaning."""
     rows = [
         (
-            *(str(tag), f"`{kind.__name__}`", _who(kind)),
+            *(str(tag), f"`{kind.__name__}`", _sender(kind)),
             "<br>".join(
                 f"`{field.name}` {WIRE_TYPES[str(field.type)]}"
                 for field in dataclasses.fields(kind)
@@ -349,11 +349,11 @@ def said() -> str:
         )
         for tag, kind in MESSAGES.items()
     ]
-    return _table(("tag", "message", "said by", "fields", "payload", "meaning"), rows)
+    return _table(("tag", "message", "sent by", "fields", "payload", "meaning"), rows)
 
 
-def _who(kind: type[Message]) -> str:
-    """Who says it: where both can, either."""
+def _sender(kind: type[Message]) -> str:
+    """Return the sender of a message: worker, coordinator, or either."""
     by_worker = {*phases.ALWAYS, *AMONG_WORKERS}
     for peers in (phases.PEER_MAY_SAY, phases.MESH_PEER_MAY_SAY):
         by_worker |= {one for row in peers.values() for one in row}
@@ -406,7 +406,7 @@ def bounds() -> str:
             f"{timing.gather_s:g} s",
         ),
     ]
-    return _table(("what", "at most, unless set otherwise"), rows)
+    return _table(("bound", "at most, unless set otherwise"), rows)
 
 
 def _code(names: Iterable[str]) -> str:
@@ -419,7 +419,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Runs the whole kill matrix and writes every page."""
+    """Run the whole kill matrix and write every page."""
     rows = kill_matrix.run(list(mutants.catalogue().values()), kill_matrix.invariants())
     for name, text in pages(rows).items():
         (DOCS / name).write_text(text, encoding="utf-8")

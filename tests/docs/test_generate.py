@@ -89,7 +89,7 @@ def test_the_protocol_is_as_the_tables_have_it(
 
 def test_every_message_has_a_row(generate: ModuleType) -> None:
     """In the order of the tags, each with who says it and what it means."""
-    rows = [row.strip("|\n ").split(" | ") for row in generate.said().splitlines()[2:]]
+    rows = [row.strip("|\n ").split(" | ") for row in generate.message_table().splitlines()[2:]]
     kinds = messages.MESSAGES.items()
     assert [row[:2] for row in rows] == [[str(tag), f"`{kind.__name__}`"] for tag, kind in kinds]
     for row, (_, kind) in zip(rows, kinds, strict=True):
