@@ -14,7 +14,7 @@ from entrenar_py.verdict import Finding, Tally
 _AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
-def scenario(**changes: object) -> Scenario:
+def scenario(*, faults: tuple[Fault, ...] = (), **changes: object) -> Scenario:
     """Three workers, unequal shares, two epochs, rounds of two steps and a last one of one."""
     usual: dict[str, object] = {
         "system": "local_sgd",
@@ -31,7 +31,7 @@ def scenario(**changes: object) -> Scenario:
         "detail": "values",
         "options": {"inner_steps": 2},
     }
-    return Scenario.from_dict({**usual, **changes})
+    return Scenario.from_dict({**usual, **changes}).with_(faults=faults)
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
