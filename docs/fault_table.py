@@ -126,8 +126,8 @@ def page() -> str:
 INTRODUCTION = """\
 # Faults on real processes
 
-Look up how a run ends when a worker is killed, frozen or cut off, lies, or has its bytes damaged, at
-each message of a step. `entrenar-check --contract wire-protocol-v1.yaml` plays such faults in
+Look up how a run ends when a worker is killed, frozen or cut off, lies, or has its bytes damaged,
+at each message of a step. `entrenar-check --contract wire-protocol-v1.yaml` plays such faults in
 virtual time; the tables here are of real processes.
 
 Three worker processes train over TCP on one machine. One is killed (SIGKILL), frozen (SIGSTOP, then
@@ -154,8 +154,8 @@ RING_INTRODUCTION = """\
 ## A ring
 
 `Partial`, a sum on its way around, is in the place of `TreeNode` here. When a worker is lost, the
-step is reduced around another ring, or in another order. The weights are then not the same bits, but
-within 1e-5 of those of the undisturbed run (they are about 1), which the tables call near.
+step is reduced around another ring, or in another order. The weights are then not the same bits,
+but within 1e-5 of those of the undisturbed run (they are about 1), which the tables call near.
 """
 
 HALTS_INTRODUCTION = """\
