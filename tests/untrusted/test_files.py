@@ -126,7 +126,7 @@ REFUSED = {
     "fault kind": "fault kind=7: allowed are",
     "no base64": "update weights=.*: Only base64 data is allowed",
     "step less": "step=-5: steps count from 0",
-    "closed early": "a line behind the one that says that training is over",
+    "closed early": "a line after the one that says that training is over",
 }
 
 
@@ -143,7 +143,7 @@ def test_a_rank_file_of_another_name() -> None:
     """It is no rank's."""
     path = Path("mine.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
-    with pytest.raises(TraceError, match=r"no rank's file is called so, as 00000-000.rank.jsonl"):
+    with pytest.raises(TraceError, match=r"its name is not RANK-LIFE.rank.jsonl, as in 00000-000"):
         rank_trace.load(path)
 
 

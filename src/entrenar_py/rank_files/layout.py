@@ -1,6 +1,6 @@
-"""Along which axes the ranks of a run are arranged, and which part of a tensor a rank holds.
+"""The axes along which a run's ranks are arranged, and the part of a tensor that a rank holds.
 
-Nothing of torch: what a rank declares when it runs, and what is read of its file when it is over.
+A rank declares both while it runs; its file gives them back, without torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from entrenar_py.errors import UsageError, did_you_mean
 # Each rank along these draws samples of its own; along the others all draw the same.
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
 MODEL = ("tp", "sp", "pp", "cp", "ep")
-# Ranks along these hold parameters of other names; along all others each has each parameter, if
-# only a piece of it.
+# Ranks along these hold parameters of other names. Along all other axes each rank has each
+# parameter, if only a piece of it.
 STAGES = ("pp", "ep")
 # Along these a rank computes on a part of each sample: its gradient is a part of a sum.
 PARTIAL = ("sp", "cp")
@@ -26,40 +26,49 @@ SHARING = ("tp", "dp_shard", "fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`axes`: name -> size, row-major as `torch.distributed.init_device_mesh` has them. `tied`:
-    names of one tensor, of which ranks hold copies.
+    """How the ranks of a run are arranged.
+
+    `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. `tied` are names
+    of one tensor of which several ranks hold copies.
     """
 
     axes: Mapping[str, int]
     tied: tuple[tuple[str, ...], ...] = ()
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis -> where along it `rank` is."""
-        found: dict[str, int] = {}
+        """Return the place of `rank` along each axis."""
+        places: dict[str, int] = {}
         for axis, size in reversed([*self.axes.items()]):
-            rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in self.axes}
+            rank, places[axis] = divmod(rank, size)
+        return {axis: places[axis] for axis in self.axes}
 
     def data(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` is along the axes of data: ranks at one place draw the same samples."""
-        return tuple(at for axis, at in self.coordinates(rank).items() if axis in DATA)
+        """Return the place of `rank` along the axes of data.
+
+        Ranks at the same place draw the same samples.
+        """
+        return tuple(place for axis, place in self.coordinates(rank).items() if axis in DATA)
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` is along all axes but those of stages: together those hold all names."""
-        return tuple(at for axis, at in self.coordinates(rank).items() if axis not in STAGES)
+        """Return the place of `rank` along all axes but those of stages.
+
+        Ranks at the same place hold the parameters of all names between them.
+        """
+        return tuple(place for axis, place in self.coordinates(rank).items() if axis not in STAGES)
 
     @property
     def num_parts(self) -> int:
-        """Over how many ranks parameters are to be spread; of stages each has its own."""
+        """Number of ranks over which a parameter is to be spread; stages hold others."""
         return math.prod(size for axis, size in self.axes.items() if axis in SHARING)
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether more than one rank is along one of these axes."""
+        """Return whether more than one rank is along any of the axes `names`."""
         return any(self.axes.get(name, 1) > 1 for name in names)
 
     def first_name(self, name: str) -> str:
-        """The name that a tensor is compared under: the first one of a tie; also of what an
-        optimizer keeps of it, `parameter/key`.
+        """Return the name that a tensor is compared under: the first one of its tie, if any.
+
+        `name` may also be that of optimizer state, `parameter/key`.
         """
         parameter, slash, key = name.partition("/")
         firsts = (tie[0] for tie in self.tied if parameter in tie)
@@ -67,13 +76,16 @@ class Layout:
 
 
 def plain(world_size: int) -> Layout:
-    """The layout of ranks of which nothing is known: each draws samples of its own."""
+    """Return the layout of ranks that declare none: each draws samples of its own."""
     return Layout(axes={"dp": world_size})
 
 
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
-    """`axes` if they can be those of `world_size` ranks; UsageError, with what is allowed."""
-    found: dict[str, int] = {}
+    """Return `axes` as sizes by name.
+
+    Raises UsageError, led by `where`, if they can't be those of `world_size` ranks.
+    """
+    sizes: dict[str, int] = {}
     for axis, size in axes.items():
         if axis not in (*DATA, *MODEL):
             raise UsageError(
@@ -82,21 +94,25 @@ def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, i
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"{where}: {axis}={size!r}: use a number of ranks, 1 or more")
-        found[axis] = size
-    num_ranks = math.prod(found.values())
+        sizes[axis] = size
+    num_ranks = math.prod(sizes.values())
     if num_ranks != world_size:
+        product = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axis"
         raise UsageError(
-            f"{where}: {' x '.join(f'{axis}={size}' for axis, size in found.items()) or 'no axis'} "
-            f"is {num_ranks} ranks, world_size={world_size}: use sizes whose product is that"
+            f"{where}: {product} is {num_ranks} ranks, world_size={world_size}: use sizes whose "
+            "product is the world size"
         )
-    return found
+    return sizes
 
 
 def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
-    """`tied` if each tie has two names or more, and no name stands in two; else UsageError."""
-    found = tuple(tuple([tie] if isinstance(tie, str) else map(str, tie)) for tie in tied)
-    names = [name for tie in found for name in tie]
-    for tie in found:
+    """Return `tied` as tuples of names.
+
+    Raises UsageError for a tie of fewer than two names, and for a name that stands in two ties.
+    """
+    ties = tuple(tuple([tie] if isinstance(tie, str) else map(str, tie)) for tie in tied)
+    names = [name for tie in ties for name in tie]
+    for tie in ties:
         if len(set(tie)) < 2:
             raise UsageError(
                 f"tied={tie}: use tuples of two names or more of one tensor, as "
@@ -105,13 +121,15 @@ def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"tied: {name} stands twice: name each tensor in one tie, once")
-    return found
+    return ties
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The part of a tensor that a rank holds: of a `whole` of this shape the block of `shape` that
-    begins at `offset`; `ranks` together hold one copy of all of it.
+    """The block of a tensor that a rank holds.
+
+    It has `shape` and begins at `offset` of a tensor of shape `whole`; `ranks` together hold one
+    copy of that tensor.
     """
 
     offset: tuple[int, ...]
@@ -120,19 +138,19 @@ class Piece:
     ranks: tuple[int, ...]
 
     def to_list(self) -> list[list[int]]:
-        """As JSON can hold it."""
+        """Return the piece as JSON can hold it."""
         return [list(part) for part in (self.offset, self.shape, self.whole, self.ranks)]
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where it lies in the whole."""
+        """The slices of the whole tensor that it fills."""
         return tuple(
             slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True)
         )
 
 
 def piece_from(parts: Any) -> Piece:
-    """The piece that `to_list` gave; ValueError or TypeError for anything else."""
+    """Return the piece that `to_list` gave; raises ValueError or TypeError for anything else."""
     offset, shape, whole, ranks = (tuple(map(int, part)) for part in parts)
     fits = len(offset) == len(shape) == len(whole) and all(
         begin >= 0 and size >= 0 and begin + size <= full

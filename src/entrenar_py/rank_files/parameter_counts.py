@@ -10,29 +10,29 @@ from entrenar_py.trace import Held, Start
 
 
 def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
-    """Of each rank of a layout that spreads parameters, what it starts with; of values that were
-    not recorded nothing is known.
+    """Return how many bytes of parameters each rank starts with.
+
+    Ranks whose layout doesn't spread parameters, or that recorded no values, are left out.
     """
     found = []
-    for one in ranks:
-        start = next((event for event in one.events if isinstance(event, Start)), None)
-        if one.layout is None or one.layout.num_parts < 2 or start is None:
+    for rank in ranks:
+        start = next((event for event in rank.events if isinstance(event, Start)), None)
+        if rank.layout is None or rank.layout.num_parts < 2 or start is None:
             continue
-        values = {name: record.values() for name, record in start.weights.items()}
-        held = {name: value for name, value in values.items() if value is not None}
-        if len(held) < len(values):
+        recorded = {name: record.values() for name, record in start.weights.items()}
+        held = {name: values for name, values in recorded.items() if values is not None}
+        if len(held) < len(recorded):
             continue
-        wholes = (
-            math.prod(one.pieces[name].whole) if name in one.pieces else value.size
-            for name, value in held.items()
-        )
-        sizes = (value.itemsize for value in held.values())
+        whole_sizes = {
+            name: math.prod(rank.pieces[name].whole) if name in rank.pieces else values.size
+            for name, values in held.items()
+        }
         found.append(
             Held(
-                rank=one.rank,
-                num_parts=one.layout.num_parts,
-                held_bytes=sum(value.nbytes for value in held.values()),
-                whole_bytes=sum(n * size for n, size in zip(wholes, sizes, strict=True)),
+                rank=rank.rank,
+                num_parts=rank.layout.num_parts,
+                held_bytes=sum(values.nbytes for values in held.values()),
+                whole_bytes=sum(whole_sizes[name] * held[name].itemsize for name in held),
             )
         )
     return found

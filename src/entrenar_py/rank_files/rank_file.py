@@ -1,9 +1,10 @@
-"""The file in which one rank of somebody's own trainer keeps what it records, line by line.
+"""The file in which one rank of a user's trainer records a run, as the rank writes it.
 
-A header, an event a line, between them lines on how ranks are arranged, which pieces of tensors
-this one holds, which buffers no other shares, whether the optimizer's constants changed and in
-what gradients were sent, and a last line if training came to its end: what is there when the
-process dies stays. `rank_trace` reads it back.
+It is JSON lines: a header, then an event a line. Between the events stand lines on how the ranks
+are arranged, which pieces of tensors this one holds, which buffers follow its own samples, and
+whether the optimizer's constants or the compression of gradients have changed. The last line says
+that training came to its end. Each line is written at once, so it stays when the process dies.
+`rank_trace` reads the file back.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def closing_line(problem: str = "") -> str:
 
 
 class RankFile:
-    """The file, as the rank writes it; the process's own, whatever others there are in `folder`."""
+    """A new file in `folder`, of life `life` of its rank; its stack is to be written to `stack`.
+
+    A rank that is started again, or observes twice, has a file for each life.
+    """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,42 +43,40 @@ class RankFile:
         self._write(json.dumps({"kind": "rank", "version": rank_header.VERSION, **header}) + "\n")
 
     def append(self, events: Iterable[trace.Event]) -> None:
-        """Writes `events`: who kills the process now takes none of them along."""
+        """Write `events`; a process that is killed now loses none of them."""
         self._write(trace.dump_events(events).decode())
 
-    def arrange(self, told: Mapping[str, Any]) -> None:
-        """Writes how the ranks are arranged, and where pieces lie: it is so of what comes next."""
-        self._write(json.dumps({"kind": "layout", **told}) + "\n")
+    def arrange(self, layout: Mapping[str, Any]) -> None:
+        """Write how the ranks are arranged, and where the pieces lie of what is recorded next."""
+        self._write(json.dumps({"kind": "layout", **layout}) + "\n")
 
     def leave_out(self, local: Iterable[str]) -> None:
-        """Writes that these buffers are not to be compared, wherever they were recorded, and that
-        others may be.
-        """
+        """Write that the buffers `local` are never to be compared, and that others may be."""
         self._write(json.dumps({"kind": "local", "buffers": sorted(local)}) + "\n")
 
     def change(self) -> None:
-        """Writes that the optimizer's constants are others from here on than in the header."""
+        """Write that from here on the optimizer's constants are not those of the header."""
         self._write(json.dumps({"kind": "changed"}) + "\n")
 
     def compress(self, compression: str) -> None:
-        """Writes in what gradients are sent from here on; "" for what they are."""
+        """Write in what format gradients are sent from here on; "" for their own."""
         self._write(json.dumps({"kind": "compressed", "to": compression}) + "\n")
 
     def close(self, problem: str = "") -> None:
-        """Says that training is over, and what by; nothing is written after that."""
+        """Write that training is over, by an error if `problem` says so, and write no more."""
         self._write(closing_line(problem))
         self._file.close()
 
     def _write(self, text: str) -> None:
         if self._file.closed:
-            return  # training is over: what a script tells after it is no part of it
-        left = memoryview(text.encode())
-        while left.nbytes:
-            left = left[self._file.write(left) :]
+            return  # training is over: what a script tells afterwards is no part of it
+        rest = memoryview(text.encode())
+        while rest.nbytes:
+            rest = rest[self._file.write(rest) :]
 
 
 def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
-    """A file of its own: a script may observe twice, and a rank may be started again."""
+    """Create the file of the rank's next life, and return it with the number of that life."""
     for life in count():
         with suppress(FileExistsError):
             return FileIO(folder / f"{rank:05}-{life:03}{SUFFIX}", "x"), life
@@ -82,5 +84,5 @@ def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
 
 
 def environment_rank() -> tuple[int, int]:
-    """Rank and world size as torchrun tells them; 0 of 1 where it did not start this."""
+    """Return rank and world size as torchrun sets them; 0 and 1 where it didn't start this."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

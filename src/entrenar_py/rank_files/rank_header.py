@@ -1,6 +1,6 @@
-"""The first line of a rank's file: which keys it has, and what may stand in each.
+"""The first line of a rank's file: its keys, and the values that each may have.
 
-A file may have been written by anybody: what is read of it further on relies on these types.
+A file may have been written by anybody: what reads it relies on these types.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether `value` is one of an optimizer's constants: a number, some numbers, or none."""
+    """Return whether `value` can be an optimizer's constant: a number, a list of them, or null."""
     if isinstance(value, list):
         return all(map(_is_number, value))
     return value is None or _is_number(value)
@@ -63,7 +63,7 @@ def _are_versions(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
-# Key -> whether it must be there, what may stand there, and that in words.
+# Key -> whether it must be there, the test of its value, and the allowed values in words.
 _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "rank": (True, _whole(0, RANKS_MAX - 1), f"a whole number from 0 to {RANKS_MAX - 1}"),
     "world_size": (True, _whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
@@ -84,9 +84,10 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 
 
 def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """`record` if it is the header of a rank's file of this version; else TraceError.
+    """Return `record` if it is the header of a rank's file of this version.
 
-    Keys that it has beside are nobody's business: a later release may write more.
+    Other keys are ignored: a later release may write more. Raises TraceError, led by `where`, for
+    anything else.
     """
     if record.get("kind") != "rank" or record.get("version") != VERSION:
         raise TraceError(f"{where}: no header of a rank's file of version {VERSION}")

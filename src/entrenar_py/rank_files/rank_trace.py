@@ -32,14 +32,16 @@ _CLOSED_WELL = closing_line().encode()
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What one rank recorded in its `life`, 0 for its first one.
+    """The record of one rank in its `life`, 0 for its first one.
 
-    `header` is how it was launched and what it declared; `layout` how the ranks are arranged, None
-    where it did not say, and `pieces` the place of each tensor of which it holds a part, by name;
-    `local` names buffers that follow its own samples, None where none can be told. `changed` is
-    whether the optimizer's constants are others than in the header, but for its rates;
-    `compression` in what gradients were sent, empty if as they are. `ended` is whether training
-    came to its end, and `problem` what it ended by, empty if by nothing.
+    - `header`: how it was launched, and what it declared.
+    - `events`: in the order in which they were written.
+    - `ended`: training came to its end; `problem` is the error it ended by, "" for none.
+    - `layout`: how the ranks are arranged, None where it didn't say.
+    - `pieces`: by name, the place of each tensor of which it holds a part.
+    - `local`: buffers that follow its own samples, None where that isn't known.
+    - `changed`: the optimizer's constants are not those of the header; learning rates aside.
+    - `compression`: the format in which gradients were sent, "" for their own.
     """
 
     life: int
@@ -55,15 +57,15 @@ class RankTrace:
 
     @property
     def rank(self) -> int:
-        """The rank."""
+        """The number of the rank."""
         return int(self.header["rank"])
 
 
 def load(path: Path) -> RankTrace:
-    """Read the file of one rank, to its last whole line; a line in memory at a time.
+    """Read the file of one rank, a line in memory at a time.
 
-    Raises TraceError, with the line, for what no rank wrote, and for more than may be read
-    (FILE_BYTES_MAX, EVENTS_MAX). A last line that was cut off is none.
+    A last line that was cut off when its writer died is left out. Raises TraceError, with the line,
+    for what no rank wrote, and for more than FILE_BYTES_MAX or EVENTS_MAX.
     """
     life = life_of(path)
     try:
@@ -75,7 +77,7 @@ def load(path: Path) -> RankTrace:
 
 
 class _Reader:
-    """One file, read line by line; each place is told with its number."""
+    """Reads one file line by line; errors name the line by its number."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +90,7 @@ class _Reader:
         self._closing: Mapping[str, Any] | None = None
 
     def read(self, file: BinaryIO, life: int) -> RankTrace:
-        """All of it."""
+        """Return the record that the whole of `file` holds."""
         header: Mapping[str, Any] | None = None
         for line in files.lines(file):
             if not line.endswith(b"\n"):
@@ -119,14 +121,14 @@ class _Reader:
         )
 
     def _take(self, record: dict[str, Any], header: Mapping[str, Any]) -> None:
-        """One line behind the header."""
+        """Take the record of one line after the header."""
         if self._closing is not None:
-            raise TraceError("a line behind the one that says that training is over")
+            raise TraceError("a line after the one that says that training is over")
         match record.get("kind"):
             case "closed":
                 self._closing = record
             case "layout":
-                self._layout, fresh = _arranged(record, header)
+                self._layout, fresh = _layout(record, header)
                 self._pieces |= fresh
             case "local":
                 self._local = (self._local or frozenset()).union(_names(record.get("buffers", [])))
@@ -139,41 +141,52 @@ class _Reader:
 
     def _add(self, event: trace.Event) -> None:
         if isinstance(event, trace.Injected):
-            Fault.from_dict(event.fault)  # says what is wrong with it
-        if (getattr(event, "step", None) or 0) < 0:
-            raise TraceError(f"step={getattr(event, 'step', None)}: steps count from 0")
+            Fault.from_dict(event.fault)  # raises UsageError for what is none
+        step = getattr(event, "step", None)
+        if (step or 0) < 0:
+            raise TraceError(f"step={step}: steps count from 0")
         if len(self._events) == EVENTS_MAX:
             raise TraceError(f"more than {EVENTS_MAX} events; record fewer steps (--steps)")
         self._events.append(event)
 
 
-def _names(told: Any) -> list[str]:
-    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise TraceError("buffers: use a list of names")
-    return told
+    return value
 
 
-def _arranged(
-    told: Mapping[str, Any], header: Mapping[str, Any]
+def _layout(
+    record: Mapping[str, Any], header: Mapping[str, Any]
 ) -> tuple[Layout, dict[str, Piece]]:
     try:
-        axes = layout.require(dict(told["axes"]), int(header["world_size"]), "layout")
-        found = Layout(axes=axes, tied=layout.require_ties(told["tied"]))
-        return found, {name: layout.piece_from(one) for name, one in told["pieces"].items()}
+        axes = layout.require(dict(record["axes"]), int(header["world_size"]), "layout")
+        arranged = Layout(axes=axes, tied=layout.require_ties(record["tied"]))
+        pieces = {name: layout.piece_from(parts) for name, parts in record["pieces"].items()}
+        return arranged, pieces
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(f"layout can't be read ({error!r})") from error
 
 
 def life_of(path: Path) -> int:
-    """Return which life of its rank a file is of, from 0; TraceError for another kind of name."""
-    found = _NAME.fullmatch(path.name)
-    if found is None:
-        raise TraceError(f"rank file {path}: no rank's file is called so, as 00000-000{SUFFIX} is")
-    return int(found["life"])
+    """Return which life of its rank a file is of, from 0.
+
+    Raises TraceError for a file that isn't named as ranks name theirs.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise TraceError(
+            f"rank file {path}: its name is not RANK-LIFE{SUFFIX}, as in 00000-000{SUFFIX}; keep "
+            "the names that the ranks gave their files"
+        )
+    return int(match["life"])
 
 
 def is_closed(path: Path) -> bool:
-    """Whether the rank has said that training is over, and by nothing bad; reads the end alone."""
+    """Return whether the rank has said that training is over, and by no error.
+
+    Reads the end of the file alone.
+    """
     try:
         with files.open_file(path) as file:
             file.seek(max(0, path.stat().st_size - len(_CLOSED_WELL)))

@@ -1,4 +1,4 @@
-"""Whole tensors, as one rank sees them, made of the pieces that it and others recorded."""
+"""Whole tensors, as one rank sees them, made of the pieces that it and other ranks recorded."""
 
 from __future__ import annotations
 
@@ -11,56 +11,61 @@ from entrenar_py.rank_files.layout import PARTIAL, Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import TensorRecord, Tensors, record_tensor
 
-Held = Mapping[int, Tensors]  # rank -> what it recorded of one thing
+Held = Mapping[int, Tensors]  # rank -> its records of one kind: weights, say, after one step
 Ranks = Mapping[int, RankTrace]
 
 
-def seen_by(rank: int, held: Held, ranks: Ranks, arranged: Layout) -> Tensors:
-    """The tensors of the whole model as `rank` has them: what it holds itself, made whole, and
-    what only ranks of other stages hold.
+def seen_by(rank: int, held: Held, ranks: Ranks, layout: Layout) -> Tensors:
+    """Return the tensors of the whole model as `rank` has them.
 
-    A tensor of which a piece is lacking is left out.
+    These are what it holds itself, made whole, and what only ranks of other stages hold. A tensor
+    of which a piece is missing is left out.
     """
-    found: dict[str, TensorRecord] = {}
-    beside = (one for one in held if arranged.replica(one) == arranged.replica(rank))
-    for holder in (rank, *sorted(set(beside) - {rank})):
-        for name, record in renamed(made_whole(holder, held, ranks), arranged).items():
-            found.setdefault(name, record)
-    return found
+    tensors: dict[str, TensorRecord] = {}
+    replica = layout.replica(rank)
+    others = sorted(other for other in held if other != rank and layout.replica(other) == replica)
+    for holder in (rank, *others):
+        for name, record in renamed(made_whole(holder, held, ranks), layout).items():
+            tensors.setdefault(name, record)
+    return tensors
 
 
-def gradient(group: Sequence[int], held: Held, ranks: Ranks, arranged: Layout) -> Tensors:
-    """The gradient of one micro-batch, to which each of `group` has come: of copies on ranks of
-    one stage the first one's, of those on several stages the sum, as they are terms of one.
+def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> Tensors:
+    """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
-    Empty where ranks compute on parts of samples: what is a term there can't be told from a copy.
+    Ranks of one stage hold copies of it, and the first one's counts; those of several stages hold
+    terms, which are added. It is empty where ranks compute on parts of samples: a term can't be
+    told from a copy there.
     """
-    if arranged.has(PARTIAL):
+    if layout.has(PARTIAL):
         return {}
     stages: dict[int, dict[str, TensorRecord]] = {}
     for rank in group:
-        stage = stages.setdefault(arranged.coordinates(rank).get("pp", 0), {})
+        stage = stages.setdefault(layout.coordinates(rank).get("pp", 0), {})
         for name, record in made_whole(rank, held, ranks).items():
             stage.setdefault(name, record)
-    return total(renamed(stage, arranged) for stage in stages.values())
+    return total(renamed(stage, layout) for stage in stages.values())
 
 
 def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
-    """What `rank` holds, each tensor whole; without those of which a piece is lacking."""
-    found = {name: _whole(name, rank, held, ranks) for name in held.get(rank, {})}
-    return {name: record for name, record in found.items() if record is not None}
+    """Return what `rank` holds, each tensor whole, without those of which a piece is missing."""
+    tensors = {name: _whole(name, rank, held, ranks) for name in held.get(rank, {})}
+    return {name: record for name, record in tensors.items() if record is not None}
 
 
-def renamed(tensors: Tensors, arranged: Layout) -> dict[str, TensorRecord]:
-    """`tensors` with tied ones under the first name of their tie, unless that is there, too."""
+def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
+    """Return `tensors` with tied ones under the first name of their tie.
+
+    A tensor keeps its own name where the first name is there, too.
+    """
     return {
-        name if arranged.first_name(name) in tensors else arranged.first_name(name): record
+        name if layout.first_name(name) in tensors else layout.first_name(name): record
         for name, record in tensors.items()
     }
 
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
-    """The sum, by name; without those whose values are unknown, or of other sizes."""
+    """Return the sums by name, without tensors whose values are unknown or differ in size."""
     gathered: dict[str, list[TensorRecord]] = {}
     for tensors in terms:
         for name, record in tensors.items():
@@ -70,8 +75,8 @@ def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
 
 
 def norm(tensors: Tensors) -> float | None:
-    """The L2 norm of all of them together; None where values are unknown."""
-    values = [one.values() for one in tensors.values()]
+    """Return the L2 norm of all tensors together; None where values are unknown."""
+    values = [record.values() for record in tensors.values()]
     squares = [float(np.square(v, dtype=np.float64).sum()) for v in values if v is not None]
     return math.sqrt(math.fsum(squares)) if len(squares) == len(values) else None
 
@@ -79,15 +84,15 @@ def norm(tensors: Tensors) -> float | None:
 def _sum(records: Sequence[TensorRecord]) -> TensorRecord | None:
     if len(records) == 1:
         return records[0]
-    values = [one.values() for one in records]
-    known = [one for one in values if one is not None]
-    if len(known) < len(values) or len({(one.size, one.dtype) for one in known}) > 1:
+    values = [record.values() for record in records]
+    known = [term for term in values if term is not None]
+    if len(known) < len(values) or len({(term.size, term.dtype) for term in known}) > 1:
         return None
     return record_tensor(np.sum(known, axis=0, dtype=known[0].dtype), values=True)
 
 
 def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | None:
-    """A tensor of which `rank` holds all, or a piece; None where another piece is lacking."""
+    """Return a tensor of which `rank` holds all, or a piece; None where a piece is missing."""
     piece = ranks[rank].pieces.get(name)
     if piece is None:
         return held[rank][name]
