@@ -1,1 +1,1 @@
-"""Somebody's own trainer: a command that is launched, watched by its ranks' files, and judged."""
+"""Runs of a user's own trainer: its command is launched, its ranks' files read, and judged."""

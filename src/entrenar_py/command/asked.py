@@ -9,8 +9,10 @@ from entrenar_py.faults import Fault
 
 @dataclass(frozen=True)
 class Turn:
-    """A knob of the script that does not stand as usual; and others that are to change nothing,
-    but for what this one may do wrong beside them.
+    """A knob of the script that is set to another than its usual value.
+
+    The knobs `beside` it are turned with it. They change nothing by themselves, but `knob` may be
+    applied at the wrong place among them.
     """
 
     knob: str
@@ -19,13 +21,17 @@ class Turn:
 
     @property
     def values(self) -> dict[str, str]:
-        """What stands for each of these knobs in the command."""
+        """The value of each knob that is turned, by name."""
         return {self.knob: self.value, **dict(self.beside)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a run was launched as."""
+    """The settings that a run was launched with.
+
+    `stops` are the steps before which it is stopped and launched again, and `repeat` tells a second
+    run with the same settings apart.
+    """
 
     world_size: int
     seed: int

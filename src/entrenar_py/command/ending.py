@@ -101,4 +101,4 @@ def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
     if not last.num_steps and not where:
         return "no rank had begun"
     steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
-    return f"steps made: {steps or 'none'}; {stacks.told(where, asked.world_size)}"
+    return f"steps made: {steps or 'none'}; {stacks.in_words(where, asked.world_size)}"

@@ -1,4 +1,4 @@
-"""Runs a command to its end or its deadline; nothing that it started is left behind."""
+"""Run a command to its end or its deadline, and leave nothing behind that it started."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ OUTPUT_BYTES_MAX = 2**24  # of a run that are kept
 TAIL_LINES = 20
 PIECE_BYTES = 2**16
 LOOK_EVERY_S = 1.0
-LEAVING_S = 15.0  # processes that hang when they take themselves down do not end at all
+LEAVING_S = 15.0  # from the end of training to that of the process: some hang there for ever
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended: its exit code (negative: the signal), None if the deadline ended it.
+    """How a command ended.
 
-    `tail` are its last lines, all of which are in `output` (the first OUTPUT_BYTES_MAX of them).
-    `num_left` processes were still there when it had ended, and were killed.
+    - `code`: its exit code (negative: the signal), None if the deadline ended it.
+    - `tail`: the last lines that it printed.
+    - `output`: the file with all of them, up to OUTPUT_BYTES_MAX.
+    - `num_left`: how many processes it left behind, which were killed.
     """
 
     code: int | None
@@ -44,7 +46,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """In words: `exit code 1`, `ended by SIGKILL`."""
+        """The exit code in words: `exit code 1`, `ended by SIGKILL`."""
         if self.code is None:
             return f"not finished after {self.seconds:.0f} s"
         if self.code >= 0:
@@ -61,19 +63,22 @@ def launch(
     is_over: Callable[[], bool] = lambda: False,
     cwd: Path | None = None,
 ) -> Ended:
-    """Runs `command` in the folder `cwd`, or else in this one, with `variables` beside this
-    environment.
+    """Run `command` with `variables` added to this process's environment, and return how it ended.
 
-    Once training `is_over` it has LEAVING_S to end, as at its deadline it has none.
-    Its ranks keep what they record in `folder`, and its output goes to OUTPUT there. Raises
-    UsageError where it can't be started; KeyboardInterrupt, if one was noted, when it is ended.
+    It runs in the folder `cwd`, by default in the current one. Its ranks record to `folder`, and
+    its output goes to OUTPUT there. It has `deadline_s` seconds, and at most LEAVING_S once
+    training `is_over`.
+
+    Raises UsageError if it can't be started, and KeyboardInterrupt, once it has ended, if one was
+    noted (`harness.interrupts`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
     environment = {**os.environ, **variables, FOLDER: str(folder)}
     leash = Leash(command, environment, cwd)
-    run = _Run(folder, leash.command_pid, os.fstat(leash.output.fileno()).st_ino, leash.pid)
-    keeper = _Keeper(leash.output, output)
+    pipe = os.fstat(leash.output.fileno()).st_ino
+    run = _RunProcesses(folder, session=leash.command_pid, pipe=pipe, leash=leash.pid)
+    keeper = _OutputKeeper(leash.output, output)
     try:
         code = _wait(leash, deadline_s, is_over)
         seconds = time.monotonic() - started
@@ -81,7 +86,7 @@ def launch(
             stacks.ask(folder, set(run.processes()))
     finally:
         num_left = _end(leash, run)
-        keeper.join(MERCY_S)  # else somebody can print whom nobody here may see, or end
+        keeper.join(MERCY_S)  # in vain where a process can print that this user may not see or end
     return Ended(
         code=code,
         seconds=seconds,
@@ -92,11 +97,11 @@ def launch(
 
 
 def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int | None:
-    """The exit code; None where it did not end in time."""
+    """Return the exit code; None where the command did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
-    while (left_s := deadline - time.monotonic()) > 0:
+    while (remaining_s := deadline - time.monotonic()) > 0:
         interrupts.check()
-        code = leash.wait(min(left_s, LOOK_EVERY_S))
+        code = leash.wait(min(remaining_s, LOOK_EVERY_S))
         if code is not None:
             return code
         if not leaving and is_over():
@@ -104,12 +109,12 @@ def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int |
     return None
 
 
-def _end(leash: Leash, run: _Run) -> int:
-    """Ends the command, if it has not ended, and all that it started; how many were left."""
+def _end(leash: Leash, run: _RunProcesses) -> int:
+    """End the command and all that it started; return how many processes it left behind."""
     try:
         num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
-        others = set(run.processes())  # no descendants of it, or there is no subreaper
+        others = set(run.processes())  # those that are no descendants, or all without a subreaper
         for pid in others:
             _signal(pid, signal.SIGKILL)
     return num_left + (len(others) if leash.was_over else 0)
@@ -121,32 +126,37 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """By what the processes of a run are known, whoever is their parent by now."""
+class _RunProcesses:
+    """The processes of a run, whichever process is their parent by now.
 
-    folder: Path  # named by their environment
-    session: int  # who has cleared that may be in the command's session still
-    pipe: int  # or print where the command does: the inode
-    leash: int  # the process in front of it, which is none of them
+    A process belongs to it if its environment names `folder`, if it is in `session`, or if it can
+    write to the command's output, whose inode is `pipe`. The subreaper in front of the command,
+    `leash`, doesn't.
+    """
+
+    folder: Path
+    session: int
+    pipe: int
+    leash: int
 
     def processes(self) -> Iterator[int]:
-        """Those that are left, the command itself among them."""
+        """Yield the ids of those that are left, the command itself among them."""
         mark = os.fsencode(f"{FOLDER}={self.folder}")
         for entry in Path("/proc").glob("[0-9]*"):
             if int(entry.name) in (os.getpid(), self.leash):
-                continue  # this may be a command of a run itself
-            with suppress(OSError):  # it has ended meanwhile, or is somebody else's
+                continue  # this process may be the command of another run
+            with suppress(OSError):  # it has ended meanwhile, or is another user's
                 named = mark in (entry / "environ").read_bytes().split(b"\0")
                 if named or self._is_in_session(entry) or self._can_print(entry):
                     yield int(entry.name)
 
     def _is_in_session(self, entry: Path) -> bool:
-        *_, told = (entry / "stat").read_text(errors="replace").rpartition(")")
-        state, _, _, session, *_ = told.split()
-        return int(session) == self.session and state not in "ZX"  # dead, and nobody asked how
+        *_, fields = (entry / "stat").read_text(errors="replace").rpartition(")")
+        state, _, _, session, *_ = fields.split()
+        return int(session) == self.session and state not in "ZX"  # dead, and not reaped
 
     def _can_print(self, entry: Path) -> bool:
-        """Whether it has the pipe open to write: who only reads it keeps the output."""
+        """Return whether it has the pipe open for writing; the harness only reads it."""
         for link in (entry / "fd").iterdir():
             with suppress(OSError):
                 if link.lstat().st_mode & 0o200 and link.stat().st_ino == self.pipe:
@@ -154,8 +164,8 @@ class _Run:
         return False
 
 
-class _Keeper(threading.Thread):
-    """Keeps the head of what a command prints in a file, and its last lines."""
+class _OutputKeeper(threading.Thread):
+    """Writes what a command prints to a file, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
 
     def __init__(self, source: IO[bytes], path: Path) -> None:
         super().__init__(daemon=True)
@@ -165,16 +175,16 @@ class _Keeper(threading.Thread):
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines, without those that are empty; a long one is cut in its middle."""
-        told = (line.decode(errors="replace").rstrip() for line in [*self._lines])
-        return tuple(escaping.shortened(line) for line in told if line)[-TAIL_LINES:]
+        """The last lines without empty ones; a long line is cut in its middle."""
+        lines = (line.decode(errors="replace").rstrip() for line in [*self._lines])
+        return tuple(escaping.shortened(line) for line in lines if line)[-TAIL_LINES:]
 
     def run(self) -> None:
-        """Until nobody can print any more."""
+        """Read until no process can print any more."""
         kept, rest = 0, b""
         with self._source, self._path.open("wb", buffering=0) as file:
             while piece := self._source.read1(PIECE_BYTES):  # type: ignore[attr-defined]
-                with suppress(OSError):  # a full disk: who prints is not to die of that
+                with suppress(OSError):  # a full disk is no reason for the command to die
                     file.write(piece[: max(0, OUTPUT_BYTES_MAX - kept)])
                 kept += len(piece)
                 *lines, rest = (rest + piece).split(b"\n")

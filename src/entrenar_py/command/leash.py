@@ -1,4 +1,4 @@
-"""A command with a subreaper in front of it: how it ends, and that nothing of it stays behind."""
+"""A command with a subreaper in front of it, so that nothing of it stays behind."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.untrusted import escaping
 
 MERCY_S = 5.0  # after SIGTERM: torchrun ends its workers itself
-GRACE_S = 1.0  # after SIGTERM, for what the command has left behind
+GRACE_S = 1.0  # after SIGTERM, for processes that the command has left behind
 _STARTING_S = 60.0
 _STATUS_BYTES_MAX = 4096
 
 
 class Leash:
-    """A command that runs, with its `output`, until `end`. `was_over`: it had ended by itself.
+    """A command that runs until `end` is called, and prints to `output`.
 
-    If this process dies, however that is, the subreaper notices, and ends the command and all that
-    came of it. Raises UsageError where the command can't be started.
+    `was_over` tells whether it had ended by itself. If this process dies, by whatever signal, the
+    subreaper notices, and ends the command and all its descendants.
+
+    Raises UsageError if the command can't be started.
     """
 
     def __init__(
@@ -62,24 +64,26 @@ class Leash:
 
     @property
     def pid(self) -> int:
-        """The subreaper's number."""
+        """The subreaper's process id."""
         return self._process.pid
 
     def wait(self, seconds: float) -> int | None:
-        """The command's exit code (negative: the signal); None if it has not ended in time."""
+        """Return the command's exit code (negative: the signal); None if it hasn't ended in time.
+
+        If the subreaper was killed, that is the subreaper's own: the command's isn't known.
+        """
         line = self._next("exit", seconds)
         if line is None and self._process.poll() is None:
             return None
         self.was_over = True
-        # Somebody has killed the subreaper: what the command did is not known.
         return self._process.wait() if line is None else int(line)
 
     def end(self) -> int:
-        """Ends the command, if it has not ended, and all that came of it; how many were left."""
+        """End the command and all its descendants; return how many it had left behind."""
         try:
             os.close(self._control)
             self._control = -1
-            self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
+            self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
             line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
             return 0 if line is None else int(line)
         except BaseException:  # an interrupt: at once, then
@@ -92,7 +96,10 @@ class Leash:
             self._close()
 
     def _started(self, command: Sequence[str]) -> int:
-        """The command's number; UsageError if there is none."""
+        """Return the command's process id.
+
+        Raises UsageError if it can't be started, SystemFailure if the subreaper has died.
+        """
         line = self._next("started", _STARTING_S)
         if line is not None:
             return int(line)
@@ -100,23 +107,26 @@ class Leash:
         self._process.wait()
         self.output.close()
         self._close()
-        for told in self._lines:
-            if told.startswith(b"refused "):
-                raise _refused(command, os.strerror(int(told.split()[1])))
-        raise SystemFailure(f"{shlex.join(command)}: the process in front of it has died")
+        for line_bytes in self._lines:
+            if line_bytes.startswith(b"refused "):
+                raise _refused(command, os.strerror(int(line_bytes.split()[1])))
+        raise SystemFailure(
+            f"{shlex.join(command)}: the process in front of it died before it started; run it "
+            "again"
+        )
 
     def _next(self, word: str, seconds: float) -> str | None:
-        """Return what the subreaper says after `word`, once; None if it does not in time."""
+        """Return what the subreaper says after `word`; None if it says nothing in time."""
         deadline = time.monotonic() + seconds
         ready = select.poll()  # select.select knows no descriptor past 1023
         ready.register(self._status, select.POLLIN)
         while True:
             for line in self._lines:
-                kind, _, told = line.decode().partition(" ")
+                kind, _, value = line.decode().partition(" ")
                 if kind == word:
-                    return told
-            left_s = max(0.0, deadline - time.monotonic())
-            if not ready.poll(left_s * 1000):
+                    return value
+            remaining_s = max(0.0, deadline - time.monotonic())
+            if not ready.poll(remaining_s * 1000):
                 return None
             piece = os.read(self._status, _STATUS_BYTES_MAX)
             if not piece:

@@ -1,4 +1,4 @@
-"""The folder of a command's runs: kept where it was asked for, or where a finding is about it."""
+"""The folder of a command's runs: kept if the user named it, or if a finding is about it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from entrenar_py.verdict import Verdict
 
 
 @dataclass
-class Kept:
-    """`is_needed` is whether something was found that can be looked up there."""
+class RunFolder:
+    """The folder `path`; `is_needed` once a finding tells something that can be looked up there."""
 
     path: Path
     is_needed: bool = False
 
     def see(self, entry: Entry) -> Entry:
-        """`entry`, once it is noted whether it is about what is kept here."""
-        found = entry.finding
-        told = " ".join((found.reason, *found.notes))
-        self.is_needed |= found.verdict is Verdict.FALSIFIED or str(self.path) in told
+        """Note whether `entry` is about what is kept here, and return it."""
+        finding = entry.finding
+        text = " ".join((finding.reason, *finding.notes))
+        self.is_needed |= finding.verdict is Verdict.FALSIFIED or str(self.path) in text
         return entry
 
 
 @contextmanager
-def folder(given: Path | None) -> Iterator[Kept]:
-    """`given`; else a new one for temporary files, which is removed again unless it is needed, and
-    then named.
+def folder(path: Path | None) -> Iterator[RunFolder]:
+    """Give the folder `path`, or without one a new temporary folder.
+
+    A temporary folder is removed again, unless a finding is about it: then its name is printed.
     """
-    if given is not None:
-        yield Kept(given)
+    if path is not None:
+        yield RunFolder(path)
         return
-    kept = Kept(Path(tempfile.mkdtemp(prefix="entrenar-")))
+    temporary = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
     try:
-        yield kept
+        yield temporary
     finally:
-        if kept.is_needed:
+        if temporary.is_needed:
             printing.warn(
-                f"the runs are kept in {kept.path} (--trace-dir says where; --judge judges again)"
+                f"the runs are kept in {temporary.path} (--trace-dir says where; --judge judges "
+                "again)"
             )
         else:
-            shutil.rmtree(kept.path, ignore_errors=True)
+            shutil.rmtree(temporary.path, ignore_errors=True)

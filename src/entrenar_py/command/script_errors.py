@@ -1,4 +1,4 @@
-"""Finds the script's own error in what a failed command printed, not its launcher's."""
+"""Find the script's own error, not its launcher's, in what a failed command printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedExcepti
 
 
 def error(output: Path) -> str:
-    """Return the line of the last exception at the end of `output` that is a script's; or ""."""
+    """Return the line of the script's last exception in the file `output`; "" for none."""
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - BYTES_MAX))
@@ -26,7 +26,7 @@ def error(output: Path) -> str:
 
 
 def _last_error(lines: Iterable[str]) -> str:
-    found, within = "", False
+    error_line, within = "", False
     for printed in lines:
         prefix = _RANK.match(printed)
         line = printed[prefix.end() :] if prefix else printed
@@ -35,5 +35,5 @@ def _last_error(lines: Iterable[str]) -> str:
         elif within and _ERROR.fullmatch(line.rstrip()):
             within = False
             if line.partition(":")[0].rpartition(".")[2] not in _OF_LAUNCHERS:
-                found = line.rstrip()
-    return found
+                error_line = line.rstrip()
+    return error_line

@@ -1,7 +1,7 @@
-"""Where the ranks of a run that hangs stand: their stacks, asked for, and what these say.
+"""The places in a script where the ranks of a hanging run stand, read off their stacks.
 
-Every rank that observes answers SIGUSR1 with its stack, also when it waits inside of a call of
-torch's (`observing.observer`).
+Every rank that observes answers SIGUSR1 with its stack, also while it waits inside a call of
+torch's (`observing.recording`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# What waits for the other ranks: the files in which such calls are, and the engine, which waits in
-# what DistributedDataParallel has hooked into it.
+# Where a rank waits for the others: the file that the collectives are in, and the autograd engine,
+# which waits in the hooks of DistributedDataParallel.
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = "_engine_run_backward"
 _NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
@@ -32,7 +32,7 @@ _NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands: in the script, and in which call that needs the others; "" in none."""
+    """The line of the script where a rank stands, and the collective it waits in ("": none)."""
 
     file: str
     line: int
@@ -43,7 +43,10 @@ class Place:
 
 
 def ask(folder: Path, alive: Collection[int]) -> None:
-    """Has the ranks that record to `folder` write their stacks there; returns when they have."""
+    """Ask the ranks that record to `folder` for their stacks, and wait PATIENCE_S for them.
+
+    `alive` are the process ids of the run; no other process is sent a signal.
+    """
     waiting = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -58,31 +61,31 @@ def ask(folder: Path, alive: Collection[int]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a stack goes down to the script: the outermost frame is `<module>`'s."""
+    """Return whether a stack goes down to the script: its outermost frame is `<module>`."""
     return "in <module>" in _text(path)
 
 
 def _text(path: Path) -> str:
-    """Return what stands there so far; "" for what is no file, or longer than any stack."""
+    """Return the text of the file at `path`; "" for anything that can't be a stack's file."""
     with suppress(OSError):
         return files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
     return ""
 
 
 def places(folder: Path) -> dict[int, Place]:
-    """Rank -> where it stood when it was asked, of those that answered."""
-    found = {}
+    """Return where each rank stood that answered."""
+    places = {}
     for path in sorted(folder.glob(f"*{STACK_SUFFIX}")):
         place = _place(_text(path))
         if place is not None:
-            found[int(path.name.partition("-")[0])] = place
-    return found
+            places[int(path.name.partition("-")[0])] = place
+    return places
 
 
 def _place(text: str) -> Place | None:
-    """What the stack of the main thread says, which is the last one, and has the script in it."""
+    """Return the place that the stack of the main thread shows; it is the last one in `text`."""
     main = text.rpartition("hread 0x")[2]
-    frames = [one for line in main.splitlines() if (one := _FRAME.fullmatch(line))]
+    frames = [frame for line in main.splitlines() if (frame := _FRAME.fullmatch(line))]
     own = next((f for f in frames if not any(s in f["file"] for s in _NOT_THE_SCRIPT)), None)
     if own is None:
         return None
@@ -93,8 +96,8 @@ def _place(text: str) -> Place | None:
     return Place(file=own["file"], line=int(own["line"]), call=calls[-1] if calls else "")
 
 
-def told(where: Mapping[int, Place], world_size: int) -> str:
-    """In words: where each rank stood, and who did not come to what the others wait in."""
+def in_words(where: Mapping[int, Place], world_size: int) -> str:
+    """Return where each rank stood, and which ranks never came to what the others wait in."""
     stood = [f"rank {rank} {place}" for rank, place in sorted(where.items())]
     stood += [f"rank {rank} did not answer" for rank in range(world_size) if rank not in where]
     waiting = {place.call for place in where.values() if place.call}

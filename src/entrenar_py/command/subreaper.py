@@ -1,10 +1,10 @@
-"""Stands in front of a command: every process that comes of it is a descendant, and ends with it.
+"""Stand in front of a command, so that all its descendants stay known, and end with it.
 
 Run as a script, with nothing but the standard library, so that it starts in some 30 ms:
 `subreaper.py CONTROL STATUS MERCY_S GRACE_S COMMAND...`. To STATUS, a descriptor, it writes lines:
-`started PID` or `refused ERRNO`, `exit CODE` (negative: the signal), `left COUNT`. It ends
-everything when CONTROL, another one, comes to its end: because `launch` closed it, or is dead,
-however it died. SIGTERM has it end everything at once.
+`started PID` or `refused ERRNO`, `exit CODE` (negative: the signal), `left COUNT`. When the other
+end of CONTROL, a pipe, is closed, it ends everything: `launch` closes it, or has died. SIGTERM has
+it end everything at once.
 
 A daemon that has left its session, its environment and its output behind is handed to the nearest
 subreaper when its parent dies, in place of init: that is this process, on Linux. A command that
@@ -30,14 +30,14 @@ _POLL_S = 0.01
 
 
 class Warden:
-    """The command `pid`, and all that comes of it."""
+    """Ends the command `pid` and all its descendants; `status` is where it says so."""
 
     def __init__(self, pid: int, status: int) -> None:
         self._pid, self._status = pid, status
         self.is_over = False
 
     def reap(self) -> bool:
-        """Takes note of every process that has ended; whether there are any others."""
+        """Reap every process that has ended; return whether others are left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -50,7 +50,10 @@ class Warden:
                 tell(self._status, f"exit {os.waitstatus_to_exitcode(status)}")
 
     def end(self, mercy_s: float, grace_s: float) -> None:
-        """Ends the command, which may end what it has started, then whatever is left."""
+        """End the command, which may end what it has started, then whatever is left.
+
+        The command has `mercy_s` seconds after SIGTERM, and what is left `grace_s`.
+        """
         was_over = self.is_over
         if not was_over:
             kill([self._pid], signal.SIGTERM)
@@ -66,11 +69,11 @@ class Warden:
         tell(self._status, f"left {len(left) if was_over else 0}")
 
     def _left(self) -> list[int]:
-        """All that have not ended; the command alone where the system does not tell."""
+        """Return the descendants that are left; the command alone if there is no /proc."""
         return descendants() or ([] if self.is_over else [self._pid])
 
     def _wait(self, seconds: float, is_done: Callable[[], bool]) -> None:
-        """Until it is done, nobody is left, the time is up, or a signal says that there is none."""
+        """Wait until `is_done`, nothing is left, the time is up, or SIGTERM says to hurry."""
         deadline = time.monotonic() + seconds
         while self.reap() and not is_done() and not hurried and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -80,42 +83,44 @@ hurried: list[int] = []  # signals that had everything end at once
 
 
 def descendants() -> list[int]:
-    """All that come of this process and have not ended."""
+    """Return the ids of all descendants of this process that have not ended."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):  # it has ended meanwhile
-            told = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if told[0] not in "ZX":
-                children.setdefault(int(told[1]), []).append(int(entry.name))
-    found, waiting = [], [os.getpid()]
-    while waiting:
-        below = children.pop(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
+            state, parent, *_ = (
+                (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            )
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    pids, parents = [], [os.getpid()]
+    while parents:
+        below = children.pop(parents.pop(), [])
+        pids += below
+        parents += below
+    return pids
 
 
 def kill(pids: Sequence[int], number: signal.Signals) -> None:
-    """Sends a signal to each that is there, and that this user may send one."""
+    """Send a signal to each process that is there and may be sent one."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def tell(status: int, line: str) -> None:
-    """Says so, if anybody listens."""
+    """Write `line` to the descriptor `status`, if a process still reads there."""
     with suppress(OSError):
         os.write(status, f"{line}\n".encode())
 
 
 def become_subreaper() -> None:
-    """Has the orphans among the descendants come here; nothing where the system has no such."""
+    """Become the parent of orphaned descendants; do nothing where that doesn't exist."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Starts the command, and waits for its end or that of CONTROL."""
+    """Start the command, and wait for its end or that of CONTROL."""
     control, status = int(arguments[0]), int(arguments[1])
     mercy_s, grace_s = float(arguments[2]), float(arguments[3])
     for file in (control, status):
