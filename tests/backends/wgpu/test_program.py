@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.backends.wgpu.capture import capture
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.lower import lower
@@ -129,3 +131,25 @@ def test_a_device_that_is_lost() -> None:
         program.run([np.zeros(3, np.float32)])
     with pytest.raises(BackendUnavailable, match=r"backend wgpu on .*"):
         compile_step(lost, lambda x: (x + 2,), [torch.zeros(3)])
+
+
+@pytest.mark.parametrize("compute", ["step", "products"])
+def test_a_device_that_is_lost_while_commands_are_recorded(
+    compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is submitted to it, which would end the process: it is one more failure."""
+    backend = WgpuBackend(open_device(0), name="wgpu")
+    device, one = backend.programs.device, torch.ones(1, 1)
+    program = compile_step(device, lambda x: (x + 1,), [one])
+    encoder = type(device.handle.create_command_encoder())
+    finish = encoder.finish
+
+    def finish_and_lose(self: Any, **keywords: Any) -> Any:
+        commands = finish(self, **keywords)
+        device.handle.destroy()
+        return commands
+
+    monkeypatch.setattr(encoder, "finish", finish_and_lose)
+    with pytest.raises(BackendUnavailable, match=r"backend wgpu on .*: the device is lost"):
+        program.run([one.numpy()]) if compute == "step" else backend.matmul(one, one)
+    assert backend.lost()

@@ -49,14 +49,28 @@ class Device:
             raise BackendUnavailable(f"backend wgpu on {self.name}: {error}") from error
 
     def lost(self) -> bool:
-        """Whether nothing can be made on it any more."""
+        """Return whether nothing can be made on the device any more.
+
+        Asked of the device: wgpu-py tells of a loss in its log only, and has no callback for it.
+        """
         import wgpu
 
         try:
-            self.handle.create_buffer(size=16, usage=wgpu.BufferUsage.STORAGE)
+            self.handle.create_bind_group_layout(entries=[])
         except wgpu.GPUError:
             return True
         return False
+
+    def submit(self, encoder: Any) -> None:
+        """Submit what was recorded.
+
+        Raises BackendUnavailable for a lost device: given a submission to one, wgpu-native ends the
+        process. A loss that the driver notices in that very submission can't be seen before it.
+        """
+        commands = encoder.finish()
+        if self.lost():
+            raise BackendUnavailable(f"backend wgpu on {self.name}: the device is lost")
+        self.handle.queue.submit([commands])
 
 
 def open_device(index: int) -> Device:

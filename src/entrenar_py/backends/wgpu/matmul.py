@@ -79,7 +79,7 @@ class Matmul:
         for job in jobs:
             self._record(encoder, job, results)
         encoder.copy_buffer_to_buffer(results, 0, staging, 0, size)
-        gpu.queue.submit([encoder.finish()])
+        self._device.submit(encoder)
         self.submissions += 1
         staging.map_sync(wgpu.MapMode.READ)
         try:

@@ -164,7 +164,7 @@ class Program:
 
     def submit(self, encoder: Any) -> None:
         """Submits what was recorded."""
-        self.device.handle.queue.submit([encoder.finish()])
+        self.device.submit(encoder)
         self.counts.submissions += 1
 
     def _check_sizes(self) -> None:

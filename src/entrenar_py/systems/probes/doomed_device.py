@@ -70,11 +70,7 @@ class _LastQueue:
         return getattr(self._handle.queue, name)
 
     def submit(self, commands: Sequence[Any]) -> None:
-        """Submits, and destroys the device.
-
-        Not before: wgpu-native ends the process when something is submitted to a device that is
-        lost already, where it could raise as everywhere else.
-        """
+        """Submit, and destroy the device."""
         self._handle.queue.submit(commands)
         self._on_strike()
         self._handle.destroy()
