@@ -42,10 +42,10 @@ def strides_ignored(stored: values.Stored, shape: Sequence[int], batch: Any) -> 
     return _layout(replace(stored, strides=index.strides_of(shape)), shape, batch)
 
 
-def tail_dropped(loop: Any, indices: Any, rows: Any, lanes: int) -> list[str]:
+def tail_dropped(loop: Any, indices: Any, rows: Any, out: Any, lanes: int) -> list[str]:
     """A sum stops where not all lanes have an element."""
     full = loop.size - loop.size % lanes
-    lines = _loop(loop, indices, rows, lanes)
+    lines = _loop(loop, indices, rows, out, lanes)
     return [line.replace(f" < {loop.size};", f" < {full};") for line in lines]
 
 

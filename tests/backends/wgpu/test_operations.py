@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.backends.wgpu.operations import OPERATIONS
-from entrenar_py.backends.wgpu.pointwise import SCALARS
 from entrenar_py.backends.wgpu.program import Array, compile_step
 from entrenar_py.errors import UsageError
 
@@ -124,6 +122,30 @@ def test_pointwise_whole_numbers_and_truth(device: Device) -> None:
     i = torch.arange(-8, 9)[:, None].expand(17, 3).contiguous()
     j = torch.tensor([3, -2, 5]).expand(17, 3).contiguous()
     agree(device, fn, numbers(17, 3), i, j, packed=True)
+
+
+def test_divisions_to_whole_numbers(device: Device) -> None:
+    """Multiples, their neighbours and quotients of many digits come out as in float64."""
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        quotients = (torch.div(x, y, rounding_mode=mode) for mode in ("floor", "trunc"))
+        return torch.remainder(x, y), torch.fmod(x, y), *quotients
+
+    divisor = torch.tensor([0.1, -0.1, 3.0, 7e-3, -0.7, 1e-30, 1e30, 1.5e-38, torch.inf, torch.nan])
+    times = torch.tensor([[0.0], [1], [3], [10], [99], [12345], [-1], [-3], [-1001]])
+    exact = (times * divisor.double().nan_to_num(1, 1, 1)).float()
+    beside = [torch.nextafter(exact, torch.tensor(one)) for one in (-torch.inf, torch.inf)]
+    large = torch.tensor([[1e30], [-3e38], [torch.nan], [-0.0]]).expand(4, len(divisor))
+    x = torch.cat([exact, *beside, large])
+    y = divisor.expand_as(x).contiguous()
+    found = compile_step(device, fn, [x, y]).run([x.numpy(), y.numpy()])
+    remainder, modulo, floor, trunc = fn(x.double(), y.double())
+    np.testing.assert_array_equal(found[0], remainder.float().numpy())
+    np.testing.assert_array_equal(found[1], modulo.float().numpy())
+    for one, right in ((found[2], floor), (found[3], trunc)):
+        small = ~(right.abs() >= 2**21).numpy()
+        np.testing.assert_array_equal(one[small], right.float().numpy()[small])
+        np.testing.assert_allclose(one, right.float().numpy(), rtol=1e-6)
 
 
 def test_constants(device: Device) -> None:
@@ -278,8 +300,3 @@ def test_what_has_no_kernel_is_refused(device: Device, fn: Any, message: str) ->
     """By the operation's name, with the model's line and what to do."""
     with pytest.raises(UsageError, match=message):
         compile_step(device, fn, [torch.eye(3)])
-
-
-def test_every_operation_is_tried() -> None:
-    """No name stands for two things, unless on purpose."""
-    assert set(OPERATIONS) & set(SCALARS) == {"add", "sub", "div", "where"}

@@ -41,7 +41,7 @@ def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: 
     body = [
         f"let i = (i32(group.y) * {x} + i32(group.x)) * {THREADS} + i32(local.x);",
         f"if (i >= {size}) {{ return; }}",
-        *_body(emitter, lanes=1),
+        *_body(emitter, out, lanes=1),
         *([f"out[i] = {_stored(value, out)};"] if value else []),
     ]
     return _shader(emitter, out, body, (x, -(-groups // x), 1), THREADS)
@@ -57,7 +57,7 @@ def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int
         f"let i = i32(group.y) * {x} + i32(group.x);",
         f"if (i >= {size}) {{ return; }}",
         "let lane = i32(local.x);",
-        *_body(emitter, lanes=lanes),
+        *_body(emitter, out, lanes=lanes),
         *([f"if (lane == 0) {{ out[i] = {_stored(value, out)}; }}"] if value else []),
     ]
     return _shader(emitter, out, body, (x, -(-size // x), 1), lanes)
@@ -123,7 +123,7 @@ def _number(value: str, dtype: str) -> str:
     return f"select(0u, 1u, {value})" if dtype == "bool" else value
 
 
-def _body(emitter: Emitter, *, lanes: int) -> list[str]:
+def _body(emitter: Emitter, out: Buffer, *, lanes: int) -> list[str]:
     """The statements and loops of a kernel, rows and loop variables decoded from `i` and `c`.
 
     Loops are shared by `lanes` threads."""
@@ -135,12 +135,16 @@ def _body(emitter: Emitter, *, lanes: int) -> list[str]:
         if isinstance(item, Statement):
             lines += _statements([item], change)
         else:
-            lines += _loop(item, indices, change, lanes)
+            lines += _loop(item, indices, change, out, lanes)
     return lines
 
 
 def _loop(
-    loop: Loop, indices: Sequence[Index], rows: Callable[[Index], Index], lanes: int
+    loop: Loop,
+    indices: Sequence[Index],
+    rows: Callable[[Index], Index],
+    out: Buffer,
+    lanes: int,
 ) -> list[str]:
     columns, decoding = _merge(_atoms(loop.variables()), indices, f"c{loop.number}")
 
@@ -152,7 +156,7 @@ def _loop(
     inside = [*decoding, *_statements(loop.body, change)]
     lines = []
     if loop.fold is None:
-        inside.append(f"out[i * {loop.size} + {variable}] = {loop.value};")
+        inside.append(f"out[i * {loop.size} + {variable}] = {_stored(loop.value, out)};")
     else:
         lines.append(f"var {loop.total}: {loop.fold.dtype} = {loop.fold.start};")
         combined = loop.fold.combine.format(loop.total, loop.value)

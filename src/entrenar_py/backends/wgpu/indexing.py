@@ -103,11 +103,3 @@ def slice_scatter(
     dim %= len(x.shape)
     first, _, _ = slice(start, end, step).indices(x.shape[dim])
     return lookups.overlay(schedule, x, source, dim, first, step)
-
-
-def select_scatter(
-    schedule: Schedule, node: Node, x: Value, source: Value, dim: int, index: int
-) -> Value:
-    dim %= len(x.shape)
-    one = views.reshape(schedule, source, [*x.shape[:dim], 1, *x.shape[dim + 1 :]])
-    return lookups.overlay(schedule, x, one, dim, index % x.shape[dim], 1)

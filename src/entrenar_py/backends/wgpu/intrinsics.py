@@ -80,6 +80,54 @@ fn power(x: f32, y: f32) -> f32 {
     return select(select(found, nan(), x < 0.0 && !whole), 1.0, y == 0.0);
 }
 """,
+    # fmod, exactly: WGSL lets a quotient be 2.5 ULP off, which may be the next whole number, and
+    # `a - q * b` loses what a large q has no digits for. Long division of the significands, eight
+    # bits at a time; has the sign of a.
+    "modulo": """
+fn modulo(a: f32, b: f32) -> f32 {
+    let x = bitcast<u32>(a) & 0x7fffffffu;
+    let y = bitcast<u32>(b) & 0x7fffffffu;
+    if (x >= 0x7f800000u || y > 0x7f800000u || y == 0u) { return nan(); }
+    if (x < y) { return a; }
+    let exponent = max(y >> 23u, 1u);
+    let divisor = (y & 0x7fffffu) | select(0u, 0x800000u, y > 0x7fffffu);
+    var rest = ((x & 0x7fffffu) | select(0u, 0x800000u, x > 0x7fffffu)) % divisor;
+    var shift = max(x >> 23u, 1u) - exponent;
+    while (shift > 0u) {
+        let bits = min(shift, 8u);
+        rest = (rest << bits) % divisor;
+        shift -= bits;
+    }
+    if (rest == 0u) { return bitcast<f32>(bitcast<u32>(a) & 0x80000000u); }
+    let moved = min(countLeadingZeros(rest) - 8u, exponent - 1u);
+    let significand = rest << moved;
+    let size = select(significand, ((exponent - moved) << 23u) | (significand & 0x7fffffu),
+        significand > 0x7fffffu);
+    return bitcast<f32>(size | (bitcast<u32>(a) & 0x80000000u));
+}
+""",
+    # As Python's %: has the sign of b.
+    "remainder_f32": """
+fn remainder_f32(a: f32, b: f32) -> f32 {
+    let rest = modulo(a, b);
+    return select(rest, rest + b, rest != 0.0 && (rest < 0.0) != (b < 0.0));
+}
+""",
+    # `a - modulo(a, b)` is a multiple of b: its quotient is a whole number, but for rounding.
+    "trunc_divide_f32": """
+fn trunc_divide_f32(a: f32, b: f32) -> f32 {
+    let quotient = a / b;
+    let found = round((a - modulo(a, b)) / b);
+    return select(found, quotient, b == 0.0 || is_infinite(quotient) || is_infinite(b));
+}
+""",
+    "floor_divide_f32": """
+fn floor_divide_f32(a: f32, b: f32) -> f32 {
+    let rest = modulo(a, b);
+    let found = select(trunc_divide_f32(a, b), nan(), is_infinite(a) && b != 0.0);
+    return select(found, found - 1.0, rest != 0.0 && (rest < 0.0) != (b < 0.0));
+}
+""",
     # No `%`: Vulkan defines it for negative operands only since its maintenance8.
     "floor_divide_i32": """
 fn floor_divide_i32(a: i32, b: i32) -> i32 {
@@ -89,7 +137,10 @@ fn floor_divide_i32(a: i32, b: i32) -> i32 {
 """,
 }
 _NEEDS = {
-    "power": ("nan",),
+    **dict.fromkeys(("power", "modulo"), ("nan",)),
+    "remainder_f32": ("modulo", "nan"),
+    "trunc_divide_f32": ("modulo", "nan", "is_infinite"),
+    "floor_divide_f32": ("trunc_divide_f32", "modulo", "nan", "is_infinite"),
     **dict.fromkeys(("larger", "smaller", "tangent", "error_function"), ("is_nan",)),
 }
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from entrenar_py.backends.wgpu import indexing, pointwise, reductions, views
 from entrenar_py.backends.wgpu.emitter import Emitter
-from entrenar_py.backends.wgpu.nodes import dtype_of, name_of, shape_of
+from entrenar_py.backends.wgpu.nodes import dtype_of, shape_of
 from entrenar_py.backends.wgpu.values import Operands, Schedule, Value
 
 
@@ -27,16 +27,6 @@ def _reshape(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -
 
 def _permute(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
     return views.permute(schedule, value, dims)
-
-
-def _transpose(schedule: Schedule, node: Node, value: Value, first: int, second: int) -> Value:
-    order = list(range(len(value.shape)))
-    order[first], order[second] = order[second], order[first]
-    return views.permute(schedule, value, order)
-
-
-def _turn(schedule: Schedule, node: Node, value: Value) -> Value:
-    return views.permute(schedule, value, list(range(len(value.shape)))[::-1])
 
 
 def _expand(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
@@ -83,7 +73,7 @@ def _subtract(schedule: Schedule, node: Node, a: Any, b: Any, *, alpha: float = 
 def _divide(
     schedule: Schedule, node: Node, a: Any, b: Any, *, rounding_mode: str | None = None
 ) -> Value | None:
-    name = {None: "div", "floor": "floor_divide", "trunc": "trunc_divide"}[rounding_mode]
+    name = {None: "div", "floor": "div_floor", "trunc": "div_trunc"}[rounding_mode]
     return pointwise.apply(schedule, name, [a, b], shape_of(node), dtype_of(node))
 
 
@@ -100,16 +90,7 @@ def _where(schedule: Schedule, node: Node, condition: Any, a: Any, b: Any) -> Va
 
 
 def _full(schedule: Schedule, node: Node, *args: Any, **_: Any) -> Value:
-    value = args[1] if name_of(node) in ("full", "full_like") else args[0]
-    return pointwise.constant(value, dtype_of(node), shape_of(node))
-
-
-def _zeros(schedule: Schedule, node: Node, *_: Any, **__: Any) -> Value:
-    return pointwise.constant(0, dtype_of(node), shape_of(node))
-
-
-def _ones(schedule: Schedule, node: Node, *_: Any, **__: Any) -> Value:
-    return pointwise.constant(1, dtype_of(node), shape_of(node))
+    return pointwise.constant(args[1], dtype_of(node), shape_of(node))
 
 
 def _arange(schedule: Schedule, node: Node, *args: Any, **_: Any) -> Value:
@@ -118,12 +99,12 @@ def _arange(schedule: Schedule, node: Node, *args: Any, **_: Any) -> Value:
 
 
 def _fold(name: str) -> Callable[..., Value | None]:
-    """sum, prod, amax, amin, any, all along the dims that the operation names."""
+    """sum, prod, amax, amin, any along the dims that the operation names."""
 
     def reduce(
         schedule: Schedule, node: Node, x: Value, dims: Any = None, keepdim: bool = False, **_: Any
     ) -> Value | None:
-        dtype = "bool" if name in ("any", "all") else dtype_of(node)
+        dtype = "bool" if name == "any" else dtype_of(node)
         fold = reductions.FOLDS.get((name, dtype))
         if fold is None:
             return None
@@ -184,19 +165,11 @@ def _accumulated(emitter: Emitter, operands: Operands) -> str:
 
 # By the part of aten's name before the dot; pointwise.SCALARS has the rest.
 VIEWS: dict[str, Callable[..., Value]] = {
-    "alias": _same,
     "clone": _same,
-    "detach": _same,
-    "contiguous": _same,
-    "lift_fresh_copy": _same,
     "view": _reshape,
-    "_unsafe_view": _reshape,
-    "reshape": _reshape,
     "unsqueeze": _reshape,
     "squeeze": _reshape,
     "permute": _permute,
-    "transpose": _transpose,
-    "t": _turn,
     "expand": _expand,
     "repeat": _repeat,
     "slice": _slice,
@@ -209,18 +182,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": _subtract,
     "div": _divide,
     "clamp": _clamp,
-    "clamp_min": _clamp,
     "where": _where,
     "full": _full,
-    "full_like": _full,
-    "scalar_tensor": _full,
-    "zeros": _zeros,
-    "zeros_like": _zeros,
-    "new_zeros": _zeros,
-    "ones": _ones,
-    "ones_like": _ones,
     "arange": _arange,
-    **{name: _fold(name) for name in ("sum", "prod", "amax", "amin", "any", "all")},
+    **{name: _fold(name) for name in ("sum", "prod", "amax", "amin", "any")},
     "max": _extreme("amax"),
     "min": _extreme("amin"),
     "argmax": _argument_of("amax"),
@@ -238,20 +203,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cat": indexing.cat,
     "constant_pad_nd": indexing.pad,
     "slice_scatter": indexing.slice_scatter,
-    "select_scatter": indexing.select_scatter,
 }
 # What becomes part of its users' kernels, if its shape allows.
 FUSING = frozenset(pointwise.SCALARS) | {
-    *(
-        "alias",
-        "clone",
-        "detach",
-        "_to_copy",
-        "clamp",
-        "clamp_min",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-    ),
-    *("sum", "amax", "amin"),
+    *("clone", "_to_copy", "clamp", "expand", "unsqueeze", "squeeze", "sum", "amax", "amin")
 }

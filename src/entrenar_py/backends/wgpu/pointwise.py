@@ -49,11 +49,12 @@ SCALARS = {
     "sub": _both("{0} - {1}"),
     "mul": Scalar("{0} * {1}", "{0} * {1}", bool="{0} && {1}"),
     "div": _floats("{0} / {1}", 2),
-    "floor_divide": Scalar("floor({0} / {1})", "floor_divide_i32({0}, {1})", cost=3),
-    "trunc_divide": Scalar("trunc({0} / {1})", "{0} / {1}", cost=3),
+    "div_floor": Scalar("floor_divide_f32({0}, {1})", "floor_divide_i32({0}, {1})", cost=12),
+    "div_trunc": Scalar("trunc_divide_f32({0}, {1})", "{0} / {1}", cost=12),
     "remainder": Scalar(
-        "{0} - floor({0} / {1}) * {1}", "{0} - floor_divide_i32({0}, {1}) * {1}", cost=4
+        "remainder_f32({0}, {1})", "{0} - floor_divide_i32({0}, {1}) * {1}", cost=12
     ),
+    "fmod": Scalar("modulo({0}, {1})", "{0} - {0} / {1} * {1}", cost=10),
     "neg": _both("-{0}"),
     "abs": _both("abs({0})"),
     "sign": _both("sign({0})"),
@@ -71,7 +72,6 @@ SCALARS = {
     "ceil": _floats("ceil({0})", 1),
     "trunc": _floats("trunc({0})", 1),
     "round": _floats("round({0})", 1),
-    "square": _both("{0} * {0}"),
     "pow": _floats("power({0}, {1})", 10),
     "relu": Scalar("larger({0}, 0.0f)", "max({0}, 0)"),
     "maximum": Scalar("larger({0}, {1})", "max({0}, {1})", bool="{0} || {1}"),

@@ -26,7 +26,6 @@ FOLDS = {
     ("amin", "f32"): Fold("smaller({0}, {1})", "infinity()", "f32"),
     ("amin", "i32"): Fold("min({0}, {1})", "2147483647", "i32"),
     ("any", "bool"): Fold("{0} | {1}", "false", "bool"),
-    ("all", "bool"): Fold("{0} & {1}", "true", "bool"),
 }
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
+from entrenar_py.backends.wgpu.tables import NUM_ELEMENTS_MAX
+
 ROWS, COLUMNS = 17, 31
 LARGE = 1e5
 LONG = 331  # more than a workgroup has lanes, and prime
@@ -49,6 +51,10 @@ def _binary(operation: Operation) -> Case:
     return Case(operation, num_operands=2)
 
 
+def _rounded_quotient(mode: str) -> Case:
+    return Case(lambda x, y: torch.div(x, y, rounding_mode=mode), num_operands=2, least=0.1)
+
+
 CASES: dict[str, Case] = {
     "abs": _unary(torch.abs),
     "add": _binary(torch.add),
@@ -57,15 +63,24 @@ CASES: dict[str, Case] = {
     "amax": _unary(lambda x: x.amax(-1)),
     "amax_all": _unary(lambda x: x.amax()),
     "amin": _unary(lambda x: x.amin(0)),
-    "bmm": _unary(lambda x: torch.stack([x, -x, 2 * x]) @ x.t()),
+    "arange": Case(lambda x: x[3, 5] + torch.arange(NUM_ELEMENTS_MAX + 1.0), rows_only=True),
+    "arg_extremes": _unary(lambda x: torch.stack([x.argmax(-1), x.argmin(-1)])),
+    "bmm": _unary(lambda x: torch.stack([x, -x, 2 * x]) @ torch.stack([x.t(), x.t(), -x.t()])),
     "cat": _binary(lambda x, y: torch.cat([x, -y, x], 1)),
     "ceil": _unary(torch.ceil),
     "clamp": _unary(lambda x: x.clamp(-0.5, 0.7)),
     "clone": _unary(lambda x: x.t().clone()),
+    "compare": _binary(
+        lambda x, y: torch.stack(
+            [x < y, x <= y, x >= y, x != y, x.isnan(), (x * torch.inf).isinf(), x < 0.5, x >= 0.5]
+        )
+    ),
     "constant_pad_nd": _unary(lambda x: F.pad(x, (1, 2, 0, 3), value=0.5)),
     "cos": _unary(torch.cos, largest=3.0),
     "cumsum": _unary(lambda x: x.cumsum(-1)),
     "div": Case(torch.div, num_operands=2, least=0.1),
+    "div_floor": _rounded_quotient("floor"),
+    "div_trunc": _rounded_quotient("trunc"),
     "embedding": Case(lambda x: F.embedding(IDS, x), rows_only=True),
     "embedding_backward": Case(
         lambda x: torch.ops.aten.embedding_dense_backward(x[:5], IDS, 19, -1, False), rows_only=True
@@ -76,6 +91,7 @@ CASES: dict[str, Case] = {
     "eq": _binary(lambda x, y: x.floor() == y.floor()),
     "flip": _unary(lambda x: x.flip(0)),
     "floor": _unary(torch.floor),
+    "fmod": Case(torch.fmod, num_operands=2, least=0.1),
     "gather": Case(lambda x: x.gather(1, PLACES), rows_only=True),
     "gelu": _unary(F.gelu),
     "gt": _binary(torch.gt),
@@ -85,6 +101,18 @@ CASES: dict[str, Case] = {
     ),
     "index_select": Case(lambda x: x.index_select(1, IDS), rows_only=True),
     "log": Case(torch.log, least=0.01, sign=1),
+    "logic": _binary(
+        lambda x, y: torch.stack(
+            [
+                *((x > 0) & (y > 0), (x > 0) | (y > 0), (x > 0) ^ (y > 0), ~(x > 0)),
+                torch.logical_and(x.floor(), y > 0),
+                torch.logical_or(x.floor(), y > 0),
+                torch.logical_xor(x.floor(), y > 0),
+                torch.logical_not(x.floor()),
+                (x > 0.9).any(-1, keepdim=True).expand(x.shape),
+            ]
+        )
+    ),
     "log_softmax": _unary(lambda x: x.log_softmax(-1)),
     "masked": _unary(lambda x: torch.where(torch.arange(x.shape[1]) % 3 == 0, x, -x)),
     "maximum": _binary(torch.maximum),
@@ -100,7 +128,9 @@ CASES: dict[str, Case] = {
     "pow": _unary(lambda x: x**3),
     "reciprocal": Case(torch.reciprocal, least=0.1),
     "relu": _unary(torch.relu),
+    "remainder": Case(torch.remainder, num_operands=2, least=0.1),
     "repeat": _unary(lambda x: x.repeat(2, 3)),
+    "round": _unary(torch.round),
     "rsqrt": Case(torch.rsqrt, least=0.01, sign=1),
     "scatter": Case(lambda x: x.scatter(1, PLACES[:, :1], -1.0), rows_only=True),
     "scatter_add": Case(lambda x: x.scatter_add(1, PLACES, x[:, :6]), rows_only=True),
@@ -113,11 +143,13 @@ CASES: dict[str, Case] = {
     "slice_scatter": Case(lambda x: x.slice_scatter(x[:, :3] * 2, 1, 2, 5), rows_only=True),
     "softmax": _unary(lambda x: x.softmax(-1)),
     "sqrt": Case(torch.sqrt, sign=1),
+    "squeeze": _unary(lambda x: x[:, 1:2].squeeze(1) * 3),
     "sub": _binary(torch.sub),
     "sum": _unary(lambda x: x.sum(-1)),
     "sum_all": _unary(lambda x: x.sum()),
     "sum_rows": _unary(lambda x: x.sum(0)),
     "tanh": _unary(torch.tanh),
+    "to_whole": _unary(lambda x: (x * 8).to(torch.int64) * 3),
     "trunc": _unary(torch.trunc),
     "var": _unary(lambda x: x.var(-1, correction=0)),
     "view": _unary(lambda x: x.t().reshape(-1) + 1),

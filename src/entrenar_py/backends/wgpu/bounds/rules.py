@@ -88,6 +88,30 @@ def _divide(target: Any, args: Any, kwargs: Any) -> Interval:
     return intervals.divide(_number(args[0]), _number(args[1]))
 
 
+def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Quotients rounded to whole numbers: exact up to 2^21, and some ULP off where they are larger.
+
+    Of operands that are off nothing is known: they may be on either side of a multiple.
+    """
+    value = evaluate(target, args, kwargs, lambda one: one.value)
+    slack = torch.where(value.abs() < 2.0**21, 0.0, 8 * intervals.UNIT)
+    return _if_decided(intervals.near(value, value, relative=slack, absolute=0.0), args)
+
+
+def _remainder(target: Any, args: Any, kwargs: Any) -> Interval:
+    """fmod is exact; its sign is mended by one addition."""
+    value = evaluate(target, args, kwargs, lambda one: one.value)
+    return _if_decided(intervals.rounded(value, value), args)
+
+
+def _if_decided(interval: Interval, args: Any) -> Interval:
+    decided = _number(args[0]).decided & _number(args[1]).decided
+    return Interval(
+        torch.where(decided, interval.low, -torch.inf),
+        torch.where(decided, interval.high, torch.inf),
+    )
+
+
 def _sum(target: Any, args: Any, kwargs: Any) -> Interval:
     dims = args[1] if len(args) > 1 and args[1] is not None else ()
     return intervals.sum_over(_number(args[0]), dims, keepdim=len(args) > 2 and args[2])
@@ -190,6 +214,22 @@ def _not(target: Any, args: Any, kwargs: Any) -> Interval:
     return Interval(~args[0].high.bool(), ~args[0].low.bool())
 
 
+def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Known where all operands are; both outcomes elsewhere."""
+    operands = [one for one in args if isinstance(one, Bounded)]
+    value = evaluate(target, args, kwargs, lambda one: one.value)
+    decided = torch.stack([one.interval.decided.expand(value.shape) for one in operands]).all(0)
+    return Interval(value & decided, value | ~decided)
+
+
+def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Where the largest or the smallest element stands: anywhere, unless all are known."""
+    value = evaluate(target, args, kwargs, lambda one: one.value)
+    if bool(args[0].interval.decided.all()):
+        return Interval(value, value)
+    return Interval(torch.zeros_like(value), torch.full_like(value, args[0].value.numel() - 1))
+
+
 def _convert(target: Any, args: Any, kwargs: Any) -> Interval:
     one = args[0]
     if not evaluate(target, args, kwargs, lambda one: one.value).is_floating_point():
@@ -222,7 +262,6 @@ def _clamp(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 _ENDS = (
-    _ATEN.alias.default,
     _ATEN.amax.default,
     _ATEN.amin.default,
     _ATEN.cat.default,
@@ -231,7 +270,6 @@ _ENDS = (
     _ATEN.constant_pad_nd.default,
     _ATEN.embedding.default,
     _ATEN.expand.default,
-    _ATEN.flip.default,
     _ATEN.floor.default,
     _ATEN.gather.default,
     _ATEN.index.Tensor,
@@ -244,7 +282,6 @@ _ENDS = (
     _ATEN.round.default,
     _ATEN.scatter.src,
     _ATEN.select.int,
-    _ATEN.select_scatter.default,
     _ATEN.sign.default,
     _ATEN.slice.Tensor,
     _ATEN.slice_scatter.default,
@@ -262,23 +299,32 @@ RULES: dict[Any, Rule] = {
     _ATEN.any.dim: _logical,
     _ATEN.any.default: _logical,
     _ATEN.arange.start_step: _range,
+    _ATEN.argmax.default: _argument,
+    _ATEN.argmin.default: _argument,
     _ATEN.bitwise_and.Tensor: _logical,
     _ATEN.bitwise_not.default: _not,
     _ATEN.bitwise_or.Tensor: _logical,
+    _ATEN.bitwise_xor.Tensor: _known_truth,
     _ATEN.bmm.default: _product,
     _ATEN.clamp.default: _clamp,
     _ATEN.cumsum.default: _cumsum,
     _ATEN.div.Tensor: _divide,
+    _ATEN.div.Tensor_mode: _whole_quotient,
     _ATEN.full.default: _full,
     _ATEN.index_put.default: _index_put,
+    _ATEN.isinf.default: _known_truth,
+    _ATEN.isnan.default: _known_truth,
     _ATEN.logical_and.default: _logical,
     _ATEN.logical_not.default: _not,
     _ATEN.logical_or.default: _logical,
+    _ATEN.logical_xor.default: _known_truth,
     _ATEN.mm.default: _product,
     _ATEN.mul.Tensor: _multiply,
     _ATEN.reciprocal.default: lambda target, args, kwargs: intervals.divide(
         _number(1.0), _number(args[0])
     ),
+    **dict.fromkeys((_ATEN.fmod.Scalar, _ATEN.fmod.Tensor), _remainder),
+    **dict.fromkeys((_ATEN.remainder.Scalar, _ATEN.remainder.Tensor), _remainder),
     _ATEN.scatter.value: _scatter_value,
     _ATEN.scatter_add.default: _scatter_add,
     _ATEN.sub.Tensor: _add,
