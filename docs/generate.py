@@ -12,13 +12,13 @@ from typing import Any
 
 from entrenar_py import kill_matrix, mutants, scenario
 from entrenar_py.checks import CHECKS, Check
-from entrenar_py.cli import option_reference
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.validation import RULES
 from entrenar_py.drivers import door
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
+from entrenar_py.options import reference as option_reference
 from entrenar_py.project import keys as project_keys
 from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.mesh_worker import MeshWorker

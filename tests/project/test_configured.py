@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.cli import several_contracts
 from entrenar_py.harness import counterexamples
-from entrenar_py.project import several_contracts
 from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
 BASE = '[tool.entrenar-check]\ncontract = "small-v1.yaml"\n'
@@ -240,6 +240,16 @@ def test_two_contracts_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture
     both = ("--contract", "small-v1.yaml", "--contract", "a/small-v1.yaml")
     assert check(*both, "--html", "{contract}.html") == 2
     assert "two contracts have the same name (small-v1, small-v1)" in capsys.readouterr().err
+
+
+def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """An output of the configuration that can't be written so is told with its place."""
+    other = Path("small-v1.yaml").read_text()
+    Path("other-v1.yaml").write_text(other)
+    table = "[tool.entrenar-check]\n"
+    configure('contract = ["small-v1.yaml", "other-v1.yaml"]\njson = "r.json"\n', base=table)
+    assert check() == 2
+    assert "pyproject.toml:3:1: error: --json r.json: each of 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

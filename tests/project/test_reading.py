@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.cli import options
 from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.options import modes, parser, typed
 from entrenar_py.project import reading
 from entrenar_py.project.keys import KEYS
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
     *("help", "version", "config", "no_config", "stop_early", "no_color"),
-    *(name for name in options.MODES if name != "command"),
+    *(name for name in modes.MODES if name != "command"),
 }
 FULL = """\
 [project]
@@ -65,7 +65,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_option_has_a_key_or_none_on_purpose() -> None:
     """And every key an option, but for the two that have no such thing."""
-    names = {action.dest for action in options.parser()._actions} - NOT_CONFIGURED
+    names = {action.dest for action in parser.build()._actions} - NOT_CONFIGURED
     keys = {name.replace("-", "_") for name in KEYS}
     assert names - keys == set()
     assert keys - names == {"command", "knobs"}
@@ -77,9 +77,9 @@ def test_all_keys(tmp_path: Path) -> None:
     assert (str(project.place), project.folder) == ("pyproject.toml:4:7", tmp_path)
     assert project.command == ("torchrun", "--nproc_per_node={world_size}", "my train.py")
     line = "--steps 6 --deadline 12.5 --world-size 2,4 --seed 3 --only F-DP-001 --severity P0,P1"
-    typed = options.read(line.split())
-    for name in typed.typed:
-        assert project.values[name] == getattr(typed, name)
+    options = typed.read(line.split())
+    for name in options.typed:
+        assert project.values[name] == getattr(options, name)
     assert project.values["contract"] == ("distributed-training-v1.yaml", "contracts/own.yaml")
     assert project.values["json"] == Path("out/{contract}.json")
     assert project.values["bind"] == [Path("mine.yaml")]

@@ -11,9 +11,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from entrenar_py.cli import options
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.harness import interrupts
+from entrenar_py.options import typed
+from entrenar_py.options.parser import PROG
 from entrenar_py.project import merging
 from entrenar_py.untrusted import printing
 
@@ -54,7 +55,7 @@ def _run(arguments: Sequence[str]) -> int:
             from entrenar_py.project import init
 
             return init.run(arguments[1:])
-        given = merging.configured(options.read(arguments))
+        given = merging.configured(typed.read(arguments))
         from entrenar_py.cli import session  # brings everything heavy; `--help` has left by now
 
         try:
@@ -71,4 +72,4 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _say(message: object) -> None:
-    printing.warn(f"{options.PROG}: {message}")
+    printing.warn(f"{PROG}: {message}")

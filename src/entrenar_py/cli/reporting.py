@@ -12,10 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
+from entrenar_py.cli import several_contracts
 from entrenar_py.contract import Contract
 from entrenar_py.harness import falsify
 from entrenar_py.harness.runner import Listener, ignore
-from entrenar_py.project import exclusions, several_contracts
+from entrenar_py.project import exclusions
 from entrenar_py.reports import curves, github, html, json_format, junit, sarif, terminal
 from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
 

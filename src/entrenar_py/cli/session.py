@@ -16,15 +16,16 @@ from pathlib import Path
 from rich.console import Console
 
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
-from entrenar_py.cli import console, reporting, validation
-from entrenar_py.cli.options import FILES, PROG, of_each
+from entrenar_py.cli import console, reporting, several_contracts, validation
 from entrenar_py.cli.reporting import Work
 from entrenar_py.command import judging, launch, run_folder, runs
 from entrenar_py.contract import Contract, Invariant, binding_file, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
 from entrenar_py.harness.runner import Listener
-from entrenar_py.project import exclusions, several_contracts
+from entrenar_py.options.outputs import FILES, per_contract
+from entrenar_py.options.parser import PROG
+from entrenar_py.project import exclusions
 from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports import evidence, github, output_file
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
@@ -128,7 +129,7 @@ def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
             f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
             f"{PROG} init writes one"
         )
-    found = of_each(options)
+    found = per_contract(options)
     for path in options.bind if len(found) > 1 else ():
         if path.is_fifo():
             raise UsageError(

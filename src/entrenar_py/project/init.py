@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar_py import shipped
-from entrenar_py.cli import options
 from entrenar_py.errors import UsageError
+from entrenar_py.options.parser import PROG, Parser
+from entrenar_py.options.typed import split
 from entrenar_py.project import guessing, location
 from entrenar_py.project.guessing import Guess
 from entrenar_py.untrusted import printing
@@ -28,7 +29,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 
 def run(arguments: Sequence[str]) -> int:
     """Writes the configuration of the current folder; 0. Raises UsageError where it can't."""
-    own, command = options.split(arguments)
+    own, command = split(arguments)
     given = _parser().parse_args(own)
     folder = Path.cwd()
     path, before = _file(folder)
@@ -49,8 +50,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    cli = options.Parser(
-        prog=f"{options.PROG} {NAME}",
+    cli = Parser(
+        prog=f"{PROG} {NAME}",
         usage="%(prog)s [--contract FILE] [-- COMMAND ...]",
         description="Writes the configuration of this folder: into pyproject.toml, if there is "
         f"one, else {location.OWN}. COMMAND is what trains, as it is run today; without it the "
@@ -89,7 +90,7 @@ def _file(folder: Path) -> tuple[Path, str | None]:
 def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
     """The keys, each with what a reader has to know of it."""
     lines = [
-        f"# Written by `{options.PROG} {NAME}`; all keys: docs/configuration.md of entrenar-py.",
+        f"# Written by `{PROG} {NAME}`; all keys: docs/configuration.md of entrenar-py.",
         f"contract = {_toml(list(chosen) if len(chosen) > 1 else chosen[0])}",
     ]
     if found is None:
@@ -156,7 +157,7 @@ def _tell(path: Path, found: Guess | None) -> None:
     shared = path.name == location.SHARED
     printing.say(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
     if found is None:
-        told = f"it checks the reference trainers ({options.PROG} {NAME} -- ...)"
+        told = f"it checks the reference trainers ({PROG} {NAME} -- ...)"
         printing.say(f"no command was given: {told}")
     else:
         printing.say(f"command: {_typed(found.command)}", indent=2)
@@ -164,4 +165,4 @@ def _tell(path: Path, found: Guess | None) -> None:
             printing.say(f"guessed: {line}", indent=2)
         for line in found.look:
             printing.say(f"look at: {line}", indent=2)
-    printing.say(f"now run: {options.PROG}")
+    printing.say(f"now run: {PROG}")

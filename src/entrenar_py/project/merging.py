@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from entrenar_py.cli import options
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
+from entrenar_py.options import modes, outputs
 from entrenar_py.project import location
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a workflow; elsewhere its reports have no reader
@@ -16,32 +16,40 @@ _CHOOSES = "system"
 
 
 def configured(typed: argparse.Namespace) -> argparse.Namespace:
-    """`typed`, with what the configuration says where nothing was typed; then found sensible.
+    """Return `typed` with the configuration's values where nothing was typed.
 
-    Its `project` is the configuration, None where there is none; `used` names the keys that count
-    in this call, `overruled` those that would, had nothing been typed. Raises ContractError for a
-    configuration that is wrong, UsageError for what makes no sense.
+    `project` becomes the configuration, None where there is none; `used` the keys that count in
+    this call, `overruled` those that would have, had nothing been typed. Raises ContractError for a
+    wrong configuration, UsageError for options that don't go together.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
     path = _path(typed)
-    if path is None:
-        options.require_sensible(typed)
-        return typed
-    from entrenar_py.project import reading  # brings the reader of contracts
+    mode = ""
+    if path is not None:
+        from entrenar_py.project import reading  # brings the reader of contracts
 
-    project = reading.load(path)
-    told = ""
-    if project.command and typed.mode is None and _CHOOSES not in typed.typed:
-        typed.mode, typed.command, typed.command_folder = "command", project.command, project.folder
-        typed.knobs = project.knobs
-        told = (
-            f"the command of {project.place} (--system NAME tries a trainer of entrenar-py "
-            "instead, --no-config goes without the configuration)"
-        )
-    typed.project = project
-    _lay_below(typed)
-    options.require_sensible(typed, mode=told)
+        typed.project = reading.load(path)
+        mode = _take_command(typed)
+        _lay_below(typed)
+    try:
+        modes.require_compatible(typed, mode=mode)
+        outputs.require_distinct(typed)
+    except UsageError as error:
+        raise located(error, typed) from error
     return typed
+
+
+def _take_command(typed: argparse.Namespace) -> str:
+    """Make the configuration's command the mode, if nothing else is; return what to call that."""
+    project = typed.project
+    if not project.command or typed.mode is not None or _CHOOSES in typed.typed:
+        return ""
+    typed.mode, typed.command, typed.command_folder = "command", project.command, project.folder
+    typed.knobs = project.knobs
+    return (
+        f"the command of {project.place} (--system NAME tries a trainer of entrenar-py "
+        "instead, --no-config goes without the configuration)"
+    )
 
 
 def located(error: UsageError, given: argparse.Namespace) -> EntrenarError:
@@ -64,7 +72,7 @@ def _path(typed: argparse.Namespace) -> Path | None:
 
 
 def _lay_below(typed: argparse.Namespace) -> None:
-    """Sets what was not typed and means something in this mode."""
+    """Set each option that was not typed and means something in this mode."""
     project, mode = typed.project, typed.mode
     used: list[str] = []
     overruled: list[str] = []
@@ -72,8 +80,8 @@ def _lay_below(typed: argparse.Namespace) -> None:
         given = overruled if typed.command_folder is None else used
         given += ["command", *(["knobs"] if project.knobs else [])]
     for name, value in project.values.items():
-        means_something = name in options.MODES[mode] if mode else name not in options.COMMANDED
-        if mode == "validate" and name in options.FILES:  # they are a run's reports
+        means_something = name in modes.MODES[mode] if mode else name not in modes.COMMANDED
+        if mode == "validate" and name in outputs.FILES:  # they are a run's reports
             means_something = False
         if not means_something or (name == "github" and not os.environ.get(SUMMARY)):
             continue

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.cli import options
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.validation import Suppression
 from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.options import modes, parser
 from entrenar_py.project import knobs, location, positions, rules
 from entrenar_py.project.keys import EXCLUSION, HOLDS, KEYS, KINDS, Form
 
@@ -105,7 +105,7 @@ class _Reader:
     ) -> None:
         self._table, self._where, self._problems = table, where, problems
         self._file, self._places = file, places
-        self._options = {one.dest: one for one in options.parser()._actions}
+        self._options = {one.dest: one for one in parser.build()._actions}
 
     def project(self, folder: Path) -> Project:
         """Read the table; where it is wrong the problem is noted, and the rest read."""
@@ -184,9 +184,9 @@ class _Reader:
             if name not in KEYS or KEYS[name].form in _NO_OPTIONS:
                 continue
             dest = name.replace("-", "_")
-            if commanded and dest not in options.MODES["command"]:
+            if commanded and dest not in modes.MODES["command"]:
                 self._error(f"{name} means nothing beside command; leave one of them out", name)
-            if not commanded and dest in options.COMMANDED:
+            if not commanded and dest in modes.COMMANDED:
                 self._error(f"{name} means something beside command alone; leave it out", name)
 
     def _value(self, given: Any, name: str, form: Form, folder: Path) -> Any:

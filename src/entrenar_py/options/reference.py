@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from entrenar_py.cli.options import EPILOG, MODES, PROG, flag, parser
+from entrenar_py.options.modes import MODES
+from entrenar_py.options.parser import EPILOG, PROG, build, flag
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     codes, _, examples = EPILOG.partition("\n\nexamples:\n")
     parts = [
         f"# `{PROG}`",
         f"`{PROG} [--contract FILE] [options] [-- COMMAND ...]`, `{PROG} init [-- COMMAND ...]`",
-        "Generated from `entrenar_py.cli.options`; a test says whether this page is current. "
+        "Generated from `entrenar_py.options`; a test says whether this page is current. "
         "Options that are left out are read from the project's [configuration](configuration.md).",
     ]
-    for group in parser()._action_groups:
+    for group in build()._action_groups:
         rows = [_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             parts += [f"## {(group.title or '').capitalize()}", _table("option", rows)]

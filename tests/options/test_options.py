@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.backends import BACKENDS
-from entrenar_py.cli import option_reference, options
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import plan
+from entrenar_py.options import modes, outputs, parser, reference, typed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "help.txt"
 REFERENCE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -44,6 +44,14 @@ FLAGS = [
 ]
 
 
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options, found to go together."""
+    options = typed.read(arguments)
+    modes.require_compatible(options)
+    outputs.require_distinct(options)
+    return options
+
+
 def test_flags() -> None:
     """A flag is added, renamed or dropped on purpose: each has a test of what it does."""
     assert [name for action in actions() for name in action.option_strings] == FLAGS
@@ -51,36 +59,36 @@ def test_flags() -> None:
 
 def actions() -> list[argparse.Action]:
     """Every option of the parser."""
-    return options.parser()._actions
+    return parser.build()._actions
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` reads as the golden file."""
     monkeypatch.setenv("COLUMNS", "100")
-    assert options.parser().format_help() == GOLDEN.read_text(encoding="utf-8")
+    assert parser.build().format_help() == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_reference_is_current() -> None:
     """docs/cli.md is what the parser says: write `options_page.reference()` to it."""
-    assert REFERENCE.read_text(encoding="utf-8") == option_reference.reference()
+    assert REFERENCE.read_text(encoding="utf-8") == reference.reference()
 
 
 def test_help_names_every_choice() -> None:
     """Trainers and backends stand in the help, which must not import their tables."""
-    text = options.parser().format_help()
+    text = parser.build().format_help()
     assert all(name in text for name in (*plan.TRAINERS, *BACKENDS))
 
 
 def test_modes_name_options_that_exist() -> None:
     """No mode allows an option that was renamed."""
     known = {action.dest for action in actions()}
-    assert set(options.MODES) - {"command"} <= known
-    assert {name for names in options.MODES.values() for name in names} <= known
+    assert set(modes.MODES) - {"command"} <= known
+    assert {name for names in modes.MODES.values() for name in names} <= known
 
 
 def test_no_mode() -> None:
     """Without a mode every option counts."""
-    given = options.parse(["--contract", "c", "--seed", "3", "--json", "a", "--junit", "b"])
+    given = parse(["--contract", "c", "--seed", "3", "--json", "a", "--junit", "b"])
     assert given.mode is None
     assert given.seed == 3
 
@@ -125,12 +133,12 @@ def test_no_mode() -> None:
 def test_refused(line: str, message: str) -> None:
     """What makes no sense is refused by name, and nothing is silently ignored."""
     with pytest.raises(UsageError) as refusal:
-        options.parse(line.split())
+        parse(line.split())
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 def test_lists() -> None:
     """Lists are split at commas."""
-    given = options.parse(["--only", "A, B", "--world-size", "1,3", "--severity", "P0,P2"])
+    given = parse(["--only", "A, B", "--world-size", "1,3", "--severity", "P0,P2"])
     assert (given.only, given.world_size, given.severity) == (("A", "B"), (1, 3), ("P0", "P2"))

@@ -1,0 +1,68 @@
+"""The files that a call writes: one of each kind for every contract, none over another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+from entrenar_py.options.parser import flag
+
+FILES = ("json", "junit", "sarif", "html")  # a report may be written as
+_OUTPUTS = (*FILES, "trace_dir")
+_CONTRACT = "{contract}"  # in the path of an output: the contract's name
+
+
+def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each contract's report: `contract` is its path, outputs are its own."""
+    found = []
+    for contract in options.contract:
+        own = argparse.Namespace(**vars(options))
+        own.contract = contract
+        for name in _OUTPUTS:
+            path = getattr(options, name)
+            if path is not None:
+                setattr(own, name, Path(str(path).replace(_CONTRACT, _stem(contract))))
+        found.append(own)
+    return found
+
+
+def require_distinct(options: argparse.Namespace) -> None:
+    """Raise UsageError if an output would be written over another, or over a file that is read."""
+    read = [(name, path) for name in ("contract", "bind") for path in getattr(options, name)]
+    single = ("config", "replay", *_OUTPUTS)
+    given = [(name, path) for name in single if (path := getattr(options, name)) is not None]
+    by_path: dict[Path, str] = {}
+    for name, path in (*read, *given):
+        other = by_path.setdefault(Path(path).absolute(), name)
+        if other != name and name in _OUTPUTS:
+            message = f"{flag(other)} and {flag(name)} are both {path}; give two files"
+            raise UsageError(message, field=name)
+    _require_apart(options)
+
+
+def _require_apart(options: argparse.Namespace) -> None:
+    """Raise UsageError if one contract's report would be written over another's."""
+    if len(options.contract) < 2 or options.mode == "validate":  # which writes one report of all
+        return
+    stems = [_stem(contract) for contract in options.contract]
+    for name in _OUTPUTS:
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if _CONTRACT not in str(path):
+            raise UsageError(
+                f"{flag(name)} {path}: each of {len(stems)} contracts has a report; put "
+                f"{_CONTRACT}, which stands for its name, into the path",
+                field=name,
+            )
+        if len(set(stems)) < len(stems):
+            raise UsageError(
+                f"{flag(name)} {path}: two contracts have the same name ({', '.join(stems)}); "
+                "rename one, or check them one by one",
+                field=name,
+            )
+
+
+def _stem(contract: str) -> str:
+    return Path(contract).name.removesuffix(".yaml").removesuffix(".yml")

@@ -1,0 +1,47 @@
+"""The values of options: each function takes the text that was typed, as argparse calls it.
+
+All raise argparse.ArgumentTypeError, with the text and what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words between commas, at least one."""
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return found
+
+
+def severities(text: str) -> tuple[str, ...]:
+    """Return severities between commas."""
+    found = words(text)
+    if not set(found) <= {"P0", "P1", "P2"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are P0, P1, P2")
+    return found
+
+
+def natural(text: str, *, least: int = 0) -> int:
+    """Return a whole number from `least` to 10^18 - 1."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from {least} to 10^18 - 1")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Return whole numbers from 1 between commas."""
+    return tuple(natural(word, least=1) for word in words(text))
+
+
+def seconds(text: str) -> float:
+    """Return a finite number of seconds above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number of seconds > 0")
+    return number
