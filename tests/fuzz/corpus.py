@@ -49,8 +49,9 @@ SHARDS, LEVEL, INDEX = (2, 3), 1, 1
 Said = tuple[Message, bytes]
 
 
+@cache
 def seeds() -> Mapping[str, list[bytes]]:
-    """Target -> inputs."""
+    """Return the inputs of each target, by its name."""
     golden = [bytes.fromhex(row["frame"]) for row in _golden()]
     return {
         "read_frames": [b"\xff" + b"".join(golden), *(b"\x00" + one for one in golden)],
