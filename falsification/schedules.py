@@ -228,7 +228,7 @@ def _seen_alike(run: Trace, calm: Trace) -> Trace:
         replace(one, optimizer={}) if isinstance(one, Start | Update) else one
         for one in calm.events
     )
-    return replace(calm, events=tuple(events))
+    return replace(calm, traits=run.traits, events=tuple(events))
 
 
 def _complaints(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:

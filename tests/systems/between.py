@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from entrenar_py import systems
 from entrenar_py.drivers.message_faults import Meddling
 from entrenar_py.protocol.effects import Effect, Gather
 from entrenar_py.protocol.messages import Average, Message, TreeNode, Weights
@@ -31,7 +34,7 @@ class Between(ScenarioRun):
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return super().train()
+            return replace(super().train(), traits=systems.traits_of(self.scenario))
         finally:
             torch.set_num_threads(before)
 
