@@ -19,7 +19,9 @@ from entrenar_py.systems.star.lies import Liar
 from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 
-VIRTUAL_S_MAX = 10_000.0
+# After so long a run is taken to wait for ever. Waits of some minutes end most runs that go wrong.
+VIRTUAL_S_MAX = 1_000.0
+VIRTUAL_S_MAX_A_STEP = 10.0
 RESTART_S = 1.0  # until a worker that was killed is started again
 
 
@@ -55,7 +57,8 @@ class SimulatedTransport:
             notify=self._of.notify,
         )
         self._of.begin(run)
-        finish = self.simulation.run(until_s=VIRTUAL_S_MAX)
+        until_s = VIRTUAL_S_MAX + VIRTUAL_S_MAX_A_STEP * self._scenario.num_steps
+        finish = self.simulation.run(until_s=until_s)
         self._of.measure(None, self.simulation.coordinator)
         for node in self.simulation.nodes:
             self._of.measure(node.end.machine.rank, node.end)
