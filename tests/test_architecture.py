@@ -34,6 +34,7 @@ FLOORS = {
     "trace": 4,
     "verdict": 4,
     "watch": 4,
+    "wording": 0,
     "systems": 5,
     "checks": 5,
     "integrations": 5,

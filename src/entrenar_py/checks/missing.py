@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from entrenar_py import wording
 from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
@@ -46,10 +47,8 @@ class Gaps:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2`; the first eight."""
-    known = sorted(ranks)
-    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
-    return f"rank{'s' if known[1:] else ''} {', '.join(map(str, known[:8]))}{more}"
+    """Return `rank 3` or `ranks 0, 1, 2`."""
+    return wording.named("rank", ranks)
 
 
 Recorded = Set[tuple[type[Event], int, str]]

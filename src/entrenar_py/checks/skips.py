@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from entrenar_py.checks import evidence
 from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.wording import named
 
 
 def skipped(trace: Trace) -> set[int]:
@@ -42,10 +43,7 @@ def without_gradients(trace: Trace) -> set[int]:
 
 def told(steps: Iterable[int]) -> str:
     """`skipped steps 4, 5 on all ranks`."""
-    known = sorted(steps)
-    more = ", ..." if len(known) > 5 else ""
-    named = ", ".join(map(str, known[:5]))
-    return f"skipped step{'s' if known[1:] else ''} {named}{more} on all ranks"
+    return f"{named('skipped step', steps, most=5)} on all ranks"
 
 
 def _same(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:

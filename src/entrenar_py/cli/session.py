@@ -32,6 +32,7 @@ from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
 from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
 from entrenar_py.verdict import Verdict
+from entrenar_py.wording import counted
 
 _WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
 
@@ -197,16 +198,11 @@ def _told(loaded: Contract) -> Iterator[str]:
     Contracts that were written for other tools may give rise to hundreds of lines.
     """
     yield from loaded.warnings[:_WARNINGS_MAX]
-    counts = _counted(
-        (len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note")
-    )
+    left = ((len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note"))
+    counts = [counted(number, noun) for number, noun in left if number]
     if counts:
-        yield f"{loaded.path}: {counts} on how the contract was read; --validate prints them"
-
-
-def _counted(*counts: tuple[int, str]) -> str:
-    """`2 warnings, 1 note`; what there is none of is left out."""
-    return ", ".join(f"{num} {noun}{'' if num == 1 else 's'}" for num, noun in counts if num)
+        told = "on how the contract was read; --validate prints them"
+        yield f"{loaded.path}: {', '.join(counts)} {told}"
 
 
 def vocabulary() -> contract.Vocabulary:

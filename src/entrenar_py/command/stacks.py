@@ -18,6 +18,7 @@ from pathlib import Path
 
 from entrenar_py.rank_files.rank_file import STACK_SUFFIX, SUFFIX
 from entrenar_py.untrusted import files
+from entrenar_py.wording import named
 
 PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
@@ -103,7 +104,6 @@ def in_words(where: Mapping[int, Place], world_size: int) -> str:
     waiting = {place.call for place in where.values() if place.call}
     absent = [rank for rank in range(world_size) if rank not in where or not where[rank].call]
     if waiting and absent:
-        names = ", ".join(map(str, absent))
         calls = " or ".join(sorted(waiting))
-        stood.append(f"rank{'s' if absent[1:] else ''} {names} never came to {calls}")
+        stood.append(f"{named('rank', absent)} never came to {calls}")
     return "; ".join(stood)

@@ -17,6 +17,7 @@ from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import SEVERITIES, TOLERANCE_KINDS
 from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 from entrenar_py.errors import ContractError
+from entrenar_py.untrusted import escaping
 
 SUFFIX = ".bindings.yaml"
 VERSION = "1"
@@ -169,8 +170,8 @@ def _entry(kind: str, name: str, record: Record, problems: Problems) -> Entry:
     statement = record.text("statement")
     if statement and not _is_digest(statement):
         message = f"statement is {DIGEST_CHARS} hex digits, as --suggest writes them"
-        at = record.place("statement")
-        problems.error(at, f"{record.what}: {message}; given is {statement[:40]!r}")
+        at, given = record.place("statement"), escaping.shortened(statement, chars_max=80)
+        problems.error(at, f"{record.what}: {message}; given is {given!r}")
     return Entry(
         kind=kind,
         name=name,

@@ -19,6 +19,7 @@ from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import EQUALITY_KINDS, SEVERITIES, Binding, Invariant
 from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 from entrenar_py.errors import ContractError
+from entrenar_py.untrusted import escaping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,8 @@ def _read(file: Path, problems: Problems) -> BindingFile | None:
 def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
     if file.contract in ("", wanted):
         return True
-    message = f"bindings: contract is {wanted!r} here; given is {file.contract[:60]!r}"
+    given = escaping.shortened(file.contract, chars_max=80)
+    message = f"bindings: contract is {wanted!r} here; given is {given!r}"
     problems.error(file.contract_at, message)
     return False
 

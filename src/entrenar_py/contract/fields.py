@@ -11,6 +11,7 @@ from typing import Any
 
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.untrusted import escaping
 
 _FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 
@@ -202,5 +203,5 @@ def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
 
 def _given(node: Node) -> str:
     if isinstance(node, ScalarNode):
-        return f"; given is {node.text[:60]!r}"
+        return f"; given is {escaping.shortened(node.text, chars_max=80)!r}"
     return f"; given is a {'list' if isinstance(node, ListNode) else 'mapping'}"

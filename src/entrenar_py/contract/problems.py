@@ -7,7 +7,6 @@ readers and the rules choose the level.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -53,7 +52,8 @@ class Problem:
     @property
     def line(self) -> str:
         """`file:line:column: level: message`, as compilers have it; one printable line."""
-        return f"{escaping.line(self.at)}: {self.level}: {_one_line(self.message)}"
+        message = escaping.shortened(escaping.line(self.message), chars_max=MESSAGE_CHARS_MAX)
+        return f"{escaping.line(self.at)}: {self.level}: {message}"
 
 
 class Problems:
@@ -136,8 +136,3 @@ class Problems:
             return ""
         self._comparisons_left -= len(names)
         return did_you_mean(given, names, otherwise="")
-
-
-def _one_line(message: str) -> str:
-    """A message quotes the file: no line break, terminal escape or page of text may come out."""
-    return textwrap.shorten(escaping.line(message), MESSAGE_CHARS_MAX)

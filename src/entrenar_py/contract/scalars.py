@@ -9,6 +9,7 @@ import yaml
 
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.tree import ScalarNode
+from entrenar_py.untrusted import escaping
 
 TAG = "tag:yaml.org,2002:"
 # YAML 1.1 reads 1:1:1 in base 60, at a cost that is quadratic in the length; no number is so long.
@@ -41,7 +42,8 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
             value = _build(tag, text)
         except (ValueError, KeyError, IndexError):  # what SafeConstructor raises on such text
             kind = tag.removeprefix(TAG)
-            problems.error(at, f"{text[:40]!r} is no {kind}; quote it to make it text")
+            given = escaping.shortened(text, chars_max=80)
+            problems.error(at, f"{given!r} is no {kind}; quote it to make it text")
     return ScalarNode(at=at, text=text, value=value)
 
 

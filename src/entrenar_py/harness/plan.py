@@ -15,6 +15,7 @@ from entrenar_py.reports.report import NotApplying
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, inconclusive
+from entrenar_py.wording import counted
 
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
 # Systems that train; the others probe one thing, whatever trainer is asked for.
@@ -234,13 +235,10 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
 def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
     """What of a clause's scenarios is not tried, or not as it is written."""
     if unfit:
-        yield f"left out: {_counted(len(unfit))} {_why(unfit, plan)}"
+        yield f"left out: {counted(len(unfit), 'scenario')} {_why(unfit, plan)}"
     if resized:
-        yield f"fitted to the powers of two that {plan.system} needs: {_counted(resized)}"
-
-
-def _counted(num: int) -> str:
-    return f"{num} scenario{'' if num == 1 else 's'}"
+        fitted = counted(resized, "scenario")
+        yield f"fitted to the powers of two that {plan.system} needs: {fitted}"
 
 
 def _can_not(one: Scenario, system: str | None) -> list[str]:

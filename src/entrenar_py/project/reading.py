@@ -19,6 +19,7 @@ from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.options import modes, parser
 from entrenar_py.project import knobs, location, positions, rules
 from entrenar_py.project.keys import EXCLUSION, HOLDS, KEYS, KINDS, Form
+from entrenar_py.untrusted import escaping
 
 # What no option of the same name holds, so that it goes with a command and without one.
 _NO_OPTIONS = ("command", "knobs", "exclusions", "levels", "suppressions")
@@ -284,7 +285,7 @@ def _words(given: Any, form: Form) -> list[str] | None:
 
 def _shown(given: Any) -> str:
     text = repr(given) if isinstance(given, str) else str(given)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return escaping.shortened(text, chars_max=80)
 
 
 def _seen(folder: Path, name: str) -> Path:

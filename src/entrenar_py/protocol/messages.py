@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from entrenar_py.untrusted import escaping
+
 VERSION = 2
 TEXT_CHARS_MAX = 1_000
 LIST_MAX = 2**16
@@ -354,6 +356,5 @@ MESSAGES: dict[int, type[Message]] = {
 
 
 def brief(text: str) -> str:
-    """`text` as a message may hold it: what is too long loses its middle."""
-    half = TEXT_CHARS_MAX // 2 - 5
-    return text if len(text) <= TEXT_CHARS_MAX else f"{text[:half]} ... {text[-half:]}"
+    """Return `text` as a message may hold it: one that is too long loses its middle."""
+    return escaping.shortened(text, chars_max=TEXT_CHARS_MAX)

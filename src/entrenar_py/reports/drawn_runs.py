@@ -12,6 +12,7 @@ from entrenar_py.reports.curves import Curve, Points
 from entrenar_py.reports.report import Report
 from entrenar_py.scenario import Scenario
 from entrenar_py.untrusted import escaping
+from entrenar_py.wording import counted
 
 TRAININGS_MAX = 6
 LINES_MAX = 6
@@ -26,8 +27,8 @@ def section(report: Report) -> Iterator[str]:
     drawn = sorted(groups.values(), key=lambda curves: _rank(curves, broken))[:TRAININGS_MAX]
     yield "<section><h2>Runs</h2>"
     yield (
-        f"<p>{_counted(len(report.curves), 'run')} of {_counted(len(groups), 'training')} "
-        f"reported losses. Drawn: {_counted(len(drawn), 'training')}, those of falsified runs "
+        f"<p>{counted(len(report.curves), 'run')} of {counted(len(groups), 'training')} "
+        f"reported losses. Drawn: {counted(len(drawn), 'training')}, those of falsified runs "
         "first, then those run with the most numbers of workers.</p>"
     )
     for curves in drawn:
@@ -107,14 +108,10 @@ def _disturbed(curve: Curve) -> bool:
 
 def _label(curve: Curve, broken: frozenset[Scenario]) -> str:
     own = curve.scenario
-    parts = [f"{own.system}, {_counted(own.world_size, 'worker')}"]
+    parts = [f"{own.system}, {counted(own.world_size, 'worker')}"]
     parts += ["counterexample"] if own in broken else []
     parts += [fault.kind for fault in own.faults]
     parts += ["stopped and resumed"] if own.stops else []
     parts += [f"mutant {own.mutant}"] if own.mutant else []
     parts += [f"not finite at step {curve.strange}"] if curve.strange is not None else []
     return evidence.one_line(", ".join(parts))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -19,6 +19,7 @@ from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
+from entrenar_py.wording import counted
 
 # What stands alone is a word and a colour; the bad ones in capitals, to be found without colour.
 _WORDS = {
@@ -217,7 +218,7 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
 
 def _seen(report: Report) -> str:
     if report.num_traces is not None:
-        return f"{report.num_traces} stored trace{'s' if report.num_traces != 1 else ''}"
+        return counted(report.num_traces, "stored trace")
     planned = sum(entry.num_scenarios for entry in report.entries)
     explored = sum(entry.num_explored for entry in report.entries)
     return f"{planned} planned + {explored} explored scenarios"

@@ -10,6 +10,7 @@ import entrenar_py
 from entrenar_py.contract.validation import Judged, Level, RuleFinding, Validation, count
 from entrenar_py.reports import evidence, json_format, output_file
 from entrenar_py.untrusted import escaping
+from entrenar_py.wording import counted
 
 SCHEMA = "entrenar-check-validation/1"
 EXIT_VALID, EXIT_INVALID = 0, 2
@@ -36,12 +37,12 @@ def verdicts(validation: Validation) -> Iterator[str]:
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
-        facts = [_number(errors, "error")] if errors else []
+        facts = [counted(errors, "error")] if errors else []
         if judged.contract is not None:
-            facts.append(_number(len(judged.contract.invariants), "invariant"))
-        facts.append(_number(count(judged.findings, Level.WARNING), "warning"))
+            facts.append(counted(len(judged.contract.invariants), "invariant"))
+        facts.append(counted(count(judged.findings, Level.WARNING), "warning"))
         infos = count(judged.findings, Level.INFO)
-        facts += [_number(infos, "note")] if infos else []
+        facts += [counted(infos, "note")] if infos else []
         aside = sum(not one.counts for one in judged.findings)
         facts += [f"{aside} suppressed"] if aside else []
         yield escaping.line(f"{judged.path.name}: {word}, {', '.join(facts)}")
@@ -96,7 +97,3 @@ def _finding(finding: RuleFinding) -> dict[str, Any]:
         "remedy": finding.rule.remedy,
         "suppressed": None if by is None else {"reason": by.reason, "until": by.until},
     }
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -28,6 +28,7 @@ _NO_CHARACTERS = "".join(
     chr(plane << 16 | end) for plane in range(1, 17) for end in (0xFFFE, 0xFFFF)
 )
 _UNSEEN = re.compile(f"[{_HIDDEN}{_NO_CHARACTERS}]")
+_MARK_CHARS_MAX = len(" [... 1,000,000,000 characters left out ...] ")
 # GitHub's runners take a line that begins so for a command, and the older form anywhere in it.
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)")
 
@@ -49,10 +50,13 @@ def exact(given: object) -> str:
 
 
 def shortened(given: str, *, chars_max: int = 400) -> str:
-    """`given`, or its beginning and end with a mark that says how much was left out between."""
+    """Return `given`, or at most `chars_max` of it: its beginning and end, and between them a mark
+    that says how much was left out.
+    """
     if len(given) <= chars_max:
         return given
-    head, tail = given[: chars_max * 2 // 3], given[len(given) - chars_max // 3 :]
+    room = chars_max - _MARK_CHARS_MAX
+    head, tail = given[: room * 2 // 3], given[len(given) - room // 3 :]
     left_out = len(given) - len(head) - len(tail)
     return f"{head} [... {left_out:,} characters left out ...] {tail}"
 

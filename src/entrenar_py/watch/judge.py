@@ -16,6 +16,7 @@ from entrenar_py.errors import WatchFinding
 from entrenar_py.watch.clauses import FINITENESS, IDENTITY, LIVENESS
 from entrenar_py.watch.exchange import Rows
 from entrenar_py.watch.ownership import Piece, holders
+from entrenar_py.wording import named
 
 # Formats whose NaN and Inf the digest sees on every device.
 _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
@@ -103,7 +104,11 @@ class Judge:
         if votes <= len(digests) - votes:  # nobody can say who is right
             odd = digests
         others = [rank for rank in digests if rank not in odd]
-        what = f"hold other weights than {_ranks(others)}" if others else "hold different weights"
+        what = (
+            f"hold other weights than {named('rank', others)}"
+            if others
+            else "hold different weights"
+        )
         shown = ", ".join(f"rank {rank}: {one}" for rank, one in list(odd.items())[:4])
         right = f"; the others: {most}" if others else ""
         return self._finding(
@@ -111,7 +116,7 @@ class Judge:
             step,
             list(odd),
             self._name(held[0]),
-            f"{_ranks(odd)} {what if len(odd) > 1 else what.replace('hold', 'holds', 1)} "
+            f"{named('rank', odd)} {what if len(odd) > 1 else what.replace('hold', 'holds', 1)} "
             f"({shown}{right}){_more(num_tensors)}",
         )
 
@@ -171,7 +176,7 @@ class Judge:
             ranks = [int(rank) for rank in np.flatnonzero(broken[:, rows[0]])]
             name = self._name((ranks[0], int(rows[0])))
             ranks = [rank for rank in ranks if self._name((rank, int(rows[0]))) == name]
-            said = f"{_ranks(ranks)}: {message}{_more(len(rows))}"
+            said = f"{named('rank', ranks)}: {message}{_more(len(rows))}"
             yield self._finding(check, step, ranks, name, said)
 
     def _finding(
@@ -189,11 +194,6 @@ class Judge:
 def _places(found: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
     """int64 [places, 2]: rank and row."""
     return np.array(list(found), np.int64).reshape(-1, 2)
-
-
-def _ranks(ranks: Sequence[int] | Mapping[int, str]) -> str:
-    shown = ", ".join(map(str, list(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _more(num_tensors: int) -> str:

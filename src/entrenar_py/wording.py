@@ -1,0 +1,17 @@
+"""Numbers and lists in sentences: `3 runs`, `ranks 0, 1 and 6 more`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 run`, `2 runs`, `1,000 runs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def named(noun: str, numbers: Iterable[int], *, most: int = 8) -> str:
+    """Return `rank 3` or `ranks 0, 1, 2` for distinct numbers; of more than `most`, the first."""
+    known = sorted(numbers)
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"{noun}{'s' if known[1:] else ''} {', '.join(map(str, known[:most]))}{more}"
