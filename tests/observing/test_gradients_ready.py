@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from entrenar_py.observing.gradients_ready import Passes
+from entrenar_py.observing.gradients_ready import GradientHooks
 
 
 def told(*, alone: bool) -> list[tuple[bool, ...]]:
@@ -21,7 +21,7 @@ def told(*, alone: bool) -> list[tuple[bool, ...]]:
         heard.append(tuple(one is not None for one in gradients))
 
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
-    passes = Passes([first, second], lambda: begun.append(len(heard)), tell, tell)
+    passes = GradientHooks([first, second], lambda: begun.append(len(heard)), tell, tell)
     for loss, inputs in (((first * second).sum(), [first, second]), (first.sum(), [first])):
         if alone:
             torch.autograd.grad(loss, inputs)

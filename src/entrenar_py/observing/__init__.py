@@ -1,7 +1,7 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-Inert unless the harness listens, or it is told to watch: then nothing but this file is imported,
-and no hook is set.
+Unless the harness runs the script, or `every=` asks for a watch, it sets no hook and imports
+nothing but this file.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ if TYPE_CHECKING:
     from entrenar_py.watch.judge import Watched
     from entrenar_py.watch.watch import Watch
 
-# Where the harness wants to find what is recorded; nobody listens where it is not set.
+# The folder that ranks record to; set by the harness, and nothing is recorded without it.
 FOLDER = "ENTRENAR_TRACE_DIR"
-FAULTS = "ENTRENAR_FAULTS"  # what is to go wrong, as a JSON list
-PATIENCE = 100  # steps in which a tensor that should move has to, where nobody says another number
+FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
+PATIENCE = 100  # steps in which a tensor that should move has to move, by default
 
 
 class Observation:
-    """What a script may tell of itself that no hook can see. This one listens to nothing.
+    """What `observe` returns: a script tells it what no hook can see. This class ignores it all.
 
-    `watch` is what watches the training, if anything does.
+    `watch` is the watch of the training, None where `every=` was not given.
     """
 
     watch: Watch | None = None
 
     def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
-        """The ids of the samples of the next backward pass, where no sampler tells them.
+        """Tell the ids of the samples of the next backward pass, where no sampler does.
 
-        An id is a sample's place in the data set, from 0; `epoch` counts from 0, and is that of
-        the samples before where it is left out.
+        An id is a sample's place in the data set, from 0. `epoch` counts from 0; left out, it is
+        that of the samples before.
         """
 
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
-        """The mean loss of a micro-batch, over `weight` samples or tokens; once a backward pass."""
+        """Tell the mean loss of a micro-batch, over `weight` samples or tokens.
+
+        Call it once for each backward pass, before or after it.
+        """
 
     def reduced(self) -> None:
-        """The gradients are those of the whole batch now, and not clipped yet; once a step.
+        """Tell that the gradients are those of the whole batch now, and not clipped yet.
 
-        Left out, the gradients are recorded as the optimizer finds them.
+        Call it once a step. Left out, the gradients are recorded as the optimizer finds them.
         """
 
     def skipped(self) -> None:
@@ -68,28 +71,31 @@ class Observation:
         tensor: str | None = None,
         ids: Iterable[int] = (),
     ) -> None:
-        """Training stops on purpose before the update of `step`, by something not finite.
+        """Tell that training stops on purpose, before the update of `step`, at a NaN or infinity.
 
-        Without `step`, that is this one. It was found in micro-batch `micro_batch` (from 0) of rank
-        `rank`, in the gradient of `tensor` or, without one, in the loss; its samples are `ids`.
+        `step` is the current one by default. The value was found in micro-batch `micro_batch`
+        (from 0) of rank `rank`, whose samples are `ids`: in the gradient of `tensor`, or without
+        one in the loss.
         """
 
     def synchronised(
         self, optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Ranks that step alone were just brought together; each goes on with the same model.
+        """Tell that ranks that step alone were just brought together, and have the same model now.
 
-        `optimizer` is the outer one, which moves `weights`, by the names of the parameters.
+        `optimizer` is the outer one. It moves `weights`, which are named as the parameters.
         """
 
     def watched(self) -> tuple[Watched, ...]:
-        """Of each clause that is watched (`every=`) how often it was looked at, and what of it is
-        not: `clause`, `check`, `steps`, `comparisons`, `note`. Empty where nothing is watched.
+        """Return for each clause that is watched (`every=`) how often it was looked at.
+
+        Each entry has `clause`, `check`, `steps`, `comparisons`, and a `note` on what is not looked
+        at. There is none where nothing is watched.
         """
         return () if self.watch is None else self.watch.watched()
 
     def close(self) -> None:
-        """Training is over: what comes after it is not part of it. At the process's end at last.
+        """Tell that training is over; the end of the process tells so, too.
 
         Raises WatchFinding if the last step that was watched broke a clause.
         """
@@ -111,29 +117,37 @@ def observe(
     on_finding: Callable[[WatchFinding], None] | None = None,
     patience: int = PATIENCE,
 ) -> Observation:
-    """Records what `optimizer` makes of `model` from here on, by torch's own hooks.
+    """Record what `optimizer` makes of `model` from here on, by torch's own hooks.
 
-    `model` may be wrapped already, or be wrapped later, in `DistributedDataParallel` or by
-    `fully_shard`; of several optimizers a step is over when all have made theirs. `sampler` is what
-    draws the samples: the `DataLoader`, a batch sampler or a sampler. `scheduler` is
-    the schedule of the learning rate: recorded is where it stands at the start. `step` is the
-    number of optimizer steps that were made before, for a script that goes on from a checkpoint.
+    - `model`: as it is, or wrapped in `DistributedDataParallel` or by `fully_shard`, now or later.
+    - `optimizer`: one, or several; a step is over when all have made theirs.
+    - `sampler`: what draws the samples: the `DataLoader`, a batch sampler or a sampler.
+    - `scheduler`: the learning rate's schedule; its place at the start is recorded.
+    - `step`: how many optimizer steps were made before, in a script that resumes.
+    - `layout`: the axes along which the ranks are arranged, with their sizes, row-major:
+      `{"dp": 2, "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank
+      draws samples of its own; along tp, sp, pp, cp and ep all draw the same. It is needed where
+      parameters are no DTensors, or their meshes have other names.
+    - `tied`: names of tensors that several ranks hold copies of:
+      `(("embedding.weight", "head.weight"),)`.
 
-    `layout` are the axes along which the ranks are arranged, and their sizes, row-major: `{"dp": 2,
-    "tp": 2}`, or the mesh. Along dp, dp_replicate, dp_shard and fsdp each rank draws samples of its
-    own, along tp, sp, pp, cp and ep all draw the same. It is needed where parameters are no
-    DTensors, or their meshes have other names. `tied` names tensors that are copies of one another
-    on several ranks: `(("embedding.weight", "head.weight"),)`. UsageError for what can't be.
+    With `every` the training is watched, whether the harness runs it or not. After each `every`-th
+    step all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and each tensor
+    with a gradient and a learning rate moves within `patience` steps (F-TI-004).
 
-    With `every` the training is watched, harness or not: after each `every`-th step all ranks hold
-    the same weights (F-DP-001), these are finite (F-DP-003), and what has a gradient and a learning
-    rate moves within `patience` steps (F-TI-004). `contract` (a file, or the name of a shipped one)
-    leaves those of the three that stand in it. What breaks one raises WatchFinding, on all ranks,
-    out of `optimizer.step()`; or it is given to `on_finding`, and training goes on. On GPUs that is
-    in the next step that is watched. All ranks must make the same steps, and give the same.
+    - `contract`: a file, or the name of a shipped contract; only those of its clauses are watched.
+    - `on_finding`: called with a broken clause, after which training goes on. Without it
+      WatchFinding is raised out of `optimizer.step()`, on all ranks. On GPUs that is in the next
+      step that is watched.
+
+    All ranks must make the same steps, and watch with the same arguments. Raises UsageError for an
+    argument that can't be meant.
     """
     if every is None and (contract, on_finding, patience) != (None, None, PATIENCE):
-        raise UsageError("contract=, on_finding=, patience= are of the watch: give every=, too")
+        raise UsageError(
+            "contract=, on_finding= and patience= belong to the watch, which every= asks for: give "
+            "every=, or leave them out"
+        )
     observation = Observation()
     if FOLDER in os.environ:
         from entrenar_py.observing.observer import Observer

@@ -1,4 +1,4 @@
-"""What `observe` was given: refused where it can't be meant, before any hook is set."""
+"""Checks of what `observe` is given, before any hook is set."""
 
 from __future__ import annotations
 
@@ -15,65 +15,62 @@ from entrenar_py.observing import tensors
 _log = logging.getLogger("entrenar_py")
 
 
-def _module(model: object) -> torch.nn.Module:
-    """The module that it is; UsageError for anything else."""
+def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that step, without wrappers around them.
+
+    Raises UsageError if `given` is neither an optimizer nor several, or if `model` is no module.
+    Logs a warning for an optimizer that steps no parameter of the model.
+    """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"model={_told(model)}: give the torch.nn.Module that is trained, and its optimizer "
+            f"model={_shown(model)}: give the torch.nn.Module that is trained, and its optimizer "
             "after it: observe(model, optimizer)"
         )
-    return model
-
-
-def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Those that step, out of what is around them; UsageError for what none is, and for a `model`
-    that is no module.
-    """
-    module = _module(model)
     several = isinstance(given, Iterable) and not hasattr(given, "step")
-    found = tuple(map(tensors.unwrapped_optimizer, given if several else (given,)))
-    if not found or not all(hasattr(one, "register_step_pre_hook") for one in found):
+    stepping = tuple(map(tensors.unwrapped_optimizer, given if several else (given,)))
+    if not stepping or not all(hasattr(opt, "register_step_pre_hook") for opt in stepping):
         raise UsageError(
-            f"optimizer={_told(given)}: give the torch.optim.Optimizer of the model, or several: "
+            f"optimizer={_shown(given)}: give the torch.optim.Optimizer of the model, or several: "
             "observe(model, [first, second])"
         )
-    _look_for_strangers(module, found)
-    return found
+    _warn_of_strangers(model, stepping)
+    return stepping
 
 
-def _look_for_strangers(model: torch.nn.Module, given: Iterable[torch.optim.Optimizer]) -> None:
-    """Warns of an optimizer that steps nothing of the model: nothing of it would be seen."""
-    held = set(model.parameters())
-    for one in given:
-        stepped = {parameter for group in one.param_groups for parameter in group["params"]}
-        if held.isdisjoint(stepped):
+def _warn_of_strangers(model: torch.nn.Module, given: Iterable[torch.optim.Optimizer]) -> None:
+    """Log a warning for an optimizer that steps no parameter of the model."""
+    parameters = set(model.parameters())
+    for optimizer in given:
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if parameters.isdisjoint(stepped):
             _log.warning(
                 "observe: none of the parameters of %s is one of the model's: it was made before "
                 "they were replaced (by a copy, or on their way to a device), or for another model",
-                type(one).__name__,
+                type(optimizer).__name__,
             )
 
 
 def steps(name: str, count: Any, *, least: int) -> int:
-    """`count` as an integer (numpy's and torch's are, too); UsageError where it is none, or less
-    than `least`.
+    """Return `count` as an int; numpy's and torch's integers are counts, too.
+
+    Raises UsageError if it is no integer, or less than `least`.
     """
     try:
-        found = operator.index(count)
+        number = operator.index(count)
     except TypeError:
-        found = least - 1
-    if found < least:
+        number = least - 1
+    if number < least:
         raise UsageError(f"{name}={count!r}: give a number of steps, {least} or more")
-    return found
+    return number
 
 
-def require_callable(name: str, one: Callable[..., object] | None) -> None:
-    """Returns if it can be called, or is None; UsageError, by its name, where not."""
-    if one is not None and not callable(one):
-        raise UsageError(f"{name}={_told(one)}: give a function of one finding")
+def require_callable(name: str, value: Callable[..., object] | None) -> None:
+    """Return if `value` can be called, or is None; raises UsageError otherwise."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={_shown(value)}: give a function of one finding")
 
 
-def _told(one: object) -> str:
-    """Short: a module or an optimizer tells all of itself."""
-    told = repr(one)
-    return told if len(told) <= 40 and "\n" not in told else f"a {type(one).__name__}"
+def _shown(value: object) -> str:
+    """Return `value` in a few words: a module's own text has many lines."""
+    text = repr(value)
+    return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Backward passes: what DistributedDataParallel makes of their gradients, and when one is over."""
+"""How DistributedDataParallel reduces the gradients of a backward pass, and when one is over."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ _EXACT = {"allreduce_hook", "noop_hook"}
 
 
 def is_reduced() -> bool:
-    """Whether the gradients of the forward pass in hand will be reduced when its backward pass is
-    over: under DistributedDataParallel's `no_sync` they will not, and that is decided now.
+    """Return whether the backward pass of the forward pass in hand will reduce its gradients.
+
+    Under DistributedDataParallel's `no_sync` it won't; that is decided in the forward pass.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     return wrapper is None or wrapper.require_backward_grad_sync
 
 
 def compression() -> str:
-    """In what the communication hook of DistributedDataParallel sends the gradients of the forward
-    pass in hand: `float16`, `bfloat16`, or the name of another of torch's that rounds; "" for none.
+    """Return how the communication hook of DistributedDataParallel rounds gradients.
+
+    That is `float16`, `bfloat16`, the name of another hook of torch's, or "" if nothing is rounded.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
@@ -35,8 +37,9 @@ def compression() -> str:
 
 
 def call_last(call: Callable[[], None]) -> None:
-    """Has `call` made when this backward pass is over, behind all that others had queued when it
-    began: so it is queued twice.
+    """Call `call` when this backward pass is over, after all callbacks that were queued by then.
+
+    Others queue theirs while the pass begins: so `call` is queued by a callback.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(call))

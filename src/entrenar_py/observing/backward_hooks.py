@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from entrenar_py.observing import backward, dtensors, tensors, unsharded_parameters
-from entrenar_py.observing.fault_timing import Strikes
-from entrenar_py.observing.gradients_ready import Passes
+from entrenar_py.observing.fault_timing import PlannedFaults
+from entrenar_py.observing.gradients_ready import GradientHooks
 from entrenar_py.observing.subject import Subject
 
 # Is given what a pass adds to each parameter, by name, and whether all of that is finite.
@@ -26,17 +26,17 @@ class BackwardHooks:
     def __init__(
         self,
         subject: Subject,
-        strikes: Strikes,
+        faults: PlannedFaults,
         *,
         begun: Callable[[], None],
         ended: Gave,
         added: Gave,
         summed: Callable[[], None],
     ) -> None:
-        self._subject, self._strikes = subject, strikes
+        self._subject, self._faults = subject, faults
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
         self._pieces = unsharded_parameters.BackwardPasses(begun, self._end_pieces)
-        self._whole: Passes | None = None
+        self._whole: GradientHooks | None = None
         self._handles: list[Any] = []
         self.set()
 
@@ -44,13 +44,13 @@ class BackwardHooks:
         """Hook the parameters as they are now, in place of those before."""
         self.remove()
         # Before the hook that records them: gradients are recorded as they were made wrong.
-        self._handles = self._strikes.hooks(self._subject)
+        self._handles = self._faults.hooks(self._subject)
         if self._subject.is_fully_sharded:
             self._handles += self._pieces.watch(self._subject.model)
             self._whole = None
             return
         trained = list(self._subject.trained.values())
-        self._whole = Passes(trained, self._begun, self._end_whole, self._add)
+        self._whole = GradientHooks(trained, self._begun, self._end_whole, self._add)
         self._handles.append(self._whole)
 
     def expect(self, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which buffers of a model are recorded: those that every rank is to hold alike."""
+"""The buffers of a model that are recorded: those that every rank is to hold alike."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py.observing import dtensors, tensors
 
-# What a record can hold; a quantised tensor, or one that has no shape yet, is of another type.
+# The dtypes that a record can hold.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Buffers:
-    """The floating ones, looked up by name each time: they may be replaced by new tensors.
+    """The floating-point buffers of a model, without those that follow this rank's samples.
 
-    What a forward pass changes follows the samples of this rank, as BatchNorm's running statistics
-    do, and rightly differs between ranks: such names are told, to be left out of all that any rank
-    records. Its values tell, since no version counts what is written through `.data`. Of a model
-    that is never called, only its parts are, this can't be known: none of its buffers counts.
+    A buffer that a forward pass changes (BatchNorm's running statistics) rightly differs between
+    ranks: it is local, and left out of what any rank records. Its values are compared, since no
+    version counts what is written through `.data`. Buffers are looked up by name each time, as a
+    script may put new tensors there. Where only the parts of a model are called, nothing is known
+    of its buffers, and none is recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,45 +32,45 @@ class Buffers:
         self._local: set[str] = set()
 
     def before_forward(self) -> None:
-        """Keeps a copy of what a forward pass may change."""
+        """Keep a copy of what a forward pass may change."""
         self._before = {
-            name: dtensors.local(one).clone()
-            for name, one in self._found().items()
-            if name not in self._local
+            name: dtensors.local(buffer).clone() for name, buffer in self.held().items()
         }
 
     def after_forward(self) -> list[str] | None:
-        """The names of what the pass changed and none before it did; None if that is nothing, and
-        this was not the first.
+        """Return the names of buffers that this pass was the first to change.
+
+        None stands for no names in any but the first pass.
         """
         synced, first = _synchronised(self._model), not self._called
         changed = [
             name
-            for name, one in self._found().items()
-            if name not in self._local | synced and not _same(self._before.get(name), one)
+            for name, buffer in self._all().items()
+            if name not in self._local | synced and not _same(self._before.get(name), buffer)
         ]
         self._local.update(changed)
         self._called = True
         return changed if changed or first else None
 
     def held(self) -> dict[str, Tensor]:
-        """By name, all but those that are known to be local."""
-        return {name: one for name, one in self._found().items() if name not in self._local}
+        """Return by name all buffers but those that are known to be local."""
+        return {name: buffer for name, buffer in self._all().items() if name not in self._local}
 
-    def _found(self) -> dict[str, Tensor]:
+    def _all(self) -> dict[str, Tensor]:
+        """Return by name the dense buffers that are neither lazy nor quantised."""
         return {
-            tensors.plain_name(name): one
-            for name, one in self._model.named_buffers()
-            if type(one) in (Tensor, DTensor)
-            and one.dtype in _DTYPES
-            and one.layout is torch.strided
-            and not one.is_meta
+            tensors.plain_name(name): buffer
+            for name, buffer in self._model.named_buffers()
+            if type(buffer) in (Tensor, DTensor)
+            and buffer.dtype in _DTYPES
+            and buffer.layout is torch.strided
+            and not buffer.is_meta
         }
 
 
-def _same(before: Tensor | None, one: Tensor) -> bool:
-    """Whether these are equal bit for bit, where NaN equals NaN."""
-    now = dtensors.local(one)
+def _same(before: Tensor | None, buffer: Tensor) -> bool:
+    """Return whether a buffer has the values that it had before, where NaN equals NaN."""
+    now = dtensors.local(buffer)
     if before is None or (before.dtype, before.device, before.shape) != (
         *(now.dtype, now.device, now.shape),
     ):
@@ -79,8 +80,9 @@ def _same(before: Tensor | None, one: Tensor) -> bool:
 
 
 def _synchronised(model: nn.Module) -> set[str]:
-    """The buffers that a forward pass changes on all ranks alike: SyncBatchNorm's, unless its
-    group is a part of them.
+    """Return the names of buffers that a forward pass changes on all ranks alike.
+
+    These are SyncBatchNorm's, if its process group has all ranks.
     """
     names = set()
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Optimizers that are given a closure: it makes the gradients, inside of the step."""
+"""Optimizers that are given a closure: it computes the gradients inside of the step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def looked_at(
+def look_before_step(
     look: Callable[[], None],
     again: Callable[[], None],
     arguments: tuple[Any, ...],
     named: Mapping[str, Any],
 ) -> Arguments | None:
-    """Has `look` called when the gradients of a step are there, as a hook before the step: now, or
-    when its closure has run, and then what that is called with instead of `arguments` and `named`.
+    """Call `look` when the gradients of a step are there: now, or when its closure has run.
+
+    `arguments` and `named` are those of the optimizer's step. With a closure, the arguments that
+    the step is to be called with in their place are returned.
 
     A closure may be run again within the step (by LBFGS): then `again` is called after it.
     """

@@ -1,6 +1,6 @@
-"""What of a DTensor this rank holds, and how the ranks are arranged, read off device meshes.
+"""The part of a DTensor that this rank holds, and the ranks' layout, read off device meshes.
 
-No collective is called: ranks may have gone apart, and that is what is to be found out.
+No collective is called: ranks may have gone apart, which is what a judge is to find out.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ DECLARE = 'declare them: observe(..., layout={"dp": 2, "tp": 2}), sizes row-majo
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`; not a copy."""
+    """Return what this rank holds of `tensor`, without a copy."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Whether it is one of several terms that nobody has added yet."""
+    """Return whether `tensor` is one of several terms that have not been added yet."""
     return isinstance(tensor, DTensor) and any(
-        isinstance(one, Partial) for one in tensor.placements
+        isinstance(placement, Partial) for placement in tensor.placements
     )
 
 
 def piece_of(tensor: Tensor) -> Piece | None:
-    """Which part of `tensor` this rank holds; None where it holds all of it."""
+    """Return the part of `tensor` that this rank holds; None where it holds all of it."""
     if not isinstance(tensor, DTensor):
         return None
     mesh, whole = tensor.device_mesh, tuple(tensor.shape)
@@ -54,7 +54,10 @@ def piece_of(tensor: Tensor) -> Piece | None:
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on it, or on a part of it; UsageError for FSDP's old one."""
+    """Return whether `fully_shard` was called on `model` or on a part of it.
+
+    Raises UsageError for a FullyShardedDataParallel.
+    """
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UsageError(
@@ -65,8 +68,9 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
-    """The layout that a script declares, without axes if it declares ties alone; None if it
-    declares nothing. UsageError for an impossible one.
+    """Return the layout that a script declares; None if it declares nothing.
+
+    It has no axes if the script declares ties alone. Raises UsageError for an impossible one.
     """
     ties = layout.require_ties(tied)
     if given is None:
@@ -82,12 +86,12 @@ def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layo
 
 
 def read_off(model: nn.Module, world_size: int) -> Layout | None:
-    """The layout that the meshes of the model's parameters show; None where no parameter has one.
+    """Return the layout that the meshes of the model's parameters show; None without meshes.
 
-    UsageError where they leave it open.
+    Raises UsageError if they don't show how all ranks are arranged.
     """
     meshes = {p.device_mesh: name for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    found = None
+    shown = None
     for mesh, name in meshes.items():
         root = mesh._get_root_mesh()
         sharded = is_fully_sharded(model)
@@ -98,12 +102,12 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
         else:
             axes = _axes(root, where)
         in_order = root.mesh.flatten().tolist() == list(range(world_size))
-        if math.prod(axes.values()) != world_size or not in_order or found not in (None, axes):
+        if math.prod(axes.values()) != world_size or not in_order or shown not in (None, axes):
             raise UsageError(
                 f"{where} does not show how all {world_size} ranks are arranged: {DECLARE}"
             )
-        found = axes
-    return None if found is None else Layout(axes=layout.require(found, world_size, where))
+        shown = axes
+    return None if shown is None else Layout(axes=layout.require(shown, world_size, where))
 
 
 def _axes(mesh: DeviceMesh, where: str) -> dict[str, int]:

@@ -1,6 +1,4 @@
-"""What is to go wrong, planted in what this rank holds: in a gradient, in a model's output, or in
-the process.
-"""
+"""Faults planted in what this rank holds: in a gradient, in a model's output, or in the process."""
 
 from __future__ import annotations
 
@@ -19,11 +17,14 @@ from entrenar_py.faults import Fault
 from entrenar_py.observing import dtensors, unsharded_parameters
 from entrenar_py.observing.subject import Subject
 
-Strike = Callable[[Fault], bool]  # whether it is time: then it is noted, and must be done
+Strike = Callable[[Fault], bool]  # return whether to strike now; that is noted then
 
 
 def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]:
-    """In what this rank adds to a gradient, before that is reduced."""
+    """Plant a value in what this rank adds to a gradient, before that is reduced.
+
+    Returns the hooks that do so.
+    """
     name = fault.tensor or subject.first_held()
 
     def spoil(gradient: Tensor) -> Tensor | None:
@@ -34,8 +35,8 @@ def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]
         dtensors.local(spoiled)[place] = float(fault.value or "nan")
         return spoiled
 
-    def spoil_whole(found: str, whole: Tensor) -> None:
-        if found == name:
+    def spoil_whole(parameter: str, whole: Tensor) -> None:
+        if parameter == name:
             whole.register_hook(spoil)  # type: ignore[no-untyped-call]
 
     if subject.is_fully_sharded:
@@ -44,8 +45,9 @@ def spoil_gradient(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]
 
 
 def _place(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
-    """Where in what this rank holds of a gradient the element lies that is struck, the first one if
-    none is named; empty if another rank holds it.
+    """Return the index of the element to strike in what this rank holds of a gradient.
+
+    That is the first element if the fault names none. The index is empty if another rank holds it.
     """
     held = dtensors.local(gradient)
     if fault.element is None:
@@ -54,7 +56,7 @@ def _place(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple
     whole = held.shape if piece is None else piece.whole
     if fault.element >= math.prod(whole):
         return ()
-    place = [int(one) for one in torch.unravel_index(torch.tensor(fault.element), whole)]
+    place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
     if piece is not None:
         place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
     inside = all(0 <= at < size for at, size in zip(place, held.shape, strict=True))
@@ -62,7 +64,7 @@ def _place(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple
 
 
 def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]:
-    """In the value of the model's output alone: its gradient stays."""
+    """Plant a value in the model's output, whose gradient stays; return the hooks that do so."""
 
     def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
         if not (isinstance(output, Tensor) and strikes(fault)):
@@ -73,17 +75,17 @@ def spoil_loss(subject: Subject, fault: Fault, strikes: Strike) -> list[Any]:
 
 
 def die(fault: Fault, write: Callable[[Sequence[trace.Event]], None]) -> None:
-    """Writes that `fault`, of a rank and a step, kills this process, and kills it."""
+    """Write that `fault`, which names rank and step, kills this process, and kill it."""
     assert fault.rank is not None
     assert fault.step is not None
-    gone = trace.Membership(
+    left = trace.Membership(
         step=fault.step, rank=fault.rank, change="left", reason="killed (SIGKILL)"
     )
-    write([trace.Injected(fault=fault.to_dict(), step=fault.step, rank=fault.rank), gone])
+    write([trace.Injected(fault=fault.to_dict(), step=fault.step, rank=fault.rank), left])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# What a planted value does, by its kind.
+# Kind of a fault that plants a value -> the function that hooks it in.
 HOOKS: Mapping[str, Callable[[Subject, Fault, Strike], list[Any]]] = {
     "non_finite_gradient": spoil_gradient,
     "huge_gradient": spoil_gradient,

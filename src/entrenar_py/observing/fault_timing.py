@@ -1,4 +1,4 @@
-"""When what is planned to go wrong strikes this rank: once, in its step and micro-batch."""
+"""The faults that are planned for this rank: each strikes once, in its step and micro-batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from entrenar_py.observing import FAULTS, fault_injection
 from entrenar_py.observing.subject import Subject
 
 
-class Strikes:
-    """The faults that this process was told of, and which of them have struck.
+class PlannedFaults:
+    """The faults that the harness told this process of; each strikes once.
 
     `place` gives the step and the micro-batch that this rank is in.
     """
@@ -26,31 +26,33 @@ class Strikes:
         write: Callable[[Sequence[trace.Event]], None],
     ) -> None:
         self._rank, self._place, self._write = rank, place, write
-        self._faults = [Fault.from_dict(one) for one in json.loads(os.environ.get(FAULTS, "[]"))]
+        planned = json.loads(os.environ.get(FAULTS, "[]"))
+        self._faults = [Fault.from_dict(fields) for fields in planned]
         self._struck: set[Fault] = set()
 
     def hooks(self, subject: Subject) -> list[Any]:
-        """Those that make values wrong in `subject`, as far as they are this rank's."""
+        """Hook this rank's faults that plant values into `subject`; return the hooks."""
         return [
             handle
-            for one in self._faults
-            if one.kind in fault_injection.HOOKS
-            and one.rank in (None, self._rank)
+            for fault in self._faults
+            if fault.kind in fault_injection.HOOKS
+            and fault.rank in (None, self._rank)
             and subject.trained
-            and one.tensor in (None, *subject.trained)  # else it is in another stage
-            for handle in fault_injection.HOOKS[one.kind](subject, one, self._strikes)
+            and fault.tensor in (None, *subject.trained)  # else it is in another stage
+            for handle in fault_injection.HOOKS[fault.kind](subject, fault, self._strikes)
         ]
 
     def perhaps_die(self) -> None:
-        """Kills this process if that is planned here."""
+        """Kill this process if a fault plans that for this step."""
         here = (self._rank, self._place()[0])
         for fault in self._faults:
             if fault.kind == "leave" and (fault.rank, fault.step) == here:
                 fault_injection.die(fault, self._write)
 
     def _strikes(self, fault: Fault) -> bool:
-        """Whether `fault` is of this micro-batch, a shard being one of this rank, of this step, and
-        has not struck before: now it has, and that is noted.
+        """Return whether `fault` strikes now: in its step and shard, and once; record that then.
+
+        A fault's shard is a micro-batch of this rank.
         """
         step, shard = self._place()
         if fault.step != step or fault.shard not in (None, shard) or fault in self._struck:

@@ -1,4 +1,4 @@
-"""What a `GradScaler` tells an optimizer that unscales gradients itself, as fused ones do."""
+"""The marks of a `GradScaler` on an optimizer that unscales gradients itself, as fused ones do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that begins is to move nothing, since the scale was too large."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    """Return whether the step that begins is to move nothing, since the scale was too large."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def unscaled(
     gradients: Mapping[str, Tensor | None], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | None]:
-    """`gradients` as they are applied; not copied where nothing is left to divide by."""
+    """Return `gradients` as they are applied; they are not copied if they are unscaled already."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return dict(gradients)
-    return {name: None if one is None else one / scale for name, one in gradients.items()}
+    return {name: None if grad is None else grad / scale for name, grad in gradients.items()}

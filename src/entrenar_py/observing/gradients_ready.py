@@ -1,4 +1,4 @@
-"""Tells of each backward pass when the gradients of all its parameters are there."""
+"""Hooks that are called, in each backward pass, when the gradients of all parameters are there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.utils._pytree import tree_leaves
 Tell = Callable[[Sequence[Tensor | None]], None]
 
 
-class Passes:
-    """Has `begin` called before a backward pass gives any of `tensors` a gradient, and `tell` with
-    those that it gives, None where it gives none; `add` with those of passes within one that was
-    told of already, as reentrant checkpoints have them.
+class GradientHooks:
+    """Calls `begin` before a backward pass gives any of `tensors` a gradient, and `tell` after it.
 
-    As `torch.autograd.graph.register_multi_grad_hook`, which raises in a pass that computes some
-    gradients alone (`torch.autograd.grad`), as pipelines without bubbles do: there it is told at
-    the pass's end.
+    `tell` is given the gradients in the order of `tensors`, None for a tensor without one. `add` is
+    given those of a further pass within a pass that was told already (reentrant checkpoints).
+
+    `torch.autograd.graph.register_multi_grad_hook` does much the same, but raises in a pass that
+    computes only some gradients (`torch.autograd.grad`), as pipelines without bubbles have. Here
+    such a pass is told at its end.
     """
 
     def __init__(
@@ -28,22 +29,26 @@ class Passes:
     ) -> None:
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in tensors]
         self._begins, self._tell, self._add = begin, tell, add
-        self._outer: int | None = None  # the pass that begins at the model's output
-        self._begun = self._told = False  # of the outer one, or of the first within it
-        self._expected: dict[int, int] = {}  # by pass
-        self._found: dict[int, dict[int, Tensor]] = {}
+        # The outer pass begins at the model's output. Passes are numbered by autograd.
+        self._outer: int | None = None
+        self._begun = self._told = False  # whether the outer pass, or the first in it, is
+        self._expected: dict[int, int] = {}  # pass -> how many gradients it gives
+        self._found: dict[int, dict[int, Tensor]] = {}  # pass -> index of a tensor -> gradient
         self._handles: list[Any] = [
             one.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
             for index, one in enumerate(tensors)
         ]
 
     def expect(self, output: Any) -> None:
-        """A forward pass gave `output`: passes within the one that begins there are part of it."""
+        """Note that a forward pass gave `output`, where a backward pass begins.
+
+        Passes within that one are part of it.
+        """
         if torch._C._current_graph_task_id() < 0:
-            self._outer = None  # nor is one open that an exception ended
-        for one in tree_leaves(output):
-            if isinstance(one, Tensor) and one.requires_grad:
-                one.register_hook(self._open)  # type: ignore[no-untyped-call]
+            self._outer = None  # an exception may have ended the last one
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._open)  # type: ignore[no-untyped-call]
 
     def _open(self, _: Tensor) -> None:
         if self._outer is None:
@@ -55,7 +60,7 @@ class Passes:
         self._outer = None
 
     def remove(self) -> None:
-        """Nothing is told any more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -74,7 +79,7 @@ class Passes:
         self._begun = True
         try:
             count = sum(map(torch._C._will_engine_execute_node, self._nodes))
-        except RuntimeError:  # not to be known of this kind of pass
+        except RuntimeError:  # torch doesn't tell for torch.autograd.grad
             count = len(self._nodes) + 1
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         self._expected[task] = count

@@ -1,4 +1,4 @@
-"""Records a training script by torch's own hooks, and plants in it what is to go wrong."""
+"""Record a training script by torch's own hooks, and plant faults in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from entrenar_py import trace
 from entrenar_py.observing import Observation, arguments, backward, dtensors, grad_scaler, tensors
 from entrenar_py.observing.backward_hooks import BackwardHooks
 from entrenar_py.observing.buffers import Buffers
-from entrenar_py.observing.closures import Arguments, looked_at
-from entrenar_py.observing.fault_timing import Strikes
+from entrenar_py.observing.closures import Arguments, look_before_step
+from entrenar_py.observing.fault_timing import PlannedFaults
 from entrenar_py.observing.micro_batches import MicroBatches
-from entrenar_py.observing.outer_synchronisation import Together
+from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
 from entrenar_py.observing.recording import Recording
-from entrenar_py.observing.reduced_gradients import Summed
+from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samplers import Samples
 from entrenar_py.observing.step_in_work import StepInWork
 from entrenar_py.observing.subject import Subject
@@ -26,10 +26,11 @@ from entrenar_py.rank_files import rank_file
 
 
 class Observer(Observation):
-    """One rank's. Steps are those of the optimizers, micro-batches backward passes.
+    """Records one rank: steps are those of its optimizers, micro-batches its backward passes.
 
-    What a rank starts from is recorded when it first goes forward: a wrapper may have changed it
-    until then. Of several optimizers a step is over when each has made one, or one makes another.
+    The state that the rank starts from is recorded when it first goes forward, since a wrapper may
+    change it until then. With several optimizers a step is over when each has made one, or when one
+    makes another.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Observer(Observation):
         self._started = False
         samples = Samples(sampler)
         self._micro_batches = MicroBatches(self._subject.model, samples)
-        self._summed = Summed()
-        self._together = Together(self._rank)
+        self._gradients = ReducedGradients()
+        self._synchronisations = OuterSynchronisations(self._rank)
         self._recording = Recording(
             self._subject,
             {
@@ -67,7 +68,7 @@ class Observer(Observation):
                 **samples.facts(),
             },
         )
-        self._strikes = Strikes(self._rank, self._place, self._recording.write)
+        self._faults = PlannedFaults(self._rank, self._place, self._recording.write)
         self._hook()
 
     # --- what the script tells --------------------------------------------------------------------
@@ -108,12 +109,12 @@ class Observer(Observation):
 
     def synchronised(self, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
         held, step = self._buffers.held(), self._step.number - 1
-        event = self._together.event(self._subject, optimizer, weights, held, step)
+        event = self._synchronisations.event(self._subject, optimizer, weights, held, step)
         self._recording.write([event])
 
     def close(self) -> None:
         super().close()
-        if self._micro_batches.done and self._summed.has_overflowed():
+        if self._micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
         self._end_step()
         self._recording.close()
@@ -136,7 +137,7 @@ class Observer(Observation):
             ]
         self._backward = BackwardHooks(
             self._subject,
-            self._strikes,
+            self._faults,
             begun=self._before_backward,
             ended=self._after_backward,
             added=self._within_backward,
@@ -163,7 +164,7 @@ class Observer(Observation):
         else:  # wrapped since: seen when its parameters are its own again, at the step at last
             self._first.remove()
             self._hook_first()
-        self._summed.expect()
+        self._gradients.expect()
         self._recording.compressed(backward.compression())
         self._micro_batches.before_forward()
 
@@ -180,16 +181,16 @@ class Observer(Observation):
         micro_batches.samples.collect()
         if not micro_batches.done or self._subject.has_gradients():
             return
-        if self._summed.was_reduced:
+        if self._gradients.was_reduced:
             micro_batches.forget_repeated()
-        if micro_batches.done and self._summed.has_overflowed():
+        if micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
         self._micro_batches.after_backward(self._values(gradients), finite=finite)
         if not self._recording.life:  # else it has died before, and was started again
-            self._strikes.perhaps_die()
+            self._faults.perhaps_die()
 
     def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         if self._micro_batches.done:
@@ -200,7 +201,7 @@ class Observer(Observation):
         return self._subject.record(gradients) if self._subject.values else {}
 
     def _look_at_sum(self) -> None:
-        self._summed.look(self._subject.gradients().values())
+        self._gradients.look(self._subject.gradients().values())
 
     def _skip_step(self) -> None:
         """End a step that moves nothing.
@@ -220,7 +221,9 @@ class Observer(Observation):
         self._step.excuse()
 
     def _step_begins(self, index: int, _: Any, *called: Any) -> Arguments | None:
-        return looked_at(partial(self._before_step, index), self._micro_batches.clear, *called)
+        return look_before_step(
+            partial(self._before_step, index), self._micro_batches.clear, *called
+        )
 
     def _before_step(self, index: int) -> None:
         self._start()
@@ -247,9 +250,9 @@ class Observer(Observation):
         self._write_shards()
         self._recording.look_at_constants()
         self._recording.write([self._step.end(self._subject, self._rank, self._buffers.held())])
-        self._together.stepped()
+        self._synchronisations.stepped()
         self._micro_batches.end_step()
-        self._summed.forget()
+        self._gradients.forget()
 
     # --- what is recorded -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a rank that steps alone shows of the times it is brought together with the others."""
+"""The times at which a rank that steps alone is brought together with the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from entrenar_py.observing import tensors
 from entrenar_py.observing.subject import Subject
 
 
-class Together:
-    """Counts collectives apart: those called between steps, and those after the last of them."""
+class OuterSynchronisations:
+    """Counts the collectives of synchronisations apart from those called while ranks step alone."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -22,7 +22,7 @@ class Together:
         self._stepped: int | None = None
 
     def stepped(self) -> None:
-        """The rank has made a step; counting begins with its first."""
+        """Note that the rank has made a step; counting begins with its first."""
         self._stepped = num_collectives()
         self._begun = self._stepped if self._begun is None else self._begun
 
@@ -34,10 +34,14 @@ class Together:
         buffers: Mapping[str, Tensor],
         step: int,
     ) -> trace.Synchronised:
-        """The rank was brought together with the others after `step`, and goes on from here."""
+        """Return the record of a synchronisation after `step`; the rank goes on from here.
+
+        `weights` are those that the outer `optimizer` moves, by name.
+        """
         names = {tensor: name for name, tensor in weights.items()}
         now = num_collectives()
-        collectives = _difference(self._stepped, now), _difference(self._begun, self._stepped)
+        collectives = _difference(self._stepped, now)
+        collectives_alone = _difference(self._begun, self._stepped)
         self._begun = self._stepped = now
         return trace.Synchronised(
             step=step,
@@ -45,13 +49,13 @@ class Together:
             weights=subject.record(subject.parameters),
             optimizer=subject.record(dict(tensors.optimizer_state(optimizer, names))),
             buffers=subject.buffers(buffers),
-            collectives=collectives[0],
-            collectives_alone=collectives[1],
+            collectives=collectives,
+            collectives_alone=collectives_alone,
         )
 
 
 def num_collectives() -> int | None:
-    """How many collectives this process has called in its group, where its backend counts them."""
+    """Return how many collectives this process has called; None if its backend counts none."""
     if not torch.distributed.is_initialized():
         return None
     group: Any = torch.distributed.group.WORLD  # torch's stubs lack the method

@@ -1,4 +1,4 @@
-"""What became of a step's gradients: whether they were reduced, and whether they are finite."""
+"""The gradients that a step's backward passes have left, and whether these are finite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from entrenar_py.observing import backward, tensors
 
 
-class Summed:
-    """The gradients as the last backward pass has left them, and the script since then.
+class ReducedGradients:
+    """The gradients as the last backward pass left them, and as the script has changed them since.
 
-    They are kept, and looked at again when they are gone: who reduces them by hand does so in
-    place. `was_reduced` is whether those of the last backward pass were to be, and it left some:
-    `fully_shard` keeps to itself what it has yet to reduce.
+    They are kept, to be looked at again when the parameters have them no more: a script that
+    reduces them by hand does so in place. `was_reduced` tells whether the last backward pass was to
+    reduce them, and left some: `fully_shard` keeps to itself what it has yet to reduce.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,20 @@ class Summed:
         self._kept: list[Tensor] = []
 
     def expect(self) -> None:
-        """A forward pass begins: now it is known whether its gradients will be reduced."""
+        """Note, as a forward pass begins, whether its gradients will be reduced."""
         self._reduces = backward.is_reduced()
 
     def look(self, gradients: Iterable[Tensor | None]) -> None:
-        """A backward pass is over, and has left these."""
-        self._kept = [one for one in gradients if one is not None] if self._reduces else []
+        """Keep the gradients that a backward pass has left."""
+        left = [gradient for gradient in gradients if gradient is not None]
+        self._kept = left if self._reduces else []
         self.was_reduced = bool(self._kept)
         self._overflowed = not tensors.is_finite(self._kept)
 
     def has_overflowed(self) -> bool:
-        """Whether those of a whole step are not finite, or were not."""
+        """Return whether any gradient of a whole step is not finite, or was not."""
         return self._overflowed or not tensors.is_finite(self._kept)
 
     def forget(self) -> None:
-        """The step was made."""
+        """Forget them: the step was made."""
         self._kept, self._overflowed = [], False

@@ -1,4 +1,4 @@
-"""Which samples a DataLoader or a sampler hands out, and of which epoch."""
+"""The samples that a DataLoader or a sampler hands out, and their epoch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class InOrder:
-    """A loader of whose batches several are fetched at a time, and then used one by one."""
+    """A loader from which several batches are fetched at a time, and used one by one in order."""
 
     source: Any
 
 
 class Draws:
-    """What `source` draws, as it is handed out. An epoch begins whenever it is gone through anew.
+    """The samples of a `source`, batch by batch as it hands them out.
 
-    `num_samples` is the size of its data set, None if it does not tell; `drop_last` whether it
-    leaves out what does not fill a batch, `replacement` whether it draws again what it drew. Of a
-    source that is gone through by one rank for all no rank knows which samples are its own: nothing
-    is told. With `in_order` what is taken is used up, a batch each time.
+    An epoch begins whenever it is iterated anew. `num_samples` is the size of its data set, None if
+    it doesn't tell; `drop_last` tells whether it leaves out what doesn't fill a batch, and
+    `replacement` whether it may draw a sample again. Where one rank iterates it for all (accelerate
+    with `dispatch_batches`), no rank knows which samples are its own, and none are given. With
+    `in_order` each batch is taken once.
+
+    Raises UsageError for a `source` that can't be iterated.
     """
 
     def __init__(self, source: Any) -> None:
@@ -42,7 +45,7 @@ class Draws:
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
         self._ids: Ids = ()  # of the batch that was handed out last
-        self._handed: deque[tuple[int, Ids]] = deque()  # all that were, of batches InOrder
+        self._handed: deque[tuple[int, Ids]] = deque()  # all that were handed out, if in order
         self.num_samples = _size_of(source)
         self.drop_last, self.replacement = _drops_last(source), _replaces(source)
         if any(kind.__name__ == _DISPATCHER for kind in type(source).__mro__):
@@ -56,8 +59,10 @@ class Draws:
             _watch(source, self._draw_batch if batches else self._draw_one, self._begin)
 
     def take(self) -> tuple[int, Ids]:
-        """The epoch, and the samples of the batch that was handed out last, if any was since the
-        last time and its samples have numbers; of batches InOrder the one that is next.
+        """Return the epoch and the samples of the batch that was handed out last.
+
+        There are no samples if none was handed out since the last call, or if they have no numbers.
+        With `in_order` it is the next batch.
         """
         if self.in_order:
             return self._handed.popleft() if self._handed else (max(self._epoch, 0), ())
@@ -81,7 +86,7 @@ class Draws:
             self._handed.append((self._epoch, self._ids))
 
     def _draw_one(self, drawn: Any) -> None:
-        """A sampler gives single samples: those since the last forward pass are its batch."""
+        """Take a single sample of a sampler: those since the last forward pass are its batch."""
         self._draw(drawn)
         self._ids += self._ahead.popleft()
 
@@ -91,7 +96,10 @@ class Draws:
 
 
 class Samples:
-    """Those of the forward passes since the last backward one, drawn or told."""
+    """The samples of the forward passes since the last backward pass: `ids`, of `epoch`.
+
+    The script tells them, or `source` does as it draws them.
+    """
 
     def __init__(self, source: Any) -> None:
         self.draws = None if source is None else Draws(source)
@@ -100,12 +108,12 @@ class Samples:
         self._told: list[int] | None = None
 
     def tell(self, ids: Iterable[int], epoch: int | None) -> None:
-        """The script says which are next."""
+        """Note that the next samples are `ids`; of the same epoch if None."""
         self._told = [*(self._told or []), *map(int, ids)]
         self.epoch = self.epoch if epoch is None else epoch
 
     def collect(self) -> None:
-        """Notes the samples of a forward pass; a batch that none was made of was skipped."""
+        """Take the samples of a forward pass; a batch that no pass was made with was skipped."""
         if self._told is not None:
             self.ids += self._told
             self._told = None
@@ -115,7 +123,7 @@ class Samples:
             self.epoch = epoch if ids else self.epoch
 
     def facts(self) -> dict[str, Any]:
-        """What is declared of the data, as JSON can hold it."""
+        """Return what is declared of the data, as JSON can hold it."""
         draws = self.draws
         return {
             "num_samples": None if draws is None else draws.num_samples,
@@ -128,8 +136,8 @@ _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
 _SET_CLASS = object.__dict__["__class__"].__set__
 
 
-class _Watched:
-    """An iterator that tells what it gives; in all else it is the one inside."""
+class _TellingIterator:
+    """An iterator that calls `tell` with what it gives; all else is as in `inner`."""
 
     def __init__(self, inner: Iterator[Any], tell: Callable[[Any], None]) -> None:
         self._inner, self._tell = inner, tell
@@ -138,9 +146,9 @@ class _Watched:
         return self
 
     def __next__(self) -> Any:
-        given = next(self._inner)
-        self._tell(given)
-        return given
+        item = next(self._inner)
+        self._tell(item)
+        return item
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -149,19 +157,20 @@ class _Watched:
 def _watch(
     source: Any, tell: Callable[[Any], None], begin: Callable[[], None] = lambda: None
 ) -> None:
-    """Has `source` tell what it gives when it is gone through, and that this begins.
+    """Call `begin` when `source` is iterated from here on, and `tell` with what it gives.
 
-    It is the same object, of a class made for it alone: `for` looks for `__iter__` there. What can
-    be given no other class (a list of batches) tells nothing: its samples are unknown.
+    It stays the same object, of a class made for it alone, since `for` looks for `__iter__` in the
+    class. An object whose class can't be changed (a list of batches) tells nothing: its samples are
+    unknown.
     """
     kind = type(source)
 
     def go_through(self: Any) -> Iterator[Any]:
         begin()
-        return _Watched(iter(kind.__iter__(self)), tell)
+        return _TellingIterator(iter(kind.__iter__(self)), tell)
 
     with suppress(TypeError):
-        # Past what the class makes of the name: accelerate's loaders say that they are torch's.
+        # Not by assignment: accelerate's loaders override `__class__` to look like torch's.
         _SET_CLASS(source, type(kind.__name__, (kind,), {"__iter__": go_through}))
 
 
@@ -180,7 +189,7 @@ def _drops_last(source: Any) -> bool:
 
 
 def _replaces(source: Any) -> bool:
-    """As torch's own samplers say it; others may have the attribute, too."""
+    """Return whether a source, or one inside it, has `replacement = True`, as torch's samplers."""
     inner = [getattr(source, name, None) for name in ("batch_sampler", "sampler")]
-    told = getattr(source, "replacement", False) is True
-    return told or any(one is not None and _replaces(one) for one in inner)
+    says_so = getattr(source, "replacement", False) is True
+    return says_so or any(part is not None and _replaces(part) for part in inner)

@@ -1,4 +1,4 @@
-"""What is observed, by name: a model's parameters and what its optimizers keep of them."""
+"""The tensors that are observed, by name: a model's parameters and its optimizers' state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from torch.distributed.tensor import DTensor
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import dtensors, tensors
-from entrenar_py.rank_files import layout
-from entrenar_py.rank_files.layout import Layout, Piece
+from entrenar_py.rank_files.layout import Layout, Piece, plain
 
 
 class Subject:
-    """The model without what is wrapped around it, and its optimizers.
+    """A model without wrappers, and its optimizers.
 
-    Parameters may be replaced by new objects while it is trained: `look_up` finds them anew.
-    `pieces` are those of the tensors that this rank holds a part of, as far as they were recorded.
+    - `parameters`, and those `trained`, by name. A wrapper or a script may put new objects in their
+      place while the model is trained; `look_up` finds them anew.
+    - `layout`: how the ranks are arranged, None where nothing says so.
+    - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
+    - `values`: whether tensors are recorded with their values, not just digests.
+
+    Raises UsageError for a model in pieces that is too large for values.
     """
 
     def __init__(
@@ -41,30 +45,29 @@ class Subject:
         self.look_up()
 
     def look_up(self) -> bool:
-        """Whether names stand for other objects now than when they were looked up last, or others
-        of them are trained.
+        """Look up the parameters by name; return whether there are others now, or others trained.
 
-        Where whole parameters are in the place of pieces, for a while, those are left as known.
+        While whole parameters stand in the place of pieces, the pieces are left as they are known.
         """
-        found: dict[str, Tensor] = {
+        current: dict[str, Tensor] = {
             tensors.plain_name(n): p for n, p in self.model.named_parameters()
         }
-        known = [(p, found.get(name)) for name, p in self.parameters.items()]
-        trained = {name: p for name, p in found.items() if p.requires_grad}
-        same = len(found) == len(known) and all(now is before for before, now in known)
+        known = [(p, current.get(name)) for name, p in self.parameters.items()]
+        trained = {name: p for name, p in current.items() if p.requires_grad}
+        same = len(current) == len(known) and all(now is before for before, now in known)
         same = same and trained.keys() == self.trained.keys()
         gathered = any(
             isinstance(before, DTensor) and not isinstance(now, DTensor) for before, now in known
         )
         if known and (same or gathered):
             return False
-        self.parameters = found
+        self.parameters = current
         self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
         self.trained = trained
-        self._names = {p: name for name, p in found.items()}
-        self.layout = self._arranged()
-        self.values = sum(p.numel() for p in found.values()) <= tensors.VALUES_MAX
-        placed = {name: dtensors.piece_of(p) for name, p in found.items()}
+        self._names = {p: name for name, p in current.items()}
+        self.layout = self._layout()
+        self.values = sum(p.numel() for p in current.values()) <= tensors.VALUES_MAX
+        placed = {name: dtensors.piece_of(p) for name, p in current.items()}
         self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
         self._require_values()
         return True
@@ -72,7 +75,7 @@ class Subject:
     def start(
         self, step: int, rank: int, progress: Mapping[str, int], buffers: Mapping[str, Tensor]
     ) -> trace.Start:
-        """What this rank holds before `step`, and which of it is trained, frozen and decayed."""
+        """Return the record of what this rank holds before `step`."""
         decayed = self.decayed()
         return trace.Start(
             step=step,
@@ -90,7 +93,7 @@ class Subject:
     def update(
         self, step: int, rank: int, gradient: trace.Tensors, buffers: Mapping[str, Tensor]
     ) -> trace.Update:
-        """What it holds after `step`, which was made with `gradient`."""
+        """Return the record of what this rank holds after `step`, made with `gradient`."""
         rate, rates = self.rates()
         return trace.Update(
             step=step,
@@ -107,8 +110,10 @@ class Subject:
         )
 
     def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
-        """What this rank holds of each of these: the model's parameters, or tensors placed as
-        those are; what is placed otherwise, or is a term of a sum, is left out as unknown.
+        """Return records of what this rank holds of each tensor.
+
+        They are the model's parameters, or placed as these are (gradients). A tensor that is placed
+        otherwise, or is a term of a sum, is left out.
         """
         return self._record(named, self.values)
 
@@ -122,7 +127,7 @@ class Subject:
         }
 
     def optimizer_state(self) -> trace.Tensors:
-        """`parameter/key` -> what the optimizers keep."""
+        """Return records of what the optimizers keep, by `parameter/key`."""
         state: dict[str, Tensor | None] = {}
         for optimizer in self.optimizers:
             state |= tensors.optimizer_state(optimizer, self._names)
@@ -130,92 +135,98 @@ class Subject:
         return self.record(state)
 
     def buffers(self, named: Mapping[str, Tensor]) -> trace.Tensors:
-        """What this rank holds of buffers; without values where they are larger than models are of
-        which these are kept.
+        """Return records of what this rank holds of buffers.
+
+        They have no values if the buffers have more elements than VALUES_MAX.
         """
         self._place(named)
-        small = sum(one.numel() for one in named.values()) <= tensors.VALUES_MAX
+        small = sum(buffer.numel() for buffer in named.values()) <= tensors.VALUES_MAX
         return self._record(named, self.values and small)
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
-        """Notes where the pieces of tensors lie that are no parameters."""
+        """Note where the pieces of tensors lie that are no parameters."""
         for name, tensor in named.items():
             piece = None if tensor is None else dtensors.piece_of(tensor)
             if piece is not None:
                 self.pieces.setdefault(name, piece)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of each parameter that is trained, as far as there is one."""
+        """Return the gradient of each parameter that is trained, None where there is none."""
         return {name: p.grad for name, p in self.trained.items()}
 
     def has_gradients(self) -> bool:
-        """Whether there is any, and not all are zero."""
+        """Return whether any parameter has a gradient that is not all zeros."""
         return any(
-            one is not None and dtensors.local(one).any() for one in self.gradients().values()
+            gradient is not None and dtensors.local(gradient).any()
+            for gradient in self.gradients().values()
         )
 
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:
-        """The names that an optimizer steps; `alone`: and those that none does, which are
-        nobody's.
+        """Return the names of the parameters that optimizer `index` steps.
+
+        With `alone` the parameters that no optimizer steps are among them.
         """
-        held = [{p for g in one.param_groups for p in g["params"]} for one in self.optimizers]
+        stepped = [{p for g in opt.param_groups for p in g["params"]} for opt in self.optimizers]
         return [
             name
             for name, p in self.trained.items()
-            if p in held[index] or (alone and not any(p in one for one in held))
+            if p in stepped[index] or (alone and not any(p in own for own in stepped))
         ]
 
     def first_held(self) -> str:
-        """The first parameter that is trained and of which this rank holds something of its own;
-        else the first.
+        """Return the name of the first trained parameter of which this rank has a piece.
+
+        Where it has none that isn't empty, that is the first trained parameter.
         """
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
 
     def decayed(self) -> set[Tensor]:
-        """The parameters that weight decay acts on."""
-        groups = [group for one in self.optimizers for group in one.param_groups]
-        return {p for group in groups if group.get("weight_decay") for p in group["params"]}
+        """Return the parameters that weight decay acts on."""
+        return {p for group in self._groups() if group.get("weight_decay") for p in group["params"]}
 
     def rates(self) -> tuple[float, dict[str, float]]:
-        """The learning rate of the first group, and of parameters that have another one their own,
-        by name.
-        """
-        groups = [group for one in self.optimizers for group in one.param_groups]
+        """Return the first group's learning rate, and by name the rates that differ from it."""
+        groups = self._groups()
         first = float(groups[0]["lr"])
         rates = {self._names.get(p): float(g["lr"]) for g in groups for p in g["params"]}
         return first, {n: rate for n, rate in rates.items() if n is not None and rate != first}
 
     def news(self) -> Mapping[str, Any] | None:
-        """What is to be told of layout and pieces and was not told before; None if nothing is."""
+        """Return what is new of layout and pieces since the last call; None if nothing is."""
         if self.layout is None:
             return None
-        told: dict[str, Any] = {
+        layout: dict[str, Any] = {
             "axes": list(map(list, self.layout.axes.items())),
             "tied": list(map(list, self.layout.tied)),
         }
         placed = {name: piece.to_list() for name, piece in self.pieces.items()}
         fresh = {name: piece for name, piece in placed.items() if self._told.get(name) != piece}
-        if not fresh and self._told.get("axes") == told["axes"]:
+        if not fresh and self._told.get("axes") == layout["axes"]:
             return None
-        self._told.update(fresh | told)
-        return {**told, "pieces": fresh}
+        self._told.update(fresh | layout)
+        return {**layout, "pieces": fresh}
 
-    def _arranged(self) -> Layout | None:
-        """As it was declared, else as the parameters' meshes show it; None where nobody says."""
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _layout(self) -> Layout | None:
+        """Return the layout that was declared, else the one that the parameters' meshes show."""
         declared = self._declared
         if declared is not None and declared.axes:
             return declared
-        found = dtensors.read_off(self.model, self._world_size)
+        shown = dtensors.read_off(self.model, self._world_size)
         if declared is None:
-            return found
-        return replace(declared, axes=(found or layout.plain(self._world_size)).axes)
+            return shown
+        return replace(declared, axes=(shown or plain(self._world_size)).axes)
 
     def _require_values(self) -> None:
         if self.pieces and not self.values:
             name, piece = next(iter(self.pieces.items()))
+            num_elements = sum(p.numel() for p in self.parameters.values())
             raise UsageError(
-                f"parameter {name} is sharded (rank holds {piece.shape} of {piece.whole}): whole "
-                f"tensors are made of the values of pieces, which are kept of models of up to "
-                f"{tensors.VALUES_MAX} parameters; observe the trainer with a smaller model"
+                f"parameter {name} is sharded (this rank holds {piece.shape} of {piece.whole}) and "
+                f"the model has {num_elements} parameters: a sharded model may have at most "
+                f"{tensors.VALUES_MAX}, since whole tensors are made of recorded values; observe "
+                "the trainer with a smaller model"
             )

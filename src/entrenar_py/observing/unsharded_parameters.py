@@ -1,6 +1,7 @@
-"""Parameters that are whole while a rank computes, where `fully_shard` keeps pieces of them.
+"""Parameters that are whole while a rank computes, of which `fully_shard` keeps pieces.
 
-What a backward pass adds to a whole one is this rank's own; to a piece, everyone's.
+The gradient that a backward pass adds to a whole parameter is this rank's own; that of a piece is
+the sum of all ranks'.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ Found = Callable[[str, Tensor], None]
 
 
 def when_whole(model: nn.Module, found: Found) -> list[Any]:
-    """Has `found` told each trainable parameter's name and whole, once, when that is there first;
-    the hooks that see to it.
+    """Call `found` with name and tensor of each trainable parameter when it is first whole.
 
-    No collective is called: forward passes put parameters together, and this looks what they have.
+    Returns the hooks that do so. They call no collective: they look at what forward passes have
+    put together.
     """
     known: set[Tensor] = set()
 
@@ -41,9 +42,10 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
 
 
 class BackwardPasses:
-    """Those of a model in pieces: `ended` is told of each, when it is over, whether what it added
-    to whole parameters is finite. Of a piece of the sum nobody can say whose term was not. `begun`
-    is called before it adds anything.
+    """Calls `begun` before a backward pass of a model in pieces, and `ended` after it.
+
+    `ended` is told whether all that the pass added to whole parameters is finite. In a piece of
+    the sum that could not be told: it has the terms of all ranks.
     """
 
     def __init__(self, begun: Callable[[], None], ended: Callable[[bool], None]) -> None:
@@ -52,17 +54,17 @@ class BackwardPasses:
         self._finite = True
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Looks at what is added; the hooks that see to it."""
+        """Look at what passes add to whole parameters; return the hooks that do so."""
         return when_whole(model, lambda _, whole: whole.register_hook(self._look))  # type: ignore[no-untyped-call]
 
     def expect(self, output: Any) -> None:
-        """A forward pass gave `output`: the backward pass begins there.
+        """Note that a forward pass gave `output`, where the backward pass begins.
 
-        Hooks of the pieces are no sign of its end: they are called when a sum is reduced.
+        Hooks on the pieces can't tell its end: they are called when a sum is reduced.
         """
-        for one in tree_leaves(output):
-            if isinstance(one, Tensor) and one.requires_grad:
-                one.register_hook(self._begin)  # type: ignore[no-untyped-call]
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _look(self, gradient: Tensor) -> None:
         self._finite &= tensors.is_finite([gradient])
