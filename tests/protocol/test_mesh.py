@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from entrenar_py.protocol.effects import Finish, Send
-from entrenar_py.protocol.messages import Average, Group, Heartbeat, Message, TreeNode
+from entrenar_py.protocol.effects import Finish, Keep, Send
+from entrenar_py.protocol.messages import Applied, Average, Group, Heartbeat, Message, TreeNode
 from entrenar_py.protocol.phases import Stage
 from tests.protocol.mesh import Mesh
 from tests.protocol.samples import SAMPLES
@@ -23,7 +23,7 @@ from tests.protocol.stations import NOTHING, Station, Wire
 from tests.protocol.test_star import PATIENT
 
 KINDS = st.sampled_from(tuple(SAMPLES))
-GONE = "nobody is left who holds the state before step"
+GONE = "no worker is left that holds the state before step"
 
 
 class Disorder(RuleBasedStateMachine):
@@ -189,14 +189,60 @@ def wire_of(station: Station) -> Wire:
     return station.wire
 
 
+def test_all_are_cut_off_at_once() -> None:
+    """Wherever each is in a step, it comes back, and the run goes on with what they hold."""
+    for num_moves in range(60):
+        mesh, stations = started(2)
+        mesh.until(lambda mesh=mesh: mesh.coordinator.step == 1)  # type: ignore[misc]
+        for _ in range(num_moves):
+            (mesh.ready() or [lambda: None])[0]()
+        for station in stations:
+            if station.wire is not None:
+                mesh.cut(station.wire)
+        assert mesh.finish() == Finish("completed")
+
+
+def test_all_have_made_the_step_and_are_cut_off() -> None:
+    """No word of it came: the first that comes back tells of it, and the next step follows."""
+    mesh, stations = started(2)
+    mesh.until(lambda: (mesh.coordinator.step, mesh.coordinator.stage) == (1, Stage.APPLYING))
+    for station in stations:
+        while len(station.state) < 2:
+            mesh.hear(wire_of(station), station)
+    for station in stations:
+        mesh.cut(wire_of(station))
+    told = len(mesh.effects)
+    mesh.connect(stations[0])
+    mesh.until(lambda: mesh.coordinator.step == 2)
+    kept = [one.message for one in mesh.effects[told:] if isinstance(one, Keep)]
+    assert kept == [Applied(step=1)]
+    assert mesh.finish() == Finish("completed")
+
+
 def test_all_is_lost_with_the_last() -> None:
-    """The run fails, and says so, since nobody holds what was learned."""
+    """The run fails, and says so, when those that come in place of the lost hold nothing."""
     mesh, stations = started(2)
     mesh.until(lambda: mesh.coordinator.step == 1)
     for station in stations:
+        station.finished = Finish("failed", "killed")
         mesh.cut(wire_of(station))
+    assert mesh.finished is None
+    for rank in range(2):
+        mesh.arrive(rank)
+    mesh.deliver()
     reason = f"{GONE} 1: go on from the last checkpoint"
     assert mesh.finished == Finish("failed", reason)
+
+
+def test_nobody_comes_back() -> None:
+    """The run is given up when its patience ends, and says what is lost."""
+    mesh, stations = started(2)
+    mesh.until(lambda: mesh.coordinator.step == 1)
+    for station in stations:
+        station.finished = Finish("failed", "killed")
+        mesh.cut(wire_of(station))
+    mesh.wait(PATIENT.gather_s)
+    assert mesh.finished == Finish("failed", f"{GONE} 1: go on from the last checkpoint")
 
 
 def test_the_first_step_is_never_lost() -> None:

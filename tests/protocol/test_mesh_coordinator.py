@@ -359,6 +359,12 @@ def _reach(phase: PeerPhase) -> tuple[Mesh, Station]:
     """A mesh of three, of whom one stands in that place."""
     mesh, stations = started(2, num_blocks=1, saves=(1, 2, 3))
     stations.append(mesh.arrive(2))
+    if phase is PeerPhase.ASKED:  # all are cut off, and the first has come back
+        mesh.until(lambda: mesh.coordinator.step == 1)
+        for station in stations:
+            if station.wire is not None:
+                mesh.cut(station.wire)
+        mesh.connect(stations[0])
     mesh.until(lambda: phase in {_phase(mesh, one) for one in stations})
     return mesh, next(one for one in stations if _phase(mesh, one) is phase)
 
@@ -388,6 +394,8 @@ def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: typ
         (PeerPhase.READY, Staged(step=9, round=1)),
         (PeerPhase.READY, Overflow(step=9, block=0)),
         (PeerPhase.GIVING, State(step=9)),
+        (PeerPhase.ASKED, State(step=9)),
+        (PeerPhase.ASKED, Applied(step=9)),
     ],
 )
 def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:

@@ -47,11 +47,11 @@ SAID_AMONG_WORKERS: set[type[Message]] = {Accept, Partial}
 
 def test_every_phase_has_its_row() -> None:
     """No place is left out of a table, and every member is one that was let in."""
-    assert set(PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.GIVING}
+    assert set(PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.GIVING, PeerPhase.ASKED}
     assert set(MESH_PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.STAGING}
     assert set(WORKER_MAY_HEAR) == set(MESH_WORKER_MAY_HEAR) == set(WorkerPhase)
     assert set(APPLICANT_MAY_HEAR) == set(ApplicantPhase)
-    outside = {PeerPhase.CHALLENGED, PeerPhase.WAITING, PeerPhase.LOADING}
+    outside = {PeerPhase.CHALLENGED, PeerPhase.WAITING, PeerPhase.ASKED, PeerPhase.LOADING}
     assert set(MEMBERS) == set(PeerPhase) - outside
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from entrenar_py.training import checkpoint
 from tests.drivers.certificates import Authority
 from tests.service.cluster import LARGE, LONG, Cluster, cluster, metrics, weights
 from tests.service.members import Noticed, scenario_of
+from tests.service.switchboard import Switchboard
 from tests.systems import by_hand
 
 MESH = {"topology": "mesh", "ledger": "ledger.jsonl", "metrics": "metrics.jsonl"}
@@ -80,6 +83,22 @@ def test_a_killed_coordinator_goes_on_where_it_was(mesh: Cluster) -> None:
     assert int(second.until(r"from step (\d+) on").group(1)) > 0
     assert [one.code() for one in (second, *workers)] == 3 * [exit_codes.DONE]
     assert second.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
+    assert is_verified(mesh)
+
+
+def test_all_links_to_the_coordinator_break_at_once(mesh: Cluster) -> None:
+    """Both workers come back and still hold the state: the run goes on, without a checkpoint."""
+    mesh.configure(LONG, wait_for=2, **MESH)
+    serving = mesh.coordinator()
+    serving.until(r"listens at")
+    with closing(Switchboard(mesh.address)) as relay:
+        workers = [mesh.worker("--coordinator", relay.address) for _ in range(2)]
+        for turn in (r"step 1/400", r"takes part from step [1-9]"):
+            serving.until(turn)
+            relay.reset()
+        assert [one.code() for one in (serving, *workers)] == 3 * [exit_codes.DONE]
+    assert len(re.findall(r"left in step", serving.text)) >= 2
+    assert serving.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
     assert is_verified(mesh)
 
 
@@ -164,12 +183,12 @@ def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
             given = bytearray(member.payload(State(step=1)))
             host.server.require(0, State(step=1), given)
             Noticed(host).keep(0, State(step=1), given)
-    host.finish(Finish("failed", "nobody is left"))
+    host.finish(Finish("failed", "no worker is left"))
     _, progress = checkpoint.load(tmp_path / "c")
     assert progress["step"] == 1
     last = heard[-1]
     assert isinstance(last, Noted)
-    assert last.text.startswith("failed (nobody is left): step 1, weights ")
+    assert last.text.startswith("failed (no worker is left): step 1, weights ")
 
 
 # --- the worker -----------------------------------------------------------------------------------

@@ -164,10 +164,14 @@ class Coordinator(Dealing):
         effects += self._beat(now)
         waited = now - self._gathering_since
         if self.stage is Stage.GATHERING and waited >= self.timing.gather_s and not self._loads():
-            there = sorted(member.in_rank() for member in self._members().values())
-            reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
-            effects += self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
+            effects += self._give_up(waited)
         return effects
+
+    def _give_up(self, waited: float) -> list[Effect]:
+        """Ends a run for which too few workers came in `waited` seconds."""
+        there = sorted(member.in_rank() for member in self._members().values())
+        reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
+        return self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
 
     def _loads(self) -> bool:
         """Whether somebody loads the state that came in time: it has as long for that, too."""
@@ -333,7 +337,7 @@ class Coordinator(Dealing):
         in between. It would come back for ever.
         """
         member = self.peers[peer]
-        if member.phase in (Phase.CHALLENGED, Phase.WAITING):
+        if member.phase in (Phase.CHALLENGED, Phase.WAITING, Phase.ASKED):
             return self._drop(peer, reason, now)
         rank, times = member.in_rank(), self._thrown_out.count(member.in_rank(), reason)
         if times >= THROWN_OUT_MAX:

@@ -3,7 +3,8 @@
 As in a star a step is computed, staged by everyone, and then made. What is different: what a worker
 computed dies with it, also what it had delivered, so that others compute it again, and the exchange
 of the step begins again in a new round. The state is with the workers: one of them is asked for it
-when it is to be saved, or somebody comes.
+when it is to be saved, or somebody comes. Should all connections break at once, the workers come
+back, and one of them still holds it: each is asked in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from entrenar_py.protocol.messages import (
     Fetch,
     Group,
     Hello,
+    Leave,
     Message,
     Overflow,
     Shutdown,
@@ -31,7 +33,7 @@ from entrenar_py.protocol.messages import (
     Unreachable,
     brief,
 )
-from entrenar_py.protocol.phases import MESH_PEER_MAY_SAY, Stage
+from entrenar_py.protocol.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
@@ -48,6 +50,8 @@ class MeshCoordinator(Coordinator):
         self._round = 0
         self._group: list[Peer] = []  # who was told of this round
         self._held = run.first_step  # the step before which the state is here
+        self._may_hold: set[int] = set()  # ranks lost since the step was handed out
+        self._committed = False  # all were told to make the step in work, then all were lost
         self._complaints: Counter[Peer] = Counter()  # of and about whom, in this step
         self._num_rounds = 0  # that this step was begun again for them
         self._told: tuple[int, int] | None = None  # who complained last, and of whom
@@ -81,9 +85,19 @@ class MeshCoordinator(Coordinator):
 
     def _applied(self, peer: Peer, member: Member, said: Applied, now: float) -> list[Effect]:
         self._require_step(said.step)
+        if member.phase is Phase.ASKED:
+            return self._made_before(member, said, now)
         member.phase = Phase.READY
         self._made = True
         return [Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _made_before(self, member: Member, said: Applied, now: float) -> list[Effect]:
+        """A worker that comes back made the step as it was told to: go on with the next one."""
+        if not self._committed:
+            raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
+        member.phase = Phase.WAITING
+        kept = Keep(member.in_rank(), said)
+        return [kept, *self._gather(self.step + 1, now), *self._settle(now)]
 
     def _overflow(self, peer: Peer, member: Member, said: Overflow, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -118,9 +132,16 @@ class MeshCoordinator(Coordinator):
 
     def _state(self, peer: Peer, member: Member, said: State, now: float) -> list[Effect]:
         self._require_step(said.step)
-        member.phase = Phase.READY
+        member.phase = Phase.WAITING if member.phase is Phase.ASKED else Phase.READY
         self._held = self.step
         return [Keep(member.in_rank(), said), *self._settle(now)]
+
+    def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
+        if member.phase is Phase.ASKED:  # it does not hold the state
+            self._may_hold.discard(member.in_rank())
+            if not self._may_hold:
+                return self._lost_state()
+        return super()._leave(peer, member, said, now)
 
     _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
         **Coordinator._turns,
@@ -131,6 +152,7 @@ class MeshCoordinator(Coordinator):
         Overflow: _overflow,
         Unreachable: _unreachable,
         State: _state,
+        Leave: _leave,
     }
 
     # --- how the run goes on ----------------------------------------------------------------------
@@ -143,6 +165,7 @@ class MeshCoordinator(Coordinator):
         return [*whole, *super()._commit()]
 
     def _gather(self, step: int, now: float) -> list[Effect]:
+        self._committed = step == self.step and self.stage is Stage.APPLYING
         self._complaints.clear()
         self._num_rounds, self._told = 0, None
         for member in self.peers.values():
@@ -155,11 +178,32 @@ class MeshCoordinator(Coordinator):
     def _begin(self, now: float) -> list[Effect] | None:
         if self._members() or self._has_state(self.step):
             return super()._begin(now)
+        if self._stopping is not None:
+            return self._stopped(self.step, self._stopping)
+        if any(member.phase is Phase.ASKED for member in self.peers.values()):
+            return None
+        for peer, member in self.peers.items():
+            if member.phase is Phase.WAITING:
+                member.phase = Phase.ASKED
+                return [Send(peer, Fetch(step=self.step))]
+        return None
+
+    def _give_up(self, waited: float) -> list[Effect]:
+        """Also say if it is the state that no worker came back with."""
+        is_lost = not (self._members() or self._has_state(self.step))
+        return self._lost_state() if is_lost else super()._give_up(waited)
+
+    def _lost_state(self) -> list[Effect]:
         reason = (
-            f"nobody is left who holds the state before step {self.step}: "
+            f"no worker is left that holds the state before step {self.step}: "
             "go on from the last checkpoint"
         )
         return self._end(Finish("failed", reason), Shutdown(problem=brief(reason)))
+
+    def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        if self.peers[peer].phase in MEMBERS:
+            self._may_hold.add(self.peers[peer].in_rank())
+        return super()._drop(peer, reason, now)
 
     def _fetch(self, now: float) -> list[Effect] | None:
         members = self._members()
@@ -170,6 +214,7 @@ class MeshCoordinator(Coordinator):
         return [Send(peer, Fetch(step=self.step))]
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
+        self._may_hold.clear()
         assigned = super()._hand_out(members)
         return assigned if list(members) == self._group else [*self._regroup(members), *assigned]
 

@@ -27,10 +27,13 @@ from entrenar_py.protocol.effects import (
 )
 from entrenar_py.protocol.links import AGAIN, Links
 from entrenar_py.protocol.messages import (
+    Applied,
     Average,
+    Commit,
     Fetch,
     Group,
     Heartbeat,
+    Leave,
     Message,
     Overflow,
     Partial,
@@ -38,6 +41,7 @@ from entrenar_py.protocol.messages import (
     State,
     TreeNode,
     Unreachable,
+    Welcome,
     brief,
 )
 from entrenar_py.protocol.phases import MESH_WORKER_MAY_HEAR
@@ -73,6 +77,8 @@ class MeshWorker(Worker):
         self._own: list[TreeNode] = []  # of `step`, all that was computed here
         self._missing: dict[int, set[int]] = {}  # own block not yet averaged -> shards not there
         self._num_postponed = 0
+        self._holds_state = False  # that before `step`, also while it is away
+        self._made: int | None = None  # the last step that it made of that state
 
     # --- what is told to it of the others ---------------------------------------------------------
 
@@ -140,11 +146,39 @@ class MeshWorker(Worker):
         match message:
             case Group():
                 return self._regroup(message)
+            case Fetch() if self.phase is Phase.GREETED:
+                return self._asked_back(message)
             case Fetch():
                 self._require_step(message.step)
                 return [Send(self._peer, State(step=self.step))]
+            case Commit():
+                effects = super()._turn(message)
+                self._made = message.step
+                return effects
             case _:
                 return super()._turn(message)
+
+    def _asked_back(self, fetch: Fetch) -> list[Effect]:
+        """Answers a coordinator that has lost every worker: with the state, if it is here still.
+
+        Where the step was made before the connection broke, it says that first.
+        """
+        if self._holds_state and fetch.step == self.step:
+            return [Send(self._peer, State(step=self.step))]
+        if self._holds_state and fetch.step == self._made:
+            return [Send(self._peer, Applied(step=fetch.step))]
+        reason = f"holds no state before step {fetch.step}"
+        return [Send(self._peer, Leave(reason=reason)), *self._drop(reason)]
+
+    def broken(self, reason: str) -> list[Effect]:
+        """Object to bytes that made no sense; these may have been a state."""
+        self._holds_state = False
+        return super().broken(reason)
+
+    def _enter(self, welcome: Welcome) -> list[Effect]:
+        effects = super()._enter(welcome)
+        self._holds_state, self._made = True, None
+        return effects
 
     def _regroup(self, group: Group) -> list[Effect]:
         self._require_step(group.step)

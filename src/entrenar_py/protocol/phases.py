@@ -59,6 +59,7 @@ class PeerPhase(StrEnum):
     STAGED = "staged"  # holds it
     APPLYING = "applying"  # was told to make the step
     GIVING = "giving"  # was asked for its state
+    ASKED = "asked"  # waits, and was asked for the state it may hold from before
 
 
 # What a peer may say where it stands; anything else ends the connection. Heartbeats and leaving are
@@ -84,6 +85,7 @@ MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.STAGED: (Staged, Overflow, Unreachable),
     PeerPhase.APPLYING: (Applied, Unreachable),
     PeerPhase.GIVING: (State, Unreachable),
+    PeerPhase.ASKED: (State, Applied),
 }
 ALWAYS = (Heartbeat, Leave)
 MEMBERS = (
@@ -122,6 +124,7 @@ WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 }
 MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     **WORKER_MAY_HEAR,
+    WorkerPhase.GREETED: (Welcome, Fetch, Refuse, Heartbeat, Halt, Shutdown),
     WorkerPhase.READY: (Assign, Group, Fetch, Heartbeat, Refuse, Halt, Shutdown),
     WorkerPhase.COMPUTING: (Assign, Group, Heartbeat, Refuse, Halt, Shutdown),
     WorkerPhase.STAGED: (Assign, Group, Commit, Heartbeat, Refuse, Halt, Shutdown),

@@ -121,11 +121,22 @@ def test_all_but_one_are_lost() -> None:
     assert len(trace.of(Injected)) == 3
 
 
+@pytest.mark.parametrize("at", [at for at in PLACES if at not in BETWEEN])
+@pytest.mark.parametrize("kind", ["cut", "half_open"])
+def test_all_are_cut_off(kind: str, at: str) -> None:
+    """They come back and still hold the state: nothing is lost, and no bit is another."""
+    planned = tuple(Fault(kind=kind, step=STEP, rank=rank, at=at) for rank in range(3))
+    trace = stars.run(subject(MESH_SIMULATED, faults=planned))
+    assert stars.held(trace) == stars.expected(trace.scenario)
+    assert len(trace.of(Injected)) == len(planned)
+    assert [change for _, _, change in stars.changes(trace)].count("joined") == 3
+
+
 def test_all_are_lost() -> None:
     """What they had learned is lost with them, and the run says so."""
     planned = tuple(Fault(kind="kill", step=STEP, rank=rank, at="Assign") for rank in range(3))
     trace = stars.run(subject(MESH_SIMULATED, faults=planned))
-    reason = "nobody is left who holds the state before step 2: go on from the last checkpoint"
+    reason = "no worker is left that holds the state before step 2: go on from the last checkpoint"
     assert (trace.end.status, trace.end.reason) == ("failed", reason)
 
 

@@ -11,6 +11,7 @@ from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
+    Applied,
     Assign,
     Average,
     Message,
@@ -51,6 +52,7 @@ class Member(Replicas):
         self._shards: list[sharding.Ids] = []
         self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
         self._step = 0
+        self._applied: tuple[int, bytes] | None = None  # the last step made, and what was told
         self._suffered: set[Fault] = set()  # of those that strike once
 
     @property
@@ -113,6 +115,7 @@ class Member(Replicas):
         """Takes over the state before `welcome.step`; ProtocolError if it is of no such run."""
         self.rank = welcome.rank
         self.recorder.drain()  # of a stay before
+        self._applied = None
         worker = self.take_over(self.rank, payload)
         self.workers = {self.rank: worker}
         self.nodes.clear()
@@ -229,6 +232,11 @@ class Member(Replicas):
                 return blocks.payload_of(self.held.part(message.block))
             case State():
                 return self.dump(self.workers[self.rank])
+            case Applied() if self._applied is not None and self._applied[0] == message.step:
+                return self._applied[1]  # again, after a connection broke
+            case Applied():
+                self._applied = message.step, trace.dump_events(self.recorder.drain())
+                return self._applied[1]
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:
