@@ -14,9 +14,11 @@ import numpy as np
 
 from entrenar_py import checks, contract, faults, shipped, systems, trace
 from entrenar_py.checks import evidence
+from entrenar_py.checks.needs import ALONE, CALM, KILLED, TWIN, Runs
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
+from entrenar_py.harness import companions
 from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.trace import Halt, Start, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -206,7 +208,8 @@ def elsewhere(scenario: Scenario) -> Scenario:
     """The run whose bits that of `scenario` must have beside those of `undisturbed`, or itself."""
     if scenario.system != RING or scenario.faults:
         return scenario
-    return checks.CHECKS["reduction_bits"].family(scenario)[1]
+    (twin,) = companions.of((TWIN,), scenario).of(TWIN)
+    return twin
 
 
 def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
@@ -308,15 +311,16 @@ def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
     # Where a worker is left alone nobody audits it: that is open, and not wrong.
     # The undisturbed run stands for that of this system: so it is found beside the disturbed one.
     alone = replace(calm, scenario=run.scenario.with_(faults=()))
-    unaudited = replace(calm, scenario=checks.audits.calm(run.scenario))
-    beside = {name: [run, unaudited if name == "audits" else alone] for name in _CHECKS}
+    beside = {name: Runs(run, {ALONE: (alone,)}) for name in _CHECKS}
+    beside["audits"] = Runs(run, {CALM: (calm,)})
+    beside["recovery"] = Runs(alone, {KILLED: (run,)})
     if _is_reduction(run):
-        beside |= {name: [run] for name in _REDUCTIONS}
+        beside |= {name: Runs(run) for name in _REDUCTIONS}
     if other is not None:
-        beside["reduction_bits"] = [run, other]
-    for name, traces in beside.items():
+        beside["reduction_bits"] = Runs(run, {TWIN: (other,)})
+    for name, runs in beside.items():
         clause = _clauses()[name]
-        finding = checks.CHECKS[name].judge(clause, traces)
+        finding = checks.CHECKS[name].judge(clause, runs)
         if finding.verdict is Verdict.FALSIFIED:
             found = finding.counterexample
             yield f"{clause.id}: {finding.reason} ({found.place() if found else ''})"

@@ -113,7 +113,7 @@ def test_damaged_traces_crash_no_judge(check: Check, data: DataObject) -> None:
         events = damaged(data, list(family[at].events))
         family[at] = replace(family[at], events=tuple(events))
     kept = data.draw(st.permutations(family).map(lambda order: order[: len(order)]))
-    assert_sound(check.judge(traces.clause(check.name), kept))
+    assert_sound(traces.judge(check.name, kept))
 
 
 @pytest.mark.parametrize("check", TRAINING, ids=lambda check: check.name)
@@ -125,6 +125,6 @@ def test_any_mix_of_runs_is_judged_soundly(check: Check, data: DataObject) -> No
     if check.name == "worker_count":  # the textbook trainer promises no bits
         pool = [trace for trace in pool if trace.scenario.system == "reference"]
     chosen = data.draw(st.lists(st.sampled_from(pool), max_size=6))
-    finding = check.judge(traces.clause(check.name), chosen)
+    finding = traces.judge(check.name, chosen)
     assert_sound(finding)
     assert finding.verdict is not Verdict.FALSIFIED, finding

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.checks import CHECKS, device_training
+from entrenar_py.checks.needs import ON_CPU
+from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Declined, End, Event, Explained, Poisoned, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
@@ -117,7 +119,7 @@ def trained(scenario: Scenario, *losses: float) -> Trace:
 
 def judged(*losses: float, cpu: tuple[float, ...] = (2.0, 1.5, 1.0)) -> Finding:
     """A run on a device beside that on the CPU, with a tolerance of 1e-4."""
-    device, model = CHECKS["device_training"].family(SHORT)
+    device, model = companions.of((ON_CPU,), SHORT)
     return traces.judge("device_training", [trained(device, *losses), trained(model, *cpu)], 1e-4)
 
 

@@ -70,21 +70,6 @@ def test_failed_runs_are_left_out_with_their_reason() -> None:
     ]
 
 
-def test_groups_ignore_what_they_are_told_to() -> None:
-    """Runs that differ in an ignored field, or in detail, share a group; others don't."""
-    subjects = [
-        scenario(),
-        scenario(world_size=2),
-        scenario(detail="values"),
-        scenario(seed=5),
-        scenario(world_size=1, seed=5),
-    ]
-    runs = [hand_written(subject=subject) for subject in subjects]
-    sizes = [len(group) for group in evidence.groups(runs, "world_size")]
-    assert sizes == [3, 2]
-    assert [len(group) for group in evidence.groups(runs)] == [2, 1, 1, 1]
-
-
 def _somewhere(kind: str) -> Fault:
     """A fault of that kind in step 1."""
     given = {"rank": 1, "seconds": 2.0, "at": "Commit", "step": 1}
@@ -92,23 +77,17 @@ def _somewhere(kind: str) -> Fault:
 
 
 def test_a_planted_value_is_no_change_of_membership() -> None:
-    """Where faults are ignored, only who takes part is."""
+    """It makes another training of a run; who takes part does not."""
     nan = Fault(kind="non_finite_loss", step=1, value="nan")
-    subjects = [
-        scenario(),
-        scenario(faults=(traces.leave(1, 2), traces.join(1, 3))),
-        scenario(faults=tuple(_somewhere(kind) for kind in ("restart", *ON_THE_WAY))),
-        scenario(faults=(traces.leave(1, 2), nan)),
-    ]
-    runs = [hand_written(subject=subject) for subject in subjects]
-    assert evidence.groups(runs, "faults") == [runs[:3]]
-    assert evidence.groups(runs) == [[run] for run in runs]
-
-
-def test_plain_takes_away_what_disturbs() -> None:
-    """No faults, stops or mutant are left, and the changes are made."""
-    subject = scenario(faults=(traces.leave(1, 2),), stops=(3,), mutant="some")
-    assert evidence.plain(subject, world_size=1) == scenario(world_size=1)
+    moved = tuple(_somewhere(kind) for kind in ("restart", *ON_THE_WAY))
+    for faults, is_same in (
+        ((), True),
+        ((traces.leave(1, 2), traces.join(1, 3)), True),
+        (moved, True),
+        ((traces.leave(1, 2), nan), False),
+    ):
+        run = hand_written(subject=scenario(faults=faults))
+        assert evidence.is_as_trained(run) is is_same
 
 
 def test_of_two_updates_the_last_counts() -> None:
@@ -228,11 +207,3 @@ def test_unknown_values_are_not_close_and_not_far() -> None:
     assert tally.compared == 0
     assert evidence.norm_l2({"w": TensorRecord("x")}) is None
     assert evidence.norm_l2({"v": values(3), "w": values(4)}) == 5.0
-
-
-def test_distinct_keeps_the_first() -> None:
-    """Repeated scenarios run once."""
-    assert evidence.distinct([scenario(), scenario(seed=1), scenario()]) == [
-        scenario(),
-        scenario(seed=1),
-    ]

@@ -18,6 +18,7 @@ from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, End, Event, Halt, Injected, Product, Trace
 from entrenar_py.verdict import Verdict
+from tests.checks.traces import several
 
 INVARIANT = Invariant(
     id="F-DP-004",
@@ -72,7 +73,7 @@ def test_honest_chains_hold() -> None:
     served = trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT)
     halted = trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, faults=(CUDA, WGPU, CPU))
     short = trace(NO_WGPU, BY_CPU, RESULT, faults=(WGPU,), order=("wgpu", "cpu"))
-    finding = judge(INVARIANT, [served, halted, short])
+    finding = judge(INVARIANT, several([served, halted, short]))
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     assert finding.compared > 10
 
@@ -80,7 +81,7 @@ def test_honest_chains_hold() -> None:
 def test_own_failures_and_software_are_noted() -> None:
     """A backend that failed although no fault struck it is named, and so is a software adapter."""
     result = replace(RESULT, backend="wgpu")
-    finding = judge(INVARIANT, [trace(NO_CUDA, BY_WGPU, result, faults=())])
+    finding = judge(INVARIANT, several([trace(NO_CUDA, BY_WGPU, result, faults=())]))
     assert finding.verdict is Verdict.HELD
     assert finding.notes == ("cuda failed by itself: cuda is full", "software adapter llvmpipe")
 
@@ -88,14 +89,14 @@ def test_own_failures_and_software_are_noted() -> None:
 def test_stand_ins_are_noted() -> None:
     """Who reads the report learns which device was only played."""
     played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
-    finding = judge(INVARIANT, [trace(played, NO_WGPU, BY_CPU, RESULT)])
+    finding = judge(INVARIANT, several([trace(played, NO_WGPU, BY_CPU, RESULT)]))
     assert finding.notes == ("cuda was played by a stand-in, for backend cuda: no driver",)
 
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:
     """What was planned and did not happen shows nothing, and is named."""
     finding = judge(
-        INVARIANT, [trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))]
+        INVARIANT, several([trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))])
     )
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the planned out_of_memory of wgpu never struck, in a chain of cuda" in finding.reason
@@ -127,7 +128,7 @@ def test_a_fault_that_never_struck_is_inconclusive() -> None:
 )
 def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
     """Skipping, faking, panicking and silence are each falsified for their own reason."""
-    finding = judge(INVARIANT, [wrong])
+    finding = judge(INVARIANT, several([wrong]))
     assert finding.verdict is Verdict.FALSIFIED
     assert message in finding.reason
     assert finding.counterexample is not None
@@ -144,7 +145,7 @@ def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, another system's trace, or one that failed: inconclusive, with the reason."""
-    finding = judge(INVARIANT, traces)
+    finding = judge(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
 
@@ -175,7 +176,7 @@ def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatc
     for name in ("cuda", "wgpu") if gpus != "real" else ():
         present = partial(replace, open_cpu(), name=name)
         monkeypatch.setitem(backends.BACKENDS, name, present if gpus == "present" else no_device)
-    finding = judge(INVARIANT, [systems.run(scenario) for scenario in plan(INVARIANT)])
+    finding = judge(INVARIANT, several([systems.run(scenario) for scenario in plan(INVARIANT)]))
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
     played = any("played by a stand-in" in note for note in finding.notes)
     assert gpus == "real" or played == (gpus == "absent")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.checks import knob_pairs
+from entrenar_py.checks import CHECKS, knob_pairs
+from entrenar_py.harness import roles
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Shard, Start, Trace, Update, record_tensor
 from entrenar_py.verdict import Verdict
@@ -46,7 +47,7 @@ def run(
     if knob:
         changes = {"accumulation": micro_batches, "num_shards": micro_batches}
         changed = USUAL.with_(**changes, batch_size=len(ids))
-        subject = knob_pairs.option(changed, USUAL, knob, VALUES[knob], UNTURNED[knob])
+        subject = knob_pairs.told(changed, knob=knob, value=VALUES[knob], usual=UNTURNED[knob])
     weights = {"w": record_tensor(np.ones(24, np.float32), values=True)}
     events: list[Event] = [Start(step=0, rank=0, weights=weights, trainable=("w",))]
     own = (local * slope).astype(dtype).astype(np.float32)
@@ -85,10 +86,12 @@ def test_the_usual_run_is_known() -> None:
     """From the scenario of the other one alone, also when it was stored."""
     turned = run("accumulation", micro_batches=2).scenario
     stored = Scenario.from_dict(json.loads(json.dumps(turned.to_dict())))
-    assert knob_pairs.family(stored) == [turned, USUAL]
-    assert knob_pairs.family_of_parity(stored) == [turned, USUAL]
-    assert knob_pairs.family(USUAL) == [USUAL]
-    assert len(knob_pairs.family_of_parity(USUAL)) > 1
+    (need,) = CHECKS["step_rule"].needs
+    scenarios = {"usual": USUAL, "other": USUAL.with_(seed=7), "turned": stored}
+    assert roles.of((need,), "turned", scenarios).base == "turned"
+    runs = roles.of(CHECKS["parity"].needs, "turned", scenarios)
+    assert (runs.base, [*runs.turned()]) == ("usual", [("accumulation", "turned")])
+    assert [*roles.of(CHECKS["parity"].needs, "usual", scenarios)] == ["usual"]
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py import checks, systems
 from entrenar_py.checks import local_sgd
-from entrenar_py.checks.oracles import oracle
+from entrenar_py.checks.needs import Runs
 from entrenar_py.harness import runner
 from entrenar_py.trace import (
     End,
@@ -22,6 +22,7 @@ from entrenar_py.trace import (
     record_tensor,
 )
 from entrenar_py.verdict import Finding, Verdict
+from tests.checks.test_parity import oracle
 
 from .traces import altered, broken, clause, judge, one, run, without
 
@@ -136,7 +137,7 @@ def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
 
 def test_what_presupposes_common_steps_does_not_apply(trace: Trace) -> None:
     """A stored run in rounds is no evidence for or against such a clause."""
-    found = runner.judge(clause("replica_identity"), checks.CHECKS["replica_identity"], [trace])
+    found = runner.judge(clause("replica_identity"), checks.CHECKS["replica_identity"], Runs(trace))
     assert found.finding.verdict is Verdict.INCONCLUSIVE
     assert "local-sgd-v1.yaml" in found.finding.reason
 

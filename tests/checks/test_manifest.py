@@ -12,6 +12,7 @@ from entrenar_py.contract.problems import Position
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, End, Event, Manifest, Trace
 from entrenar_py.verdict import Verdict
+from tests.checks.traces import several
 
 INVARIANT = Invariant(
     id="F-HET-001",
@@ -33,7 +34,7 @@ def trace(*events: Event, status: str = "completed") -> Trace:
 
 def test_equal_manifests_hold() -> None:
     """Equal manifests hold; a skipped backend and a software adapter are named."""
-    finding = judge(INVARIANT, [trace(ON_CPU, ON_WGPU, NO_CUDA)])
+    finding = judge(INVARIANT, several([trace(ON_CPU, ON_WGPU, NO_CUDA)]))
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4)
     assert finding.notes == ("skipped: cuda (no driver)", "software adapter llvmpipe")
 
@@ -41,12 +42,12 @@ def test_equal_manifests_hold() -> None:
 def test_the_models_word_is_no_backend() -> None:
     """The declared manifest comes first wherever it stands, and counts as no backend."""
     declared = replace(ON_CPU, backend="model")
-    held = judge(INVARIANT, [trace(ON_CPU, ON_WGPU, declared)])
+    held = judge(INVARIANT, several([trace(ON_CPU, ON_WGPU, declared)]))
     assert (held.verdict, held.compared) == (Verdict.HELD, 6)
-    alone = judge(INVARIANT, [trace(declared, ON_CPU)])
+    alone = judge(INVARIANT, several([trace(declared, ON_CPU)]))
     assert "given: cpu; skipped: none" in alone.reason
     both = [replace(manifest, entries=(WEIGHT,)) for manifest in (ON_CPU, ON_WGPU)]
-    finding = judge(INVARIANT, [trace(declared, *both)])
+    finding = judge(INVARIANT, several([trace(declared, *both)]))
     assert finding.reason == "gradient 1 on cpu is not the one on model"
 
 
@@ -65,7 +66,7 @@ def test_different_manifests_are_falsified(
     entries: tuple[tuple[str, tuple[int, ...], str], ...], position: int, tensor: str
 ) -> None:
     """Order, shape, dtype, name, and length each falsify; the first difference is named."""
-    finding = judge(INVARIANT, [trace(ON_CPU, replace(ON_WGPU, entries=entries))])
+    finding = judge(INVARIANT, several([trace(ON_CPU, replace(ON_WGPU, entries=entries))]))
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.reason == f"gradient {position} on wgpu is not the one on cpu"
     assert finding.counterexample is not None
@@ -75,7 +76,7 @@ def test_different_manifests_are_falsified(
 def test_no_gradients_at_all_is_falsified() -> None:
     """Two empty manifests are equal and still no evidence: no gradient came."""
     empty = [replace(manifest, entries=()) for manifest in (ON_CPU, ON_WGPU)]
-    finding = judge(INVARIANT, [trace(*empty)])
+    finding = judge(INVARIANT, several([trace(*empty)]))
     assert finding.reason == "cpu produced no gradient at all"
 
 
@@ -91,7 +92,7 @@ def test_no_gradients_at_all_is_falsified() -> None:
 )
 def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> None:
     """Fewer than two backends in any run is inconclusive, and what was skipped is named."""
-    finding = judge(INVARIANT, traces)
+    finding = judge(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
 

@@ -13,6 +13,7 @@ from entrenar_py.contract.problems import Position
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, Event, Product, Trace
 from entrenar_py.verdict import Verdict
+from tests.checks.traces import several
 
 INVARIANT = Invariant(
     id="F-WGPU-001",
@@ -48,7 +49,7 @@ def trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
 def test_right_products_hold() -> None:
     """Right products hold, the stated one against both bounds, and a software adapter is named."""
     elsewhere = replace(RIGHT, shape=(3, 1024, 2), result_shape=(3, 2), stated=False, error_cpu=9.0)
-    finding = judge(INVARIANT, [trace(RIGHT, elsewhere)])
+    finding = judge(INVARIANT, several([trace(RIGHT, elsewhere)]))
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4 + 3)
     assert finding.notes == ("software adapter llvmpipe (Vulkan)",)
 
@@ -66,7 +67,7 @@ def test_right_products_hold() -> None:
 )
 def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
     """Each way to be wrong is falsified, with shape, layout and element in the message."""
-    finding = judge(INVARIANT, [trace(RIGHT), trace(wrong)])
+    finding = judge(INVARIANT, several([trace(RIGHT), trace(wrong)]))
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
     assert message in finding.counterexample.message
@@ -75,7 +76,7 @@ def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
 
 def test_element_of_the_counterexample() -> None:
     """The counterexample points at the element that broke its bound."""
-    found = judge(INVARIANT, [trace(replace(RIGHT, error_f64=1.0))]).counterexample
+    found = judge(INVARIANT, several([trace(replace(RIGHT, error_f64=1.0))])).counterexample
     assert found is not None
     assert (found.place(), found.expected, found.got) == ("tensor product[5]", "<= 0.0002", "1")
 
@@ -83,9 +84,11 @@ def test_element_of_the_counterexample() -> None:
 def test_absolute_tolerance_applies_where_stated() -> None:
     """Elsewhere only the bound decides; without a tolerance it does everywhere, and says so."""
     unstated = replace(RIGHT, stated=False, error_cpu=1.0)
-    hardware = judge(INVARIANT, [trace(replace(unstated, software=False))])
+    hardware = judge(INVARIANT, several([trace(replace(unstated, software=False))]))
     assert (hardware.verdict, hardware.notes) == (Verdict.HELD, ())
-    finding = judge(replace(INVARIANT, tolerance=None), [trace(replace(RIGHT, error_cpu=1.0))])
+    finding = judge(
+        replace(INVARIANT, tolerance=None), several([trace(replace(RIGHT, error_cpu=1.0))])
+    )
     assert finding.verdict is Verdict.HELD
     assert "the clause has no tolerance: only the float32 bound was checked" in finding.notes
 
@@ -104,7 +107,7 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
     """No trace, no product, the CPU with itself, or no adapter: inconclusive, with the reason."""
-    finding = judge(INVARIANT, traces)
+    finding = judge(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith(reason)
 

@@ -5,37 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entrenar_py.checks import missing
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, Update
 from entrenar_py.verdict import Tally
 from tests.checks.test_evidence import shard, update
 from tests.checks.traces import hand_written, scenario
-
-
-def pairs(subject: Scenario) -> list[Scenario]:
-    """A run, and the same with one worker, by itself and by another trainer."""
-    return [subject, subject.with_(world_size=1), subject.with_(system="textbook", world_size=1)]
-
-
-def test_the_nearest_other_trace() -> None:
-    """Of runs that are no baseline the one that misses it by the fewest fields is described."""
-    subject = scenario(world_size=2, num_shards=2)
-    far = subject.with_(world_size=1, num_shards=4, seed=9, learning_rate=0.5, num_steps=2)
-    near = subject.with_(world_size=1, num_shards=4, detail="values")
-    for others, said in (
-        ([], ""),
-        ([far], ""),
-        ([far, near], "; the nearest other trace differs in num_shards (4, needed 2)"),
-        ([subject, subject.with_(seed=9)], ""),
-    ):
-        runs = [hand_written(subject=one) for one in (subject, *others)]
-        assert missing.but_for(runs, pairs) == said
-    assert missing.nearest(subject, [far, near], pairs) == (near, {"num_shards": "4, needed 2"})
-    assert missing.nearest(subject, [far], pairs) is None
-    exact = subject.with_(world_size=1, detail="values")
-    assert missing.nearest(subject, [near, exact], pairs) == (exact, {})
-    runs = [hand_written(subject=one) for one in (subject, exact)]
-    assert missing.but_for(runs, pairs) == ""
 
 
 def test_what_to_record_is_asked_for_once() -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.checks import oracles
+from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ORACLE
 from entrenar_py.faults import Fault
+from entrenar_py.harness import companions
+from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -18,6 +21,15 @@ from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(detail="values")
 LONG = scenario(workload="linear", num_steps=102, learning_rate=0.001)
+
+
+NEEDS = CHECKS["parity"].needs
+
+
+def oracle(subject: Scenario) -> Scenario:
+    """The scenario of the single device's run."""
+    ((model,),) = companions.of((ORACLE,), subject).beside.values()
+    return model
 
 
 def family(subject: Trace | None = None) -> list[Trace]:
@@ -57,7 +69,7 @@ def test_a_system_s_options_are_not_the_oracle_s() -> None:
     subject = scenario(
         system="parameter_server_simulated", detail="values", options={"block_bytes": 40}
     )
-    assert oracles.oracle(subject).options == {}
+    assert oracle(subject).options == {}
     finding = traces.judge("parity", traces.family("parity", subject))
     assert finding.verdict is Verdict.HELD
     assert finding.notes == ()
@@ -188,7 +200,7 @@ def test_dropout_is_compared_only_where_masks_agree() -> None:
         ({"system": "textbook"}, False),
     ):
         subject = scenario(dropout=0.3, detail="values", **changes)
-        runs = [traces.run(subject), traces.run(oracles.oracle(subject))]
+        runs = [traces.run(subject), traces.run(oracle(subject))]
         finding = traces.judge("parity", runs)
         assert finding.verdict is not Verdict.FALSIFIED
         assert any("masks" in note for note in finding.notes) is not compared
@@ -214,12 +226,13 @@ def test_masks_from_other_generators_are_compared_without_dropout() -> None:
     run = replace(traces.run(subject), promises=("bitwise", "draws"))
     subject = subject.with_(system="ddp_canonical")
     other = replace(altered(run, Shard, {}, draws="other"), scenario=subject)
-    finding = traces.judge("parity", [other, traces.run(oracles.oracle(subject))])
+    other = traces.was(other, masks="shard_apart")
+    finding = traces.judge("parity", [other, traces.run(oracle(subject))])
     assert finding.compared == 0
     assert finding.notes == ("not compared with a single device, whose dropout draws other masks",)
     for dropout in (0.0, 0.3):
         calm = subject.with_(dropout=dropout)
-        assert {calm, oracles.oracle(calm)} < {*oracles.family(subject)}
+        assert {calm, oracle(calm)} < {*companions.of(NEEDS, subject)}
 
 
 def own(trace: Trace, **changes: Any) -> Trace:
@@ -317,11 +330,10 @@ def test_samples_of_one_rank_that_are_unnamed() -> None:
 
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
-def test_another_training_without_dropout_excuses_no_masks(check: str) -> None:
-    """What was not compared under dropout is not held by runs of another seed."""
+def test_masks_are_not_excused_by_nothing(check: str) -> None:
+    """What was not compared under dropout is open where no run without dropout is there."""
     masked = traces.family(check, scenario(system="textbook", dropout=0.3, detail="values"))[:3]
-    other = traces.family(check, scenario(system="textbook", seed=9, detail="values"))
-    finding = traces.judge(check, [*masked, *other])
+    finding = traces.judge(check, masked)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "under dropout textbook draws its masks per rank" in finding.reason
 
@@ -335,8 +347,8 @@ def test_a_planted_value_is_another_training() -> None:
 
 def test_the_oracle_is_its_own() -> None:
     """A plain single-device run of the textbook trainer is its own oracle."""
-    assert oracles.oracle(oracles.oracle(SUBJECT)) == oracles.oracle(SUBJECT)
-    assert len(oracles.family(oracles.oracle(SUBJECT))) == 1
+    assert oracle(oracle(SUBJECT)) == oracle(SUBJECT)
+    assert len([*companions.of(NEEDS, oracle(SUBJECT))]) == 1
 
 
 def test_what_is_learned_away_is_no_alarm() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.checks import CHECKS, reductions
+from entrenar_py.checks.needs import Runs
 from entrenar_py.checks.reductions import REAL, RING, RING_SIMULATED, SIMULATED
 from entrenar_py.contract import Binding, Position
 from entrenar_py.scenario import Scenario
@@ -87,7 +88,7 @@ def test_every_rank_is_measured() -> None:
     run = traces.run(RIGHT)
     found = run.of(Reduced)
     assert {(one.step, one.rank) for one in found} == {(s, r) for s in (0, 1) for r in (0, 1, 2)}
-    assert all(0.5 < one.roundings < reductions.roundings_max(RIGHT) for one in found)
+    assert all(0.5 < one.roundings < reductions.roundings_max(traces.run(RIGHT)) for one in found)
     assert all(one.num_elements == 997 for one in found)
 
 
@@ -97,7 +98,9 @@ def test_every_rank_is_measured() -> None:
 )
 def test_the_bound_counts_additions(system: str, world_size: int, most: int) -> None:
     """19 samples in 8 shards: two in the largest, then up the tree or around; and a division."""
-    bound = reductions.roundings_max(RIGHT.with_(system=system, world_size=world_size))
+    bound = reductions.roundings_max(
+        traces.hand_written(subject=RIGHT.with_(system=system, world_size=world_size))
+    )
     assert most < bound < most * 1.001
 
 
@@ -254,11 +257,11 @@ def test_a_clause_may_say_how_far_an_average_may_be_off(
     clause = replace(traces.clause("reduction_mean"), tolerance_kind=kind)
     for tolerance, verdict in ((holds, Verdict.HELD), (breaks, Verdict.FALSIFIED)):
         allowing = replace(clause, tolerance=tolerance)
-        finding = reductions.judge_mean(allowing, [replace(run, events=tuple(off))])
+        finding = reductions.judge_mean(allowing, Runs(replace(run, events=tuple(off))))
         assert finding.verdict is verdict, finding
     unmeasured = [replace(e, error=None) if isinstance(e, Reduced) else e for e in run.events]
     finding = reductions.judge_mean(
-        replace(clause, tolerance=1.0), [replace(run, events=tuple(unmeasured))]
+        replace(clause, tolerance=1.0), Runs(replace(run, events=tuple(unmeasured)))
     )
     assert (finding.verdict is Verdict.INCONCLUSIVE) == (kind == "absolute")
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from entrenar_py import contract
-from entrenar_py.checks import CHECKS, Check, alone, bind, terms
+from entrenar_py.checks import CHECKS, Check, bind, terms
+from entrenar_py.checks.needs import Runs
 from entrenar_py.contract import TOLERANCE_KINDS, Vocabulary
+from entrenar_py.harness import companions
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
@@ -22,8 +24,8 @@ TRAINING = [check for check in CHECKS.values() if check.explores]
 def test_every_plan_holds_on_the_reference(check: Check) -> None:
     """The unbroken reference trainer holds on every plan, after real comparisons."""
     clause = traces.clause(check.name)
-    subjects = [member for subject in check.plan(clause) for member in check.family(subject)]
-    finding = check.judge(clause, [traces.run(subject) for subject in subjects])
+    runs = [trace for one in check.plan(clause) for trace in traces.family(check.name, one)]
+    finding = traces.judge(check.name, runs)
     assert finding.verdict is Verdict.HELD, finding
     assert finding.compared > 0
 
@@ -31,7 +33,7 @@ def test_every_plan_holds_on_the_reference(check: Check) -> None:
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_no_trace_is_inconclusive(check: Check) -> None:
     """Without traces nothing was compared, and the reason says what is missing."""
-    finding = check.judge(traces.clause(check.name), [])
+    finding = check.judge(traces.clause(check.name), Runs())
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.compared == 0
     assert finding.reason
@@ -40,7 +42,7 @@ def test_no_trace_is_inconclusive(check: Check) -> None:
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_a_trace_without_events_is_inconclusive(check: Check) -> None:
     """A run that came to its end but recorded nothing shows nothing."""
-    finding = check.judge(traces.clause(check.name), [traces.hand_written()])
+    finding = check.judge(traces.clause(check.name), Runs(traces.hand_written()))
     assert finding.verdict is Verdict.INCONCLUSIVE
 
 
@@ -48,18 +50,18 @@ def test_a_trace_without_events_is_inconclusive(check: Check) -> None:
 def test_a_failed_run_is_inconclusive_and_named(check: Check) -> None:
     """One crashed run among good ones spoils HELD, and its reason is repeated."""
     clause = traces.clause(check.name)
-    good = [traces.run(member) for member in check.family(check.plan(clause)[0])]
-    finding = check.judge(clause, [*good, traces.failed(traces.scenario())])
+    good = traces.family(check.name, check.plan(clause)[0])
+    finding = traces.judge(check.name, [*good, traces.failed(traces.scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "out of luck" in finding.reason
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
-def test_a_family_begins_with_its_scenario(check: Check) -> None:
-    """A family holds its scenario first, and nothing twice."""
+def test_the_runs_of_a_scenario(check: Check) -> None:
+    """It is among them, and nothing is there twice."""
     for subject in check.plan(traces.clause(check.name)):
-        members = check.family(subject)
-        assert members[0] == subject
+        members = [*companions.of(check.needs, subject)]
+        assert subject in members
         assert len(set(members)) == len(members)
 
 
@@ -95,9 +97,3 @@ def test_a_check_says_how_it_takes_a_tolerance(check: Check) -> None:
     assert check.tolerance_kinds
     assert set(check.tolerance_kinds) <= set(TOLERANCE_KINDS)
     assert check.takes_tolerance == ("invariant.tolerance" in getsource(check.judge))
-
-
-def test_a_family_of_one() -> None:
-    """Where a run is judged by itself its family is itself."""
-    subject = traces.scenario()
-    assert alone(subject) == [subject]

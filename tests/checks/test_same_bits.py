@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.checks import same_bits
+from entrenar_py.checks.needs import COUNTS
 from entrenar_py.faults import Fault
+from entrenar_py.harness import companions
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -71,7 +72,7 @@ def test_a_planted_value_is_another_training() -> None:
 def test_world_sizes_fit_shards_and_samples() -> None:
     """No member of the family asks for more workers than there are shards or samples."""
     few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
-    assert [s.world_size for s in same_bits.worker_counts(few)] == [2, 1, 3]
+    assert [s.world_size for s in companions.of((COUNTS,), few)] == [2, 1, 3]
 
 
 def test_two_runs_differ_in_an_update() -> None:

@@ -11,13 +11,17 @@ import numpy as np
 
 from entrenar_py import systems
 from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.faults import Fault
+from entrenar_py.harness import companions, roles
+from entrenar_py.harness.runner import combine
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import E, End, Event, TensorRecord, Tensors, Trace, record_tensor
+from entrenar_py.trace import E, End, Event, TensorRecord, Tensors, Trace, Traits, record_tensor
 from entrenar_py.verdict import Counterexample, Finding, Verdict
 
+FAILED = End(status="failed", reason="RuntimeError: out of luck")
 # The published tolerances; the other clauses are exact.
 TOLERANCES = {"parity": 0.01, "recovery": 50.0}
 
@@ -48,7 +52,8 @@ def run(subject: Scenario) -> Trace:
 
 def family(check: str, subject: Scenario) -> list[Trace]:
     """The traces on which `check` judges `subject`, its own first."""
-    return [run(member) for member in CHECKS[check].family(subject)]
+    runs = companions.of(CHECKS[check].needs, subject)
+    return [run(member) for member in dict.fromkeys((subject, *runs))]
 
 
 def clause(check: str, tolerance: float | None = None) -> Invariant:
@@ -63,8 +68,26 @@ def clause(check: str, tolerance: float | None = None) -> Invariant:
 
 
 def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -> Finding:
-    """The finding of `check` on `traces`."""
-    return CHECKS[check].judge(clause(check, tolerance), traces)
+    """The finding of `check` on the first of `traces` beside those that it needs, and on the rest
+    likewise.
+    """
+    row, invariant = CHECKS[check], clause(check, tolerance)
+    if not row.needs:
+        return row.judge(invariant, several(traces))
+    scenarios = {number: trace.scenario for number, trace in enumerate(traces)}
+    findings, left = [], [*scenarios]
+    while left:
+        runs = roles.of(row.needs, left[0], scenarios)
+        findings.append(row.judge(invariant, runs.chosen(lambda number: traces[number])))
+        done = {left[0], *runs, *(near.run for near in runs.near.values())}
+        left = [number for number in left if number not in done]
+    telling = [finding for finding in findings if not finding.vacuous]
+    return combine(telling or findings or [row.judge(invariant, Runs())])
+
+
+def several(traces: Sequence[Trace]) -> Runs[Trace]:
+    """Runs of which each is judged by itself."""
+    return Runs(traces[0], {ALONE: tuple(traces[1:])}) if traces else Runs()
 
 
 def broken(finding: Finding) -> Counterexample:
@@ -97,14 +120,17 @@ def without(trace: Trace, kind: type[Event], **at: Any) -> Trace:
 
 def failed(subject: Scenario) -> Trace:
     """The trace of a run that crashed."""
-    end = End(status="failed", reason="RuntimeError: out of luck")
-    return Trace(scenario=subject, environment={}, promises=(), events=(end,))
+    return replace(hand_written(subject=subject), events=(FAILED,))
 
 
 def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
     """A completed trace of `events`."""
     end = End(status="completed")
-    return Trace(scenario=subject or scenario(), environment={}, promises=(), events=(*events, end))
+    subject = subject or scenario()
+    traits = systems.traits_of(subject) if subject.system in systems.SYSTEMS else Traits()
+    return Trace(
+        scenario=subject, environment={}, promises=(), events=(*events, end), traits=traits
+    )
 
 
 def was(trace: Trace, **traits: Any) -> Trace:

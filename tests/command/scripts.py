@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from entrenar_py import kill_matrix
+from entrenar_py.checks import CHECKS
 from entrenar_py.command import judging, runs
-from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding
 
 EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
@@ -33,23 +33,23 @@ def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
 
 def record(
     told: Sequence[str], wanted: Collection[str], folder: Path, **changes: object
-) -> dict[Path, Trace]:
+) -> dict[Path, runs.Run]:
     """The runs of a command that the checks in `wanted` need, by file."""
     plan = runs.Plan(
         command=tuple(told),
-        wanted=wanted,
+        needs={need for name in wanted for need in CHECKS[name].needs},
         folder=folder,
         **{"deadline_s": DEADLINE_S, **changes},  # type: ignore[arg-type]
     )
     return dict(runs.record(plan, lambda _: None))
 
 
-def findings(traces: dict[Path, Trace], wanted: Collection[str] = ()) -> dict[str, Finding]:
+def findings(recorded: dict[Path, runs.Run], wanted: Collection[str] = ()) -> dict[str, Finding]:
     """By check what is found on the runs."""
     found = {}
     for task in judging.tasks([*kill_matrix.invariants().values()]):
         assert task.check is not None
         if not wanted or task.check.name in wanted:
-            for entry in judging.judge([task], traces):
+            for entry in judging.judge([task], recorded):
                 found[task.check.name] = entry.finding
     return found

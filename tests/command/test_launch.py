@@ -79,8 +79,8 @@ def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     script = tmp_path / "ddp.py"
     script.write_text(f"{text}import time\ntime.sleep(600)\n")
     told = scripts.command(script)
-    (trace,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
-    assert trace.end.status == "completed"
+    (run,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
+    assert run.trace.end.status == "completed"
 
 
 def test_a_stop_that_hangs_when_all_is_done(
@@ -244,8 +244,8 @@ def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -
     traces = scripts.record(
         (sys.executable, "-c", code), {"parity"}, tmp_path / "runs", deadline_s=2.0
     )
-    (trace,) = traces.values()
-    assert trace.end.status == "failed"
+    (run,) = traces.values()
+    assert run.trace.end.status == "failed"
     found = scripts.findings(traces, {"parity", "coverage"})
     assert {str(one.verdict) for one in found.values()} == {"inconclusive"}
     for one in found.values():
@@ -278,7 +278,7 @@ def test_a_rank_that_never_enters_the_collective(
             *given, **{**named, "is_over": lambda: all(one.exists() for one in both)}
         ),
     )
-    reason = traces[tmp_path / "runs/2-workers.jsonl"].end.reason
+    reason = traces[tmp_path / "runs/2-workers.jsonl"].trace.end.reason
     lines = script.read_text().splitlines()
     asleep = lines.index(late.splitlines()[-1]) + 1
     waits = lines.index(place.rstrip()) + 1
@@ -292,8 +292,8 @@ def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
     """A command without {world_size} runs as ever with as many."""
     told = [*scripts.command(scripts.EXAMPLES / "ddp.py")]
     told[told.index("{world_size}")] = "1"
-    (trace,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
-    assert "it was to run with 2 workers and ran with 1: say {world_size}" in trace.end.reason
+    (run,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
+    assert "it was to run with 2 workers and ran with 1: say {world_size}" in run.trace.end.reason
 
 
 def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:
@@ -330,8 +330,8 @@ def test_placeholders() -> None:
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
     """Is refused, and not ignored."""
     with pytest.raises(UsageError, match="so that it would never hear of it"):
-        runs.Plan(command=("train",), wanted=(), folder=Path(), **changes)  # type: ignore[arg-type]
-    runs.Plan(command=("train", "{seed}", "{steps}"), wanted=(), folder=Path(), **changes)  # type: ignore[arg-type]
+        runs.Plan(command=("train",), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
+    runs.Plan(command=("train", "{seed}", "{steps}"), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:

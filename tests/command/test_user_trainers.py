@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import judging, knobs, runs
+from entrenar_py.checks import CHECKS
+from entrenar_py.checks import knobs as knob_table
+from entrenar_py.command import judging, runs
+from entrenar_py.command.asked import Asked
 from entrenar_py.contract import Binding, Position
 from entrenar_py.verdict import Verdict
 from falsification import user_knobs
@@ -61,15 +64,17 @@ def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
 def test_knobs_are_turned_one_by_one() -> None:
     """And those beside which another does wrong what it does."""
     command = ("train", "{clip}", "{loss_scale}")
-    usual = runs.Plan(command=command, wanted={"parity"}, folder=Path())
+    usual = runs.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
     trace = traces.hand_written()
     turned = {name: asked.turn for name, asked in usual.pairs(trace).items()}
     assert list(turned) == ["2-workers-clip-0.001", "2-workers-loss_scale-1024"]
     first = turned["2-workers-clip-0.001"]
     assert first is not None
     assert first.values == {"clip": "0.001", "loss_scale": "1024"}
-    assert not replace(usual, wanted={"coverage"}).pairs(trace)
-    assert list(replace(usual, wanted={"step_rule"}).pairs(trace)) == ["2-workers-clip-0.001"]
+    assert not replace(usual, needs=CHECKS["coverage"].needs).pairs(trace)
+    assert list(replace(usual, needs=CHECKS["step_rule"].needs).pairs(trace)) == [
+        "2-workers-clip-0.001"
+    ]
 
 
 def test_what_nothing_tries_is_said_of_a_command_too() -> None:
@@ -93,6 +98,7 @@ def test_knobs_that_a_command_does_not_have() -> None:
     """Are named where they would decide something, beside what was found."""
     trace = traces.hand_written(subject=scenario(system="command", workload="own"))
     (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
-    (entry,) = judging.judge([task], {Path("2-workers.jsonl"): trace})
+    run = runs.Run(asked=Asked(world_size=2, seed=0), trace=trace)
+    (entry,) = judging.judge([task], {Path("2-workers.jsonl"): run})
     (note,) = [note for note in entry.finding.notes if "put" in note]
-    assert all(f"{{{name}}}" in note for name in knobs.KNOBS)
+    assert all(f"{{{name}}}" in note for name in knob_table.KNOBS)

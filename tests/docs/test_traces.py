@@ -12,6 +12,7 @@ import pytest
 
 from entrenar_py import trace as trace_file
 from entrenar_py.checks import CHECKS, Check
+from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import EVENTS, Event, TensorRecord, Tensors, Trace
 from entrenar_py.verdict import Finding, Verdict
@@ -62,7 +63,8 @@ SECOND_RUNS = [
 def recorded(clause: str) -> list[Trace]:
     """The runs of a clause as somebody's own trainer would have recorded them, its own first."""
     scenario = traces.scenario(system="mine", workload="own", **SUBJECTS.get(clause, {}))
-    wanted = [one for one in BY_ID[clause].family(scenario) if one.system == "mine"]
+    runs = dict.fromkeys((scenario, *companions.of(BY_ID[clause].needs, scenario)))
+    wanted = [one for one in runs if one.system == "mine"]
     return [_own(one, promises=clause == "F-TI-006") for one in wanted]
 
 

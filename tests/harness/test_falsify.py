@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 
 from entrenar_py import checks, systems
 from entrenar_py.checks import Check
+from entrenar_py.checks.needs import Runs
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.harness import counterexamples, falsify
@@ -48,8 +49,8 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
 def check_that(decide: Decide, *, explores: bool = True) -> Check:
     """A check that says of each run what `decide` says of its scenario; None: nothing compared."""
 
-    def judge(clause: Invariant, traces: Sequence[Trace]) -> Finding:
-        (trace,) = traces
+    def judge(clause: Invariant, runs: Runs[Trace]) -> Finding:
+        (trace,) = runs
         verdict = decide(trace.scenario)
         if verdict is None:
             return inconclusive(clause.id, f"nothing to see, {trace.end.status}")
@@ -64,7 +65,7 @@ def check_that(decide: Decide, *, explores: bool = True) -> Check:
         )
 
     usual = checks.CHECKS["replica_identity"]
-    return replace(usual, name="fake", judge=judge, family=checks.alone, explores=explores)
+    return replace(usual, name="fake", judge=judge, explores=explores)
 
 
 def task(decide: Decide, *planned: Scenario, explores: bool = True, **changes: Any) -> Task:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from entrenar_py import systems
 from entrenar_py.checks import CHECKS, Check
+from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Verdict
@@ -34,7 +35,7 @@ def alarms(scenario: Scenario) -> list[str]:
     for check in CHECKS.values():
         if not fits(check, scenario):
             continue
-        family = check.family(scenario)
+        family = list(dict.fromkeys((scenario, *companions.of(check.needs, scenario))))
         runs |= {member: systems.run(member) for member in family if member not in runs}
         finding = traces.judge(check.name, [runs[member] for member in family])
         if finding.verdict is Verdict.FALSIFIED:

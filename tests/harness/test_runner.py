@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py import checks, systems, trace
+from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.harness import runner
@@ -90,7 +91,7 @@ def test_no_deadline_outside_the_main_thread(ran: list[Scenario]) -> None:
     assert ran == [scenario()]
 
 
-Judge = Callable[[Invariant, Sequence[trace.Trace]], Finding]
+Judge = Callable[[Invariant, Runs[trace.Trace]], Finding]
 
 
 def check_with(judge: Judge) -> checks.Check:
@@ -98,9 +99,9 @@ def check_with(judge: Judge) -> checks.Check:
     return replace(checks.CHECKS["determinism"], judge=judge)
 
 
-def held(clause: Invariant, traces: Sequence[trace.Trace]) -> Finding:
+def held(clause: Invariant, traces: Runs[trace.Trace]) -> Finding:
     """Holds, comparing as many things as there are traces."""
-    return Finding(invariant=clause.id, verdict=Verdict.HELD, compared=len(traces))
+    return Finding(invariant=clause.id, verdict=Verdict.HELD, compared=len([*traces]))
 
 
 def test_a_scenario_is_judged_beside_its_family(ran: list[Scenario]) -> None:
@@ -115,15 +116,15 @@ def test_a_scenario_is_judged_beside_its_family(ran: list[Scenario]) -> None:
 def test_trouble() -> None:
     """A crashed check and a failed run are both told from runs that had nothing to compare."""
 
-    def crash(clause: Invariant, traces: Sequence[trace.Trace]) -> NoReturn:
+    def crash(clause: Invariant, runs: Runs[trace.Trace]) -> NoReturn:
         raise KeyError("step")
 
-    crashed = runner.judge(CLAUSE, check_with(crash), [ended(scenario())])
+    crashed = runner.judge(CLAUSE, check_with(crash), Runs(ended(scenario())))
     assert crashed.failed
     assert crashed.finding.verdict is Verdict.INCONCLUSIVE
     assert crashed.finding.reason == "the check determinism crashed: KeyError: 'step'"
-    assert runner.judge(CLAUSE, check_with(held), [ended(scenario(), "failed")]).failed
-    assert not runner.judge(CLAUSE, check_with(held), [ended(scenario(), "halted")]).failed
+    assert runner.judge(CLAUSE, check_with(held), Runs(ended(scenario(), "failed"))).failed
+    assert not runner.judge(CLAUSE, check_with(held), Runs(ended(scenario(), "halted"))).failed
 
 
 def finding(verdict: Verdict, compared: int = 1, reason: str = "", *notes: str) -> Finding:
@@ -184,12 +185,14 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
         finding = Finding(invariant="F-X", verdict=found, compared=1)
         judged = replace(check, judge=lambda *_: finding)
         one = trace.Trace(scenario=mutated, environment={}, promises=(), events=events)
-        return runner.judge(CLAUSE, judged, [one, ended(scenario())]).finding.verdict
+        return runner.judge(
+            CLAUSE, judged, Runs(one, {ALONE: (ended(scenario()),)})
+        ).finding.verdict
 
     assert verdict(Verdict.HELD) is Verdict.INCONCLUSIVE
     assert verdict(Verdict.HELD, trace.Planted(name="ddp-bypass")) is Verdict.HELD
     assert verdict(Verdict.FALSIFIED) is Verdict.FALSIFIED
-    idle = runner.judge(CLAUSE, check_with(held), [ended(mutated)]).finding
+    idle = runner.judge(CLAUSE, check_with(held), Runs(ended(mutated))).finding
     why = "mutant ddp-bypass took no part: no function that it replaces was called in this run"
     assert (idle.reason, idle.compared) == (why, 1)
 
@@ -197,7 +200,7 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
 def test_a_bug_in_somebodys_own_trainer_is_not_planted_here() -> None:
     """There `mutant` is a name, and the run counts as it is."""
     theirs = ended(scenario().with_(system="mine", workload="own", mutant="my-label"))
-    judgement = runner.judge(CLAUSE, check_with(held), [theirs])
+    judgement = runner.judge(CLAUSE, check_with(held), Runs(theirs))
     assert (judgement.finding.verdict, judgement.finding.compared) == (Verdict.HELD, 1)
 
 

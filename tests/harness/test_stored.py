@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from entrenar_py import checks, systems, trace
 from entrenar_py.command import judging
+from entrenar_py.command.asked import Asked
+from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import TraceError, UsageError
@@ -246,17 +249,24 @@ def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
     assert list(stored.load([odd])) == [odd]
 
 
-@pytest.mark.parametrize("judge", [stored.judge_stored, judging.judge])
-def test_who_wants_to_hear_of_judgements(judge: Any) -> None:
+@pytest.mark.parametrize("is_command", [False, True])
+def test_who_wants_to_hear_of_judgements(is_command: bool) -> None:
     """Hears of each trace once, with those that it was judged beside."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS["parity"], planned=(scenario(),))
     traces = {Path(f"{size}.jsonl"): run(world_size=size) for size in (2, 1)}
     heard: list[list[int]] = []
-    entries = judge(
-        [task],
-        traces,
-        on_judged=lambda told: heard.append([one.scenario.world_size for one in told]),
-    )
+
+    def hear(told: Sequence[Trace]) -> None:
+        heard.append([one.scenario.world_size for one in told])
+
+    if is_command:
+        made = {
+            file: Run(asked=Asked(world_size=one.scenario.world_size, seed=0), trace=one)
+            for file, one in traces.items()
+        }
+        entries = judging.judge([task], made, on_judged=hear)
+    else:
+        entries = stored.judge_stored([task], traces, on_judged=hear)
     assert [entry.verdict for entry in entries] == [Verdict.HELD]
     assert heard == [[2, 1], [1]]

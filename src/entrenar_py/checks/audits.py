@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from entrenar_py.checks import evidence, missing
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import PLANTED, SILENT, Fault
 from entrenar_py.scenario import Scenario
@@ -22,17 +24,6 @@ SYSTEM = "parameter_server_simulated"
 SHARE = "audit_share"
 # Step and shard -> the ranks for which it went wrong.
 Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
-
-
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, and the same training with nothing wrong and nobody audited."""
-    return evidence.distinct([scenario, calm(scenario)])
-
-
-def calm(scenario: Scenario) -> Scenario:
-    """The same training with nothing wrong and nobody audited."""
-    options = {name: value for name, value in scenario.options.items() if name != SHARE}
-    return evidence.plain(scenario, options=options)
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
@@ -69,27 +60,26 @@ def plan(invariant: Invariant) -> list[Scenario]:
     ]
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """As many shards are audited as asked for; who was wrong is named, and nobody else; and what
     was found changed nothing.
     """
     tally = Tally(invariant.id)
-    models = {one.scenario: one for one in traces if one.scenario == calm(one.scenario)}
-    for trace in traces:
+    for trace in (runs.base,) if runs.base is not None else ():
         if not trace.scenario.options.get(SHARE):
             continue
         if trace.end.status == "failed" and not trace.of(Start):
             tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
         elif "bitwise" not in trace.promises:
             tally.miss(f"{trace.scenario.system} promises no bits to compare")
-        elif calm(trace.scenario) not in models:
+        elif not runs.of(CALM):
             tally.miss("no run of the same training in which nothing is wrong to compare with")
         else:
             _enough(tally, trace)
             for audit, there, wrong in _with_who_was_there(trace):
                 _right(tally, trace, audit, there, wrong)
             _told(tally, trace)
-            _same_weights(tally, models[calm(trace.scenario)], trace)
+            _same_weights(tally, runs.of(CALM)[0], trace)
     return tally.finding(nothing=missing.probed(invariant, "no shard of any run was audited"))
 
 
@@ -250,3 +240,16 @@ def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     lost = sorted(step for step in expected.keys() - got.keys() if step < min([*halts, math.inf]))
     first = lost[0] if lost else None
     tally.check(not lost, f"steps {lost[:5]} were never made", step=first, scenario=scenario)
+
+
+ROWS = (
+    Check(
+        name="audits",
+        id="F-WP-006",
+        decides="what a worker computes wrongly and unseen is found by another, and it is named",
+        judge=judge,
+        plan=plan,
+        needs=(CALM,),
+        explores=False,
+    ),
+)

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from entrenar_py.checks.needs import Need, Traces
 from entrenar_py.contract import EQUALITY_KINDS, Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding
-
-
-def alone(scenario: Scenario) -> list[Scenario]:
-    """A family of one: the run is judged by itself."""
-    return [scenario]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """How one kind of clause is decided: `decides` says what, in a line.
+    """How one kind of clause is decided; `decides` says what, in a line.
 
-    `plan` gives the scenarios of a clause that brings none. `family` gives the runs that one
-    scenario is judged on, itself first. `judge` takes the traces of any number of families.
-    `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds` are
-    those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where it
-    does not it allows no difference. `in_step` tells whether it presupposes that every step is one
-    of all workers together; it says nothing of those that step alone. `bitwise` tells whether it is
-    of trainers whose bits do not depend on the number of workers.
+    `plan` gives the scenarios of a clause that brings none. `needs` are the runs that it judges one
+    beside. `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds`
+    are those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where
+    it does not it allows no difference. `in_step` tells whether it presupposes that every step is
+    one of all workers together; it says nothing of those that step alone. `bitwise` tells whether
+    it is of trainers whose bits do not depend on the number of workers. `takes_turned` tells
+    whether it judges a run with a knob turned by itself, as any other.
     """
 
     name: str
     id: str
     decides: str
-    judge: Callable[[Invariant, Sequence[Trace]], Finding]
+    judge: Callable[[Invariant, Traces], Finding]
     plan: Callable[[Invariant], list[Scenario]]
-    family: Callable[[Scenario], list[Scenario]] = alone
+    needs: tuple[Need, ...] = ()
     explores: bool = True
     tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
     takes_tolerance: bool = False
     in_step: bool = False
     bitwise: bool = False
+    takes_turned: bool = False

@@ -6,26 +6,21 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from entrenar_py.checks import evidence, history, missing
+from entrenar_py.checks import evidence, history, missing, plans
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 LISTED_MAX = 1000  # sample ids or steps that are named as missing
 
 
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, the same with one worker, and the same again."""
-    alone = evidence.plain(scenario, world_size=1, mutant=scenario.mutant)
-    return evidence.distinct([scenario, alone, scenario.with_(repeat=scenario.repeat + 1)])
-
-
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Disjoint, complete and by members in each run; the same batches in runs of the same data."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
-    for trace in kept:
+    runs = evidence.usable_runs(runs, tally)
+    for trace in runs:
         missing.require_updates(tally, trace)
         if trace.traits.replacement:
             tally.note(
@@ -35,9 +30,7 @@ def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
         _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)
         _by_members(tally, trace)
-    same_data = ("world_size", "num_shards", "accumulation", "faults", "stops", "repeat", "mutant")
-    for group in evidence.groups(kept, "system", *same_data):
-        _stable(tally, group)
+    _stable(tally, [trace for trace in runs.own if evidence.is_as_trained(trace)])
     return tally.finding(
         nothing="no sample ids were recorded: record a Shard with ids for every rank and step, and "
         "an Update for the step"
@@ -198,10 +191,12 @@ def _by_members(tally: Tally, trace: Trace) -> None:
 
 
 def _stable(tally: Tally, group: Sequence[Trace]) -> None:
-    """Every run of the group draws the same samples in the same step.
+    """Every run of the same data draws the same samples in the same step.
 
     In the same order too, shard after shard, where logical shards are what makes the bits.
     """
+    if not group:
+        return
     model, model_unknown = evidence.shards(group[0]), missing.unknown_steps(group[0])
     for trace in group[1:]:
         if trace.traits.replacement and trace.scenario.world_size != group[0].scenario.world_size:
@@ -224,3 +219,15 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
                 sample_ids=moved,
                 scenario=trace.scenario,
             )
+
+
+ROWS = (
+    Check(
+        name="coverage",
+        id="F-DP-002",
+        decides="every sample once per epoch, none twice in a step, in a stable order",
+        judge=judge,
+        plan=plans.epochs,
+        needs=(ALONE, REPEATED),
+    ),
+)

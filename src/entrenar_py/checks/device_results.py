@@ -5,12 +5,11 @@ Source: wgpu-backend-v1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entrenar_py.checks import device_steps, evidence, missing, rounding_bound
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Declined, Explained, Poisoned, Trace
+from entrenar_py.trace import Declined, Explained, Poisoned
 from entrenar_py.verdict import Finding, Tally
 
 OPERATIONS, REFUSALS = "wgpu_operations", "wgpu_refusals"
@@ -35,7 +34,7 @@ def plan_refusals(invariant: Invariant) -> list[Scenario]:
     return [_probe(REFUSALS)]
 
 
-def judge_operations(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_operations(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if every element of every result lies where a float32 device may take it."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -45,7 +44,7 @@ def judge_operations(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return tally.finding(nothing=missing.probed(invariant, "no operation was tried on a device"))
 
 
-def judge_finiteness(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if finite inputs gave finite results, and a NaN was a NaN wherever it reaches."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -80,7 +79,7 @@ def _judge_poisoned(tally: Tally, one: Poisoned, scenario: Scenario) -> None:
     )
 
 
-def judge_refusals(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_refusals(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if each was refused by a UsageError with operation and line, and nothing was run; where
     nothing was refused, the result is right."""
     tally = Tally(invariant.id)

@@ -5,10 +5,11 @@ Source: wgpu-backend-v1. All four are judged on the same runs of the system `wgp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from entrenar_py.checks import evidence, missing, rounding_bound
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Explained, Stepped, Trace
@@ -37,30 +38,28 @@ def plan(invariant: Invariant) -> list[Scenario]:
     ]
 
 
-def judge_cost(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_cost(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if each step but the first of its size was one upload of what it was given, one
     submission and one read-back, and nothing was computed on the CPU meanwhile."""
     return _judged(invariant, traces, _judge_cost)
 
 
-def judge_results(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_results(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if rounding explains how far the loss and every gradient are off, tensor by tensor."""
     return _judged(invariant, traces, _judge_results)
 
 
-def judge_repetition(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_repetition(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if steps that were given the same gave the same bits, whatever was done in between."""
     return _judged(invariant, traces, _judge_repetition)
 
 
-def judge_compilation(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_compilation(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if a step of as many samples as an earlier one compiled and traced nothing."""
     return _judged(invariant, traces, _judge_compilation)
 
 
-def _judged(
-    invariant: Invariant, traces: Sequence[Trace], judge: Callable[[Tally, Trace], None]
-) -> Finding:
+def _judged(invariant: Invariant, traces: Traces, judge: Callable[[Tally, Trace], None]) -> Finding:
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
         for step in trace.of(Stepped)[:1]:

@@ -5,9 +5,8 @@ Source: wgpu-backend-v1; where its bound comes from is said in docs/numerics.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entrenar_py.checks import evidence, missing
+from entrenar_py.checks.needs import ON_CPU, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
@@ -37,25 +36,17 @@ def plan(invariant: Invariant) -> list[Scenario]:
     ]
 
 
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, and the same on the CPU."""
-    return evidence.distinct([scenario, evidence.plain(scenario, backends=CPU)])
-
-
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """HELD if at every step the losses differ by no more than the clause's tolerance of the larger
     of the CPU's first and its loss then, and the loss falls on both.
     """
     tally = Tally(invariant.id)
-    for group in evidence.groups(evidence.usable(traces, tally), "backends", "mutant"):
-        model = next((one for one in group if one.scenario.backends == CPU), None)
-        for trace in group:
-            if trace.scenario.backends == CPU:
-                continue
-            if model is None:
-                tally.miss("no run on the CPU is there to compare with")
-            else:
-                _compare(tally, model, trace, invariant.tolerance)
+    runs = evidence.usable_runs(runs, tally)
+    if runs.base is not None and runs.base.scenario.backends != CPU:
+        for model in runs.of(ON_CPU):
+            _compare(tally, model, runs.base, invariant.tolerance)
+        if not runs.of(ON_CPU):
+            tally.miss("no run on the CPU is there to compare with")
     return tally.finding(nothing=missing.probed(invariant, "no training on a device was recorded"))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from entrenar_py.checks import device_results, device_steps, device_training, matmul
 from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import ON_CPU
 
-TABLE = (
+ROWS = (
     Check(
         name="matmul",
         id="F-WGPU-001",
@@ -72,7 +73,7 @@ TABLE = (
         decides="training on a device is training on the CPU, loss by loss",
         judge=device_training.judge,
         plan=device_training.plan,
-        family=device_training.family,
+        needs=(ON_CPU,),
         explores=False,
         tolerance_kinds=("relative",),
         takes_tolerance=True,

@@ -5,9 +5,9 @@ Source: wire-protocol-v1, F-WP-005.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entrenar_py.checks import evidence, missing
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import LIE_PLACES, ON_THE_WAY, PLACES, STRANGERS, SURVIVED, Fault
 from entrenar_py.scenario import Scenario
@@ -15,11 +15,6 @@ from entrenar_py.trace import Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 SYSTEM = "parameter_server_simulated"
-
-
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, and the same training undisturbed."""
-    return evidence.distinct([scenario, _calm(scenario)])
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
@@ -56,21 +51,20 @@ def plan(invariant: Invariant) -> list[Scenario]:
     return [*singles, *restarts, *lies, *strangers, usual.with_(faults=crowd)]
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """A run that promises bits ends as the undisturbed one does, on the same weights."""
     tally = Tally(invariant.id)
-    calm = {one.scenario: one for one in traces if not one.scenario.faults}
-    for trace in traces:
+    for trace in (runs.base,) if runs.base is not None else ():
         if not any(fault.kind in SURVIVED for fault in trace.scenario.faults):
             continue
         if trace.end.status == "failed" and not trace.of(Start):
             tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
         elif "bitwise" not in trace.promises:
             tally.miss(f"{trace.scenario.system} promises no bits to compare")
-        elif _calm(trace.scenario) not in calm:
+        elif not runs.of(CALM):
             tally.miss("no undisturbed run of the same training to compare with")
         else:
-            _ends_right(tally, calm[_calm(trace.scenario)], trace)
+            _ends_right(tally, runs.of(CALM)[0], trace)
     return tally.finding(nothing=missing.probed(invariant, "nothing befell any run"))
 
 
@@ -96,12 +90,6 @@ def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
     )
 
 
-def _calm(scenario: Scenario) -> Scenario:
-    """The same training without what befalls workers and messages."""
-    kept = tuple(fault for fault in scenario.faults if fault.kind not in SURVIVED)
-    return evidence.plain(scenario, faults=kept)
-
-
 def stranger(value: str, *, step: int) -> Fault:
     """Somebody who must not be let in; where it claims a rank, that is 1."""
     rank = 1 if value == "taken_rank" else None
@@ -111,3 +99,16 @@ def stranger(value: str, *, step: int) -> Fault:
 def _trouble(kind: str, at: str, *, rank: int, step: int) -> Fault:
     seconds = 40.0 if kind in ("freeze", "delay") else None
     return Fault(kind=kind, step=step, rank=rank, at=at, seconds=seconds)
+
+
+ROWS = (
+    Check(
+        name="endurance",
+        id="F-WP-005",
+        decides="whatever befalls workers and messages, the run ends, on the same weights",
+        judge=judge,
+        plan=plan,
+        needs=(CALM,),
+        explores=False,
+    ),
+)

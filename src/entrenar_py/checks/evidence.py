@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from entrenar_py.checks.needs import Traces
 from entrenar_py.faults import SURVIVED
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -31,25 +30,15 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
     return kept
 
 
-def groups(traces: Iterable[Trace], *ignored: str) -> list[list[Trace]]:
-    """Traces whose scenarios agree in all fields but `ignored` (and detail), in order.
-
-    Where faults are ignored, that means who takes part: a run with a planted value is another
-    training, and left out.
-    """
-    found: dict[str, list[Trace]] = defaultdict(list)
-    for trace in traces:
-        if "faults" in ignored and any(f.kind not in SURVIVED for f in trace.scenario.faults):
-            continue
-        fields = trace.scenario.to_dict().items()
-        key = {name: value for name, value in fields if name not in (*ignored, "detail")}
-        found[json.dumps(key, sort_keys=True)].append(trace)
-    return list(found.values())
+def usable_runs(runs: Traces, tally: Tally) -> Traces:
+    """Return `runs` without those that `usable` leaves out."""
+    kept = {id(trace) for trace in usable(runs, tally)}
+    return runs.chosen(lambda trace: trace if id(trace) in kept else None)
 
 
-def plain(scenario: Scenario, **changes: Any) -> Scenario:
-    """The undisturbed, unmutated form of `scenario`, with `changes`."""
-    return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
+def is_as_trained(trace: Trace) -> bool:
+    """Return whether nothing was planted in a run that makes another training of it."""
+    return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
@@ -213,8 +202,3 @@ def has_values(tensors: Tensors) -> bool:
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """(step, rank -> update) in step order."""
     yield from sorted(updates(trace).items())
-
-
-def distinct(scenarios: Sequence[Scenario]) -> list[Scenario]:
-    """`scenarios` without repetitions, in order."""
-    return list(dict.fromkeys(scenarios))

@@ -6,9 +6,10 @@ Failure degrades, never panics, never fakes. Source: distributed-training-v1, F-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from entrenar_py.checks import missing
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import OF_ADAPTERS, Fault
 from entrenar_py.scenario import Scenario
@@ -56,7 +57,7 @@ def _scenario(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
     )
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if every run tried the backends in order, gave a reason for each failure, and ended
     either with a product that float64 confirms or with a halt that names every reason; and if
     every planned fault struck.
@@ -192,3 +193,15 @@ def _note_devices(tally: Tally, trace: Trace) -> None:
             tally.note(f"{attempt.backend} was played by a {attempt.device}")
         if attempt.software:
             tally.note(f"software adapter {attempt.device}")
+
+
+ROWS = (
+    Check(
+        name="fallback",
+        id="F-DP-004",
+        decides="the chain CUDA, wgpu, CPU gives a right, finite result, or says why not",
+        judge=judge,
+        plan=plan,
+        explores=False,
+    ),
+)

@@ -9,13 +9,15 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from entrenar_py.checks import audits, evidence, history, missing, skips
+from entrenar_py.checks import audits, evidence, history, missing, plans, skips
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import POISONED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Runs with a non-finite value must halt at it, or, if they are of somebody's own trainer, make
     no step of it; all others must stay finite and never halt.
     """
@@ -226,3 +228,16 @@ def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
         if event.fault.get("kind") == "non_finite_gradient" and _same_place(event, culprit)
         for name in ([event.fault["tensor"]] if event.fault.get("tensor") else first)
     ]
+
+
+ROWS = (
+    Check(
+        name="finiteness",
+        id="F-DP-003",
+        decides="finite gradients average to a finite one; NaN or Inf halts before any update",
+        judge=judge,
+        plan=plans.non_finite,
+        needs=(POISONED,),
+        in_step=True,
+    ),
+)

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, missing, plans
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -23,7 +25,7 @@ HALF_ULP = 2.0**-24
 _WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Trainable and frozen as the trainer declared them at its start."""
     tally = Tally(invariant.id)
     for trace in (one.standing for one in evidence.usable(traces, tally)):
@@ -163,3 +165,15 @@ def _may_rest(
 def _shrunk(update: Update) -> float:
     """The factor by which clipping shortened the gradient; 1 where that is not known."""
     return update.applied_norm / update.grad_norm if update.applied_norm and update.grad_norm else 1
+
+
+ROWS = (
+    Check(
+        name="liveness",
+        id="F-TI-004",
+        decides="every trainable tensor moves, every frozen one does not",
+        judge=judge,
+        plan=plans.movement,
+        takes_turned=True,
+    ),
+)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from entrenar_py.checks import evidence, finiteness, oracles, parity, replica_identity, rounds
+from entrenar_py.checks import (
+    evidence,
+    finiteness,
+    oracles,
+    outer_step,
+    parity,
+    replica_identity,
+    rounds,
+)
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import ORACLE, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
@@ -51,12 +61,7 @@ def plan_non_finite(invariant: Invariant) -> list[Scenario]:
     return [scenario(), scenario(faults=(bad,))]
 
 
-def parity_family(scenario: Scenario) -> list[Scenario]:
-    """The run, and the single device's by the independent trainer."""
-    return evidence.distinct([scenario, oracles.oracle(scenario)])
-
-
-def judge_agreement(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
     """Every outer step, every worker, every tensor, the outer momentum; and who joins."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):
@@ -84,23 +89,24 @@ def _joined(tally: Tally, trace: Trace) -> None:
         )
 
 
-def judge_parity(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
     """Of runs in rounds of one step: the weights after each, and the losses."""
     tally = Tally(invariant.id)
-    kept: list[Trace] = []
-    for trace in rounds.usable(traces, tally):
+    runs = evidence.usable_runs(runs, tally)
+    base = None
+    for trace in rounds.usable(() if runs.base is None else (runs.base,), tally):
         options = {**_AS_ONE, **trace.scenario.options}
         if trace.scenario.optimizer == "sgd" and options == {**options, **_AS_ONE}:
-            kept.append(rounds.as_steps(trace))
+            base = rounds.as_steps(trace)
         else:
             tally.miss(f"only with optimizer sgd and {_AS_ONE} is local SGD synchronous SGD")
-    models = [one for one in evidence.usable(traces, tally) if not rounds.are_in(one)]
-    if kept:
-        parity.compare_with_oracle(tally, [*kept, *models], None)
-    return tally.finding(nothing=oracles.missing_model([*kept, *models]) or rounds.NOTHING)
+    runs = replace(runs, base=base)
+    if base is not None:
+        parity.compare_with_oracle(tally, runs, None)
+    return tally.finding(nothing=oracles.missing_model(runs) or rounds.NOTHING)
 
 
-def judge_finiteness(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
     """A NaN in a worker's round: no outer step is made of it, and everyone halts, naming it."""
     tally = Tally(invariant.id)
     kept = rounds.usable(traces, tally)
@@ -118,3 +124,49 @@ def judge_finiteness(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
                 scenario=trace.scenario,
             )
     return tally.finding(nothing=rounds.NOTHING)
+
+
+ROWS = (
+    Check(
+        name="outer_agreement",
+        id="F-LS-001",
+        decides="after every outer step all workers hold the same weights and outer momentum",
+        judge=judge_agreement,
+        plan=plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_schedule",
+        id="F-LS-002",
+        decides="workers are brought together when a round ends, and do not communicate within it",
+        judge=outer_step.judge_schedule,
+        plan=plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_step",
+        id="F-LS-003",
+        decides="the outer step is Nesterov's, along the mean pseudo-gradient of who is there",
+        judge=outer_step.judge,
+        plan=plan,
+        explores=False,
+    ),
+    Check(
+        name="outer_parity",
+        id="F-LS-004",
+        decides="in rounds of one step of plain SGD, local SGD is training on a single device",
+        judge=judge_parity,
+        plan=plan_parity,
+        needs=(ORACLE,),
+        explores=False,
+        tolerance_kinds=("relative",),
+    ),
+    Check(
+        name="outer_finiteness",
+        id="F-LS-005",
+        decides="NaN or Inf in one worker's round halts everyone before the outer step",
+        judge=judge_finiteness,
+        plan=plan_non_finite,
+        explores=False,
+    ),
+)

@@ -5,10 +5,11 @@ Source: distributed-training-v1, F-HET-001.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 
 from entrenar_py.checks import evidence, missing
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Manifest, Trace
@@ -27,7 +28,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     ]
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if in each run, two backends or more, all manifests equal the first one.
 
     The first one is the model's own where the trace has it: backends may also agree on nonsense.
@@ -74,3 +75,15 @@ def _compare(tally: Tally, first: Manifest, other: Manifest, scenario: Scenario)
             rank=other.rank,
             scenario=scenario,
         )
+
+
+ROWS = (
+    Check(
+        name="manifest",
+        id="F-HET-001",
+        decides="every backend gives gradients of the same names, shapes and dtypes, in one order",
+        judge=judge,
+        plan=plan,
+        explores=False,
+    ),
+)

@@ -5,13 +5,13 @@ Source: distributed-training-v1, F-WGPU-001; the bound is derived in docs/numeri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from entrenar_py.checks import missing
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Product, Trace
+from entrenar_py.trace import Product
 from entrenar_py.verdict import Finding, Tally
 
 # Options of the system `matmul`. Ragged and prime sizes meet every edge of a tile; a long k is
@@ -51,7 +51,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     ]
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """HELD if every product is finite, of its shape, within its bound, and within the tolerance.
 
     The bound (against float64) applies at every shape; the clause's absolute tolerance (against

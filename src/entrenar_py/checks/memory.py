@@ -5,12 +5,12 @@ Source: distributed-training-v1, F-HET-002.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entrenar_py.checks import evidence, missing
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Attempt, Memory, Trace
+from entrenar_py.trace import Attempt, Memory
 from entrenar_py.verdict import Finding, Tally
 
 # An estimate bounds what a worker grows by above what it held before it built anything. From
@@ -22,7 +22,7 @@ STANDS_OUT_BYTES = 128 * 2**20
 STANDS_OUT_ON_DEVICE_BYTES = 8 * 2**20
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Every rank's peak against its budget, and its growth against the estimate made beforehand."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -101,3 +101,16 @@ def plan(invariant: Invariant) -> list[Scenario]:
         ),
         devices,
     ]
+
+
+ROWS = (
+    Check(
+        name="memory",
+        id="F-HET-002",
+        decides="each worker's peak memory stays within its device's budget, and was foreseen",
+        judge=judge,
+        plan=plan,
+        explores=False,
+        tolerance_kinds=("bytes",),
+    ),
+)

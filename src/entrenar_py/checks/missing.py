@@ -5,18 +5,15 @@ Reasons name events and fields as `entrenar_py.trace` has them; docs/traces.md h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from entrenar_py import wording
 from entrenar_py.checks import evidence
 from entrenar_py.contract import Invariant
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally
 
-# A trace that differs in more fields than these from one that is missing is of another training.
-_NEAR = 3
 # How a trace keeps more of a tensor than its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
 
@@ -191,52 +188,6 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
 def when(step: int) -> str:
     """`in step 3`, or `before the first step` for -1."""
     return "before the first step" if step < 0 else f"in step {step}"
-
-
-def nearest(
-    own: Scenario, others: Iterable[Scenario], family: Callable[[Scenario], list[Scenario]]
-) -> tuple[Scenario, dict[str, str]] | None:
-    """Of `others` the one that comes nearest to a run that `family` wants beside `own`, and the
-    fields in which it misses it: name -> `4, needed 2`, none where it only differs in detail. None
-    where none is near: what `own` and the wanted run differ in must be right.
-    """
-    wanted = [one for one in family(own) if one != own and one.system == own.system]
-    found = [
-        (other, _differences(other, one))
-        for other in others
-        for one in wanted
-        if _differences(own, one).keys().isdisjoint(_differences(other, one))
-    ]
-    near = [pair for pair in found if len(pair[1]) <= _NEAR]
-    return min(near, key=lambda pair: len(pair[1]), default=None)
-
-
-def but_for(traces: Sequence[Trace], family: Callable[[Scenario], list[Scenario]]) -> str:
-    """What to end a reason with where `traces` lack a run of a `family`: `; the nearest other trace
-    differs in num_shards (4, needed 2)`. Empty where none is near.
-    """
-    found = []
-    for trace in traces:
-        others = [other.scenario for other in traces if other is not trace]
-        near = nearest(trace.scenario, others, family)
-        found += [near[1]] if near is not None and near[1] else []
-    return differing(min(found, key=len)) if found else ""
-
-
-def differing(fields: Mapping[str, str]) -> str:
-    """What to end a reason with where the nearest trace misses `fields`, as `nearest` has them."""
-    listed = ", ".join(f"{name} ({how})" for name, how in fields.items())
-    return f"; the nearest other trace differs in {listed}"
-
-
-def _differences(given: Scenario, needed: Scenario) -> dict[str, str]:
-    """Field -> `4, needed 2`, of the fields in which two scenarios differ."""
-    right = needed.to_dict()
-    return {
-        name: f"{value}, needed {right[name]}"
-        for name, value in given.to_dict().items()
-        if value != right[name] and name != "detail"
-    }
 
 
 def probed(invariant: Invariant, what: str) -> str:

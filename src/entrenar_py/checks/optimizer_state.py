@@ -4,16 +4,16 @@ restores it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from entrenar_py.checks import evidence, missing, replica_identity
+from entrenar_py.checks import evidence, missing, plans, replica_identity
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import SAVED, Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Saved, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Optimizer state across ranks, and everything across save and load."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -105,3 +105,17 @@ def _compare_loaded(
         rank=start.rank,
         scenario=comparison.trace.scenario,
     )
+
+
+ROWS = (
+    Check(
+        name="optimizer_state",
+        id="F-TI-002",
+        decides="optimizer state agrees on all workers and survives save and load",
+        judge=judge,
+        plan=plans.stops,
+        needs=(SAVED,),
+        in_step=True,
+        takes_turned=True,
+    ),
+)

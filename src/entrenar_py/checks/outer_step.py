@@ -5,13 +5,14 @@ The outer step is recomputed in float64 from what each worker held at the end of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence, missing, rounds
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import (
     Halt,
@@ -35,7 +36,7 @@ MOMENTUM = "momentum_buffer"
 Vectors = Mapping[str, NDArray[Any]]
 
 
-def judge_schedule(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
     """Brought together when a round is over, at no other time, and silent within it."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):
@@ -84,7 +85,7 @@ def _none_within(tally: Tally, trace: Trace) -> None:
         tally.note(f"the most collectives that a round was ended by: {max(counts)}")
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Every outer step of every worker: weights, and the momentum that is kept."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):

@@ -6,12 +6,12 @@ part of it. Source: parallelism-v1, F-PAR-006.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entrenar_py.checks import evidence
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Held, Start, Trace
+from entrenar_py.trace import Held, Start
 from entrenar_py.verdict import Finding, Tally
 
 # Where a contract gives no tolerance: norms and adapters' first halves are on all ranks, 3 % of the
@@ -19,7 +19,7 @@ from entrenar_py.verdict import Finding, Tally
 RELATIVE = 0.05
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Each rank's bytes against the whole divided by the ranks that share it."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
@@ -60,3 +60,17 @@ def plan(invariant: Invariant) -> list[Scenario]:
         for system in ("tensor_parallel", "sequence_parallel")
         for workload in ("decoder", "decoder_full")
     ]
+
+
+ROWS = (
+    Check(
+        name="holdings",
+        id="F-PAR-006",
+        decides="who shares a model's parameters holds little more than its share of them",
+        judge=judge,
+        plan=plan,
+        explores=False,
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
+    ),
+)

@@ -7,60 +7,85 @@ single-device trainer; the same bits, from a trainer that promises them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from entrenar_py.checks import evidence, knob_pairs, oracles, run_comparison, same_bits
+from entrenar_py.checks import evidence, knobs, oracles, plans, run_comparison, same_bits
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import ALONE, ORACLE, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 PUBLISHED_TOLERANCE = 0.01  # relative
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Every run against the oracle; bitwise against one worker where that is promised."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
+    runs = evidence.usable_runs(runs, tally)
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
-    compare_with_oracle(tally, kept, tolerance)
-    promised = [trace for trace in kept if "bitwise" in trace.promises]
-    same_bits.compare_worker_counts(tally, promised)
-    return tally.finding(nothing=oracles.missing_model(kept))
+    compare_with_oracle(tally, runs, tolerance)
+    same_bits.compare_worker_counts(tally, runs.own)
+    return tally.finding(nothing=oracles.missing_model(runs))
 
 
-def compare_with_oracle(
-    tally: Tally, traces: Sequence[Trace], tolerance: float | None
-) -> list[int]:
-    """Compares every trace with its oracle's, if that is among them: the first steps within
-    rounding, and from the published step on within `tolerance`, where one is given.
+def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:
+    """Compare every run with the model's: the first steps within rounding, and from the published
+    step on within `tolerance`, where one is given.
 
-    Of somebody's own trainer, which no oracle can run, the model is its run with one worker.
-    And every one with a knob turned with the one without. Of each trace that was compared and made
-    a step, how many averaged gradients were.
+    Of somebody's own trainer, which no oracle can run, the model is its run with one worker. A run
+    with a knob turned is compared with the one without. Returns the number of averaged gradients
+    that were compared, of each run that was compared and made a step.
     """
-    num_gradients: list[int] = []
-    followed: set[Scenario] = set()
-    masked: list[Trace] = []
-    usual = [trace for trace in traces if knob_pairs.pair_of(trace.scenario) is None]
-    for group in evidence.groups(usual, *oracles.SPLIT):
-        for trace in group:
-            model = oracles.model_of(trace, group)
-            if model is None:
+    first = _Compared.of(tally, runs, tolerance)
+    second = _Compared()
+    if runs.undropped is not None:
+        second = _Compared.of(tally, runs.undropped, tolerance)
+    for trace in first.masked + second.masked:
+        excused = trace.draws_by_shard or second.num_followed or not first.num_followed
+        told = oracles.other_masks(trace)
+        tally.note(told) if excused else tally.miss(told)
+    return first.num_gradients + second.num_gradients + knobs.compare(tally, runs)
+
+
+@dataclass
+class _Compared:
+    """How many runs were compared with the model, of each how many gradients, and which not."""
+
+    num_followed: int = 0
+    num_gradients: list[int] = field(default_factory=list)
+    masked: list[Trace] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Compared:
+        done, model = cls(), oracles.model_of(runs)
+        base = () if runs.base is None else (runs.base,)
+        for trace in (*base, *runs.of(ALONE)):
+            if model is None or trace is model or not evidence.is_as_trained(trace):
                 continue
             if not oracles.same_masks(model, trace):
-                masked.append(trace)
+                done.masked.append(trace)
                 continue
-            if model.scenario != oracles.oracle(trace.scenario):
+            if not runs.of(ORACLE):
                 tally.note("compared with its own run on one worker, which may have the same bug")
             count = run_comparison.compare(tally, model, trace, tolerance)
             if trace.of(Update):
-                num_gradients.append(count)
-            followed.add(oracles.without_dropout(trace.scenario))
-    for trace in masked:
-        excused = trace.draws_by_shard or oracles.without_dropout(trace.scenario) in followed
-        if excused or not followed:
-            tally.note(oracles.other_masks(trace))
-        else:
-            tally.miss(oracles.other_masks(trace))
-    return num_gradients + knob_pairs.compare(tally, traces)
+                done.num_gradients.append(count)
+            done.num_followed += 1
+        return done
+
+
+ROWS = (
+    Check(
+        name="parity",
+        id="F-DP-005",
+        decides="training with many workers is training with one: losses and gradients",
+        judge=judge,
+        plan=plans.parity,
+        needs=(ALONE, ORACLE, *knobs.TURNED),
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
+        in_step=True,
+        takes_turned=True,
+    ),
+)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, missing, plans
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
@@ -16,23 +16,15 @@ ORDER_LENGTH_MIN = 10
 DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropout draws
 
 
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, and the same with one worker: what is keyed by shard may not notice."""
-    return evidence.distinct(
-        [scenario, evidence.plain(scenario, world_size=1, mutant=scenario.mutant)]
-    )
-
-
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Dropout per step and shard, order per epoch, and one initialisation for all ranks."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
-    for trace in kept:
+    runs = evidence.usable_runs(runs, tally)
+    for trace in runs:
         _dropout_differs(tally, trace)
         _orders_differ(tally, trace)
         _initial_agrees(tally, trace)
-    for group in evidence.groups(kept, "world_size", "faults", "stops", "mutant"):
-        _same_for_any_worker_count(tally, [t for t in group if t.draws_by_shard])
+    _same_for_any_worker_count(tally, runs)
     return tally.finding(
         nothing="no random draws, no second epoch and no second worker were seen: record "
         "Start.weights on two ranks, Shard.draws under dropout, or Shard.ids over two epochs"
@@ -132,16 +124,23 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
         )
 
 
-def _same_for_any_worker_count(tally: Tally, traces: Sequence[Trace]) -> None:
-    """Each run against the one with the fewest workers."""
-    ordered = sorted(traces, key=lambda trace: trace.scenario.world_size)
+def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:
+    """What is keyed by shard does not notice how many workers there are."""
+    base, alone = runs.base, runs.of(ALONE)
+    if base is None or not evidence.is_as_trained(base):
+        return
+    comparable = [
+        trace
+        for trace in (*alone, base)
+        if trace.draws_by_shard and trace.scenario.num_shards == base.scenario.num_shards
+    ]
     model = {
         (shard.step, shard.shard): shard.draws
-        for trace in ordered[:1]
+        for trace in comparable[:1]
         for shard in trace.of(Shard)
         if shard.draws is not None
     }
-    for trace in ordered[1:]:
+    for trace in comparable[1:]:
         for shard in trace.of(Shard):
             place = (shard.step, shard.shard)
             if shard.draws is not None and place in model:
@@ -154,3 +153,15 @@ def _same_for_any_worker_count(tally: Tally, traces: Sequence[Trace]) -> None:
                     shard=shard.shard,
                     scenario=trace.scenario,
                 )
+
+
+ROWS = (
+    Check(
+        name="randomness",
+        id="F-TI-005",
+        decides="random streams that must differ differ, streams that must agree agree",
+        judge=judge,
+        plan=plans.random_streams,
+        needs=(ALONE,),
+    ),
+)

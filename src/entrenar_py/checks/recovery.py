@@ -3,57 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, history, missing, oracles, same_bits
+from entrenar_py.checks import evidence, history, missing, plans, same_bits
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import KILLED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Membership, Trace
 from entrenar_py.verdict import Finding, Tally
 
 ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP-005
 
 
-def family(scenario: Scenario) -> list[Scenario]:
-    """The disturbed run and the undisturbed one; of masks drawn per rank, also without dropout."""
-    pair = [scenario, scenario.with_(faults=())]
-    if scenario.dropout and scenario.system in oracles.MASKS_PER_RANK:
-        pair += [one.with_(dropout=0.0) for one in pair]
-    return evidence.distinct(pair)
-
-
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Shards redistributed, no step lost, loss back within the tolerated steps (0: same bits)."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
-    followed: set[Scenario] = set()
-    masked: list[Trace] = []
-    for group in evidence.groups(kept, "faults"):
-        calm = [one for one in group if not one.scenario.faults and not _departures(one)]
-        for trace in group:
-            left = _departures(trace)
-            if not left:
-                continue
-            if not calm:
-                tally.miss(_no_calm_run(trace, kept))
-                continue
-            if not missing.require_updates(tally, calm[0], trace):
-                continue
-            _require_departures(tally, trace, left)
-            _continues(tally, calm[0], trace, left)
-            if _drops_otherwise(trace):
-                masked.append(trace)
-            elif _on_trajectory(tally, calm[0], trace, left, int(invariant.tolerance or 0)):
-                followed.add(oracles.without_dropout(trace.scenario))
-            if "bitwise" in trace.promises:
-                message = "bits differ from those of the undisturbed run"
-                same_bits.compare_steps(tally, calm[0], trace, message)
-    for trace in masked:
-        _tell_masks(tally, trace, followed)
+    _compare(tally, evidence.usable_runs(runs, tally), int(invariant.tolerance or 0))
     return tally.finding(
         nothing="no worker left in any run: record one with a fault of kind leave in its scenario, "
         "and in it a Membership with change='left' where the worker is gone"
     )
+
+
+def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
+    """Compares every run that a worker left; returns whether any loss was followed."""
+    base, is_followed = runs.base, False
+    calm = None if base is None or base.scenario.faults or _departures(base) else base
+    undropped = runs.undropped is not None and _compare(tally, runs.undropped, within_steps)
+    for trace in runs.own:
+        left = _departures(trace)
+        if not left or not evidence.is_as_trained(trace):
+            continue
+        if calm is None:
+            tally.miss(_no_calm_run(trace, runs))
+            continue
+        if not missing.require_updates(tally, calm, trace):
+            continue
+        _require_departures(tally, trace, left)
+        _continues(tally, calm, trace, left)
+        if _drops_otherwise(trace):
+            _tell_masks(tally, is_followed=undropped)
+        elif _on_trajectory(tally, calm, trace, left, within_steps):
+            is_followed = True
+        if "bitwise" in trace.promises:
+            message = "bits differ from those of the undisturbed run"
+            same_bits.compare_steps(tally, calm, trace, message)
+    return is_followed
 
 
 def _departures(trace: Trace) -> list[Membership]:
@@ -77,24 +72,24 @@ def _drops_otherwise(trace: Trace) -> bool:
     return trace.scenario.dropout > 0 and not trace.draws_by_shard
 
 
-def _tell_masks(tally: Tally, trace: Trace, followed: Collection[Scenario]) -> None:
+def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
     """Losses can't be followed under such masks: a note where those of the same run without dropout
     were.
     """
     why = "dropout draws other masks once a worker has left"
-    if oracles.without_dropout(trace.scenario) in followed:
+    if is_followed:
         tally.note(f"{why}: losses were compared without dropout only")
     else:
         tally.miss(f"{why}, so that losses differ: use dropout 0 in both runs")
 
 
-def _no_calm_run(trace: Trace, traces: Sequence[Trace]) -> str:
+def _no_calm_run(trace: Trace, runs: Traces) -> str:
     why = "no undisturbed run of the same training to compare with: "
     if not trace.scenario.faults:
         one = _departures(trace)[0]
         fault = f"Fault(kind='leave', rank={one.rank}, step={one.step})"
         return f"{why}the run that a worker left must say so by faults=({fault},) in its scenario"
-    near = missing.but_for(traces, family)
+    near = runs.nearly(KILLED)
     return f"{why}record one with faults=() in its scenario, and all else equal{near}"
 
 
@@ -172,3 +167,18 @@ def _on_trajectory(
                 **place,
             )
     return True
+
+
+ROWS = (
+    Check(
+        name="recovery",
+        id="F-DP-006",
+        decides="a worker's loss costs no sample, and the loss is soon back on its trajectory",
+        judge=judge,
+        plan=plans.departures,
+        needs=(KILLED,),
+        tolerance_kinds=("steps",),
+        takes_tolerance=True,
+        in_step=True,
+    ),
+)

@@ -6,16 +6,18 @@ the error is derived in docs/numerics.md. What a rank has to send is counted in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from entrenar_py.checks import evidence, missing, traffic
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import TWIN, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Membership, Reduced, Start, Trace, Traffic
 from entrenar_py.verdict import Finding, Tally
 
 KNOWN = "vectors"  # the workload whose terms are known
+AROUND = "ring"  # the topology in which sums go from worker to worker
 UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
 SIMULATED, REAL = ("parameter_server_simulated", "mesh_simulated"), ("parameter_server", "mesh")
 RING, RING_SIMULATED = "ring", "ring_simulated"
@@ -81,28 +83,7 @@ def _scenario(system: str, world_size: int, length: int, options: dict[str, floa
     )
 
 
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run, and the one whose bits it must have."""
-    return evidence.distinct([scenario, _twin(scenario)])
-
-
-def _twin(scenario: Scenario) -> Scenario:
-    """The same reduction by the tree in one process; of a ring, in another simulated network."""
-    if scenario.system in (RING, RING_SIMULATED):
-        options = _kept(scenario, "block_bytes", "terms")
-        options["network_seed"] = scenario.options.get("network_seed", 0) + 1
-        # Another right ring has bits of its own.
-        changes = {"system": RING_SIMULATED, "options": options, "mutant": scenario.mutant}
-        return evidence.plain(scenario, **changes)
-    options = _kept(scenario, "terms")
-    return evidence.plain(scenario, system="reference", world_size=1, options=options)
-
-
-def _kept(scenario: Scenario, *names: str) -> dict[str, Any]:
-    return {name: v for name, v in scenario.options.items() if name in names}
-
-
-def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
     """Every rank holds the weighted mean, as far off as float32 rounding explains.
 
     Or as far as the clause allows: absolutely, relative to the mean of the terms' absolute values
@@ -111,7 +92,7 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
         stated = invariant.tolerance, invariant.tolerance_kind
-        allowed = _roundings_allowed(*stated, trace.scenario)
+        allowed = _roundings_allowed(*stated, trace)
         _is_whole(tally, trace)
         seen = {(one.step, one.rank): one for one in trace.of(Reduced)}
         for step, by_rank in evidence.ranks_by_step(trace):
@@ -137,10 +118,10 @@ def judge_mean(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
-def _roundings_allowed(stated: float | None, kind: str | None, scenario: Scenario) -> float | None:
+def _roundings_allowed(stated: float | None, kind: str | None, trace: Trace) -> float | None:
     """Units of 2^-24 of the terms' mean size; None where the clause allows an absolute error."""
     if stated is None or kind not in ("absolute", "relative", "ulp"):
-        return roundings_max(scenario)
+        return roundings_max(trace)
     if kind == "absolute":
         return None
     return stated / UNIT_ROUNDOFF if kind == "relative" else stated
@@ -168,15 +149,16 @@ def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, one: Reduced)
     )
 
 
-def roundings_max(scenario: Scenario) -> float:
+def roundings_max(trace: Trace) -> float:
     """By how many units of 2^-24 of the terms' mean size the average may be off.
 
     Along the tree a term passes the additions of its shard, one a level, and the division; around a
     ring those of its shard, of its worker's shards, one a worker, and the division.
     """
+    scenario = trace.scenario
     shards, samples = scenario.num_shards, scenario.batch_size
     in_shard = -(-samples // shards) - 1
-    if scenario.system in (RING, RING_SIMULATED):
+    if trace.traits.topology == AROUND:
         # Who is lost leaves its shards to others, in the worst case all to one.
         own = shards if scenario.faults else -(-shards // scenario.world_size)
         depth = in_shard + (own - 1) + (scenario.world_size - 1) + 1
@@ -190,23 +172,21 @@ def _gamma(num: int, unit: float) -> float:
     return num * unit / (1 - num * unit)
 
 
-def judge_bits(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
     """All ranks hold the same bits: the tree's, or around a ring those of every other run."""
     tally = Tally(invariant.id)
-    kept = {trace.scenario: trace for trace in evidence.usable(traces, tally)}
-    subjects = [trace for one, trace in kept.items() if traffic.topology(one) is not None]
-    twins = {_twin(trace.scenario) for trace in subjects}
-    for trace in subjects:
+    runs = evidence.usable_runs(runs, tally)
+    for trace in (one for one in runs if one.traits.topology):
         if not _is_whole(tally, trace):
             continue
         _compare_ranks(tally, trace)
-        in_ring = trace.scenario.system in (RING, RING_SIMULATED)
-        if in_ring and trace.scenario.faults:
+        if trace is not runs.base:
+            continue
+        if trace.traits.topology == AROUND and trace.scenario.faults:
             continue  # whoever was lost, the order of the ring was another one
-        model = kept.get(_twin(trace.scenario))
-        if model is not None:
+        for model in runs.of(TWIN):
             _compare_twin(tally, model, trace)
-        elif trace.scenario not in twins:
+        if not runs.of(TWIN):
             tally.miss(f"no run to compare that of {trace.scenario.system} with")
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
@@ -248,7 +228,7 @@ def _compare_twin(tally: Tally, model: Trace, trace: Trace) -> None:
             evidence.compare_exact(tally, wanted, update.gradient, message, **place)
 
 
-def judge_traffic(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
     """Every rank sends and gets the payload that its algorithm says, and little beside."""
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
@@ -298,12 +278,12 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
             tally.equal(0, one.payload_bytes, f"{what} between workers carry something", **place)
 
 
-def judge_ends(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
     """Every run ends in time, and nobody was given up who was not struck."""
     tally = Tally(invariant.id)
     for trace in traces:
         scenario = trace.scenario
-        if traffic.topology(scenario) is None:
+        if not trace.traits.topology:
             continue
         if trace.end.status == "failed" and not trace.of(Start):
             tally.miss(f"{scenario.system} could not be run: {trace.end.reason}")
@@ -318,8 +298,48 @@ def judge_ends(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
-def _subjects(traces: Sequence[Trace], tally: Tally) -> Iterator[Trace]:
+def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
     """The runs of a star, a mesh or a ring on known vectors."""
     for trace in evidence.usable(traces, tally):
-        if traffic.topology(trace.scenario) is not None and trace.scenario.workload == KNOWN:
+        if trace.traits.topology and trace.scenario.workload == KNOWN:
             yield trace
+
+
+ROWS = (
+    Check(
+        name="reduction_mean",
+        id="F-RED-001",
+        decides="every rank's average is the weighted mean, as far off as rounding explains",
+        judge=judge_mean,
+        plan=plan,
+        explores=False,
+        tolerance_kinds=("ulp", "relative", "absolute"),
+        takes_tolerance=True,
+    ),
+    Check(
+        name="reduction_bits",
+        id="F-RED-002",
+        decides="all ranks hold the same bits: the tree's, or around a ring those of every run",
+        judge=judge_bits,
+        plan=plan,
+        needs=(TWIN,),
+        explores=False,
+    ),
+    Check(
+        name="reduction_traffic",
+        id="F-RED-003",
+        decides="each rank sends and gets just the payload that its algorithm needs",
+        judge=judge_traffic,
+        plan=plan,
+        explores=False,
+        tolerance_kinds=("bytes",),
+    ),
+    Check(
+        name="reduction_ends",
+        id="F-RED-004",
+        decides="no number of workers, length or size of blocks makes a reduction wait for ever",
+        judge=judge_ends,
+        plan=plan,
+        explores=False,
+    ),
+)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from entrenar_py.checks import evidence, history, missing
+from entrenar_py.checks import evidence, history, missing, plans
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Membership, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Every step, every rank, every tensor, from the state before the first step on."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -110,3 +110,16 @@ def _updated_once(tally: Tally, trace: Trace) -> None:
                     scenario=trace.scenario,
                 )
             steps.add(event.step)
+
+
+ROWS = (
+    Check(
+        name="replica_identity",
+        id="F-DP-001",
+        decides="after every step all workers hold the same weights, optimizer state and buffers",
+        judge=judge,
+        plan=plans.training,
+        in_step=True,
+        takes_turned=True,
+    ),
+)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from entrenar_py.checks import evidence, missing, same_bits
+from entrenar_py.checks import evidence, missing, plans, same_bits
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import RESUMED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 
-def family(scenario: Scenario) -> list[Scenario]:
-    """The run with its stops, and the straight run."""
-    return evidence.distinct([scenario, scenario.with_(stops=())])
-
-
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Samples, random draws, learning rates, losses and states of every step."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
-    for group in evidence.groups(kept, "stops"):
-        straight = [one for one in group if not one.scenario.stops and not _resumed(one)]
-        for trace in group:
-            if not _resumed(trace):
-                continue
-            if not straight:
-                tally.miss(_no_straight_run(trace, kept))
-                continue
-            _require_resumes(tally, trace)
-            _same_data(tally, straight[0], trace)
-            message = "the resumed run is another run"
-            same_bits.compare_steps(tally, straight[0], trace, message)
-            _same_rates(tally, straight[0], trace)
+    runs = evidence.usable_runs(runs, tally)
+    straight = None if runs.base is None or _resumed(runs.base) else runs.base
+    for trace in runs:
+        if not _resumed(trace):
+            continue
+        if straight is None:
+            tally.miss(_no_straight_run(trace, runs))
+            continue
+        _require_resumes(tally, trace)
+        _same_data(tally, straight, trace)
+        message = "the resumed run is another run"
+        same_bits.compare_steps(tally, straight, trace, message)
+        _same_rates(tally, straight, trace)
     return tally.finding(
         nothing="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
         "in it a Start with resumed=True and step=k on every rank"
@@ -43,12 +36,12 @@ def _resumed(trace: Trace) -> bool:
     return any(start.resumed for start in trace.of(Start))
 
 
-def _no_straight_run(trace: Trace, traces: Sequence[Trace]) -> str:
+def _no_straight_run(trace: Trace, runs: Traces) -> str:
     why = "no straight run of the same training to compare with: "
     if not trace.scenario.stops:
         back_to = next(start.step for start in trace.of(Start) if start.resumed)
         return f"{why}the run that resumed must say so by stops=({back_to},) in its scenario"
-    near = missing.but_for(traces, family)
+    near = runs.nearly(RESUMED)
     return f"{why}record one with stops=() in its scenario, and all else equal{near}"
 
 
@@ -102,3 +95,16 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
                     rank=rank,
                     scenario=trace.scenario,
                 )
+
+
+ROWS = (
+    Check(
+        name="resume",
+        id="F-TI-003",
+        decides="a run that was stopped and resumed is the same run, bit for bit",
+        judge=judge,
+        plan=plans.stops,
+        needs=(RESUMED,),
+        takes_turned=True,
+    ),
+)

@@ -6,56 +6,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.checks import evidence, missing, rounds
+from entrenar_py.checks import evidence, missing, plans, rounds
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import COUNTS, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Finding, Tally
 
-POWERS_OF_TWO = ("ddp_canonical",)  # whose tree needs such a number of workers
 
-
-def judge_worker_count(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
     """Bitwise, among trainers that promise bits; of others nothing can be said."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
-    for trace in kept:
+    runs = evidence.usable_runs(runs, tally)
+    for trace in runs:
         if "bitwise" not in trace.promises:
             scenario = trace.scenario
             tally.miss(
                 f"{scenario.system} on {', '.join(scenario.backends)} promises rounding, not bits: "
                 'if it does give the same bits, record its trace with promises=("bitwise",)'
             )
-    compare_worker_counts(tally, [trace for trace in kept if "bitwise" in trace.promises])
+    compare_worker_counts(tally, runs.own)
     return tally.finding(
         nothing="no two runs that differ in world_size alone: record another with world_size=1, "
-        f"say, and all else equal{missing.but_for(kept, worker_counts)}"
+        f"say, and all else equal{runs.nearly(COUNTS)}"
     )
 
 
-def worker_counts(scenario: Scenario) -> list[Scenario]:
-    """The run with 1, 2, 3, 4, 5 and 8 workers (as many as there are shards and samples for)."""
-    most = min(scenario.num_shards, scenario.num_samples)
-    counts: tuple[int, ...] = (1, 2, 3, 4, 5, 8)
-    if scenario.system in POWERS_OF_TWO:  # and a GPU for each is not to be had for every number
-        most, counts = min(most, scenario.world_size), (1, 2, 4, 8)
-    fit = [count for count in counts if count <= most]
-    return evidence.distinct(
-        [scenario, *(evidence.plain(scenario, world_size=n, mutant=scenario.mutant) for n in fit)]
-    )
-
-
-def judge_determinism(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
     """Two runs of one scenario: every shard and every update alike."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
-    for group in evidence.groups(kept, "repeat"):
-        for trace in group[1:]:
-            _compare_shards(tally, group[0], trace)
-            compare_steps(tally, group[0], trace, "two runs of one scenario differ")
+    runs = evidence.usable_runs(runs, tally)
+    for trace in runs.of(REPEATED):
+        if runs.base is not None:
+            _compare_shards(tally, runs.base, trace)
+            compare_steps(tally, runs.base, trace, "two runs of one scenario differ")
     return tally.finding(
         nothing="no scenario was run twice: record a second run of it, its scenario with repeat=1 "
-        f"and all else equal{missing.but_for(kept, repeated)}"
+        f"and all else equal{runs.nearly(REPEATED)}"
     )
 
 
@@ -80,21 +68,22 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
         )
 
 
-def repeated(scenario: Scenario) -> list[Scenario]:
-    """The run, twice."""
-    return [scenario, scenario.with_(repeat=scenario.repeat + 1)]
-
-
 def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
-    """Each run against the one with the fewest workers of the same training."""
-    for group in evidence.groups(traces, "world_size", "faults", "stops", "repeat"):
-        ordered = sorted(group, key=lambda trace: trace.scenario.world_size)
-        for trace in ordered[1:]:
-            if trace.scenario.world_size == ordered[0].scenario.world_size:
-                continue
-            few, many = ordered[0].scenario.world_size, trace.scenario.world_size
+    """Compares runs of one training that promise bits with that of the fewest workers."""
+    promised = [t for t in traces if "bitwise" in t.promises and evidence.is_as_trained(t)]
+    promised = [t for t in promised if _training(t.scenario) == _training(promised[0].scenario)]
+    ordered = sorted(promised, key=lambda trace: trace.scenario.world_size)
+    for trace in ordered[1:]:
+        few, many = ordered[0].scenario.world_size, trace.scenario.world_size
+        if few != many:
             message = f"{many} workers give other bits than {few}"
             compare_steps(tally, ordered[0], trace, message)
+
+
+def _training(scenario: Scenario) -> Scenario:
+    """Return what must be the same in two runs that are to have the same bits."""
+    changes: dict[str, Any] = {"faults": (), "stops": (), "repeat": 0, "detail": "digests"}
+    return scenario.with_(world_size=1, **changes)
 
 
 def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
@@ -187,3 +176,25 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
             shard=shard.shard,
             scenario=trace.scenario,
         )
+
+
+ROWS = (
+    Check(
+        name="worker_count",
+        id="F-TI-006",
+        decides="the same bits with any number of workers, from trainers that promise bits",
+        judge=judge_worker_count,
+        plan=plans.training,
+        needs=(COUNTS,),
+        bitwise=True,
+        in_step=True,
+    ),
+    Check(
+        name="determinism",
+        id="F-TI-007",
+        decides="two runs of one scenario have the same bits",
+        judge=judge_determinism,
+        plan=plans.training,
+        needs=(REPEATED,),
+    ),
+)

@@ -7,13 +7,15 @@ recomputed from what was recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, knob_pairs, missing, precision, skips, update_rule
+from entrenar_py.checks import evidence, knobs, missing, plans, precision, skips, update_rule
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Saved, Start, Synchronised, Tensors, Trace, Update
@@ -28,13 +30,13 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 UPDATE_ULPS = 8
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Every update of every rank."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
-    kept = evidence.usable(traces, tally)
-    knob_pairs.compare(tally, kept, knobs=("clip",))
-    for trace in kept:
+    runs = evidence.usable_runs(runs, tally)
+    knobs.compare(tally, runs)
+    for trace in runs:
         scenario = trace.scenario
         for update in trace.of(Update):
             place = {"step": update.step, "rank": update.rank, "scenario": scenario}
@@ -232,3 +234,18 @@ def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
     """Whether a tensor is not known to have rested."""
     known = name in before and name in after
     return not known or before[name].digest != after[name].digest
+
+
+ROWS = (
+    Check(
+        name="step_rule",
+        id="F-TI-008",
+        decides="learning rate, clipping and update follow from the step and the global gradient",
+        judge=judge,
+        plan=plans.step_rules,
+        needs=(turned("clip"),),
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
+        takes_turned=True,
+    ),
+)

@@ -11,7 +11,6 @@ from itertools import pairwise
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace, Traffic
 
-_TOPOLOGIES = {"parameter_server": "star", "mesh": "mesh", "ring": "ring"}
 # The messages that carry parts of the gradient, or of what was made of it.
 BLOCKS = ("TreeNode", "Partial", "Average", "Weights")
 FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # a frame's prefix, and how much payload it has at most
@@ -19,11 +18,6 @@ HEADER_BYTES_MAX = 256  # of one such message: a few numbers of at most 24 digit
 
 # (rank, or None for the coordinator; with a worker or the coordinator; sent or got) -> bytes.
 Bytes = dict[tuple[int | None, str, str], int]
-
-
-def topology(scenario: Scenario) -> str | None:
-    """`star`, `mesh` or `ring`; None for what is no such system."""
-    return _TOPOLOGIES.get(scenario.system.removesuffix("_simulated"))
 
 
 def payload_bytes(trace: Trace) -> Bytes:
@@ -54,7 +48,7 @@ def expected_bytes(trace: Trace) -> Bytes | None:
     sizes = block_bytes(scenario)
     if sizes is None:
         return None
-    count = {"star": _star, "mesh": _mesh, "ring": _ring}[topology(scenario) or ""]
+    count = {"star": _star, "mesh": _mesh, "ring": _ring}[trace.traits.topology]
     total: Bytes = defaultdict(int)
     for step in range(scenario.num_steps):
         nodes = _nodes(trace, step)

@@ -10,13 +10,17 @@ import numpy as np
 
 from entrenar_py.checks import (
     evidence,
+    knobs,
     missing,
     oracles,
     parity,
+    plans,
     run_comparison,
     skips,
     value_clipping,
 )
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import ALONE, ORACLE, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -24,22 +28,21 @@ from entrenar_py.verdict import Finding, Tally
 RELATIVE = 1e-5  # where a contract gives no tolerance: a float32 sum of n terms is off by n 2^-24
 
 
-def judge(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge(invariant: Invariant, runs: Traces) -> Finding:
     """The mean is over samples or tokens: loss from the shards, gradients from the oracle."""
     tally = Tally(invariant.id)
-    kept = evidence.usable(traces, tally)
+    runs = evidence.usable_runs(runs, tally)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
-    for trace in kept:
+    for trace in runs:
         missing.require_updates(tally, trace)
         unknown = missing.require_shards(tally, trace)
         _weighted_loss(tally, trace, relative, unknown)
         _summed_gradient(tally, trace, unknown)
-    shared = any(
-        trace.of(Update) and trace.scenario != oracles.oracle(trace.scenario) for trace in kept
-    )
-    gradients = parity.compare_with_oracle(tally, kept, tolerance=None)
+    oracle = runs.of(ORACLE)
+    shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
+    gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
     if shared and not (gradients and all(gradients)):
-        why = (not gradients and oracles.missing_model(kept)) or (
+        why = (not gradients and oracles.missing_model(runs)) or (
             f"record Update.gradient in both runs {missing.WITH_VALUES}"
         )
         tally.miss(f"the gradient's weighting is unknown: {why}")
@@ -205,3 +208,19 @@ def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None
 
 def _shapes(tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+ROWS = (
+    Check(
+        name="weighting",
+        id="F-TI-001",
+        decides="loss and gradient are weighted by samples or tokens, never a mean of means",
+        judge=judge,
+        plan=plans.weightings,
+        needs=(ALONE, ORACLE, *knobs.TURNED),
+        tolerance_kinds=("relative",),
+        takes_tolerance=True,
+        in_step=True,
+        takes_turned=True,
+    ),
+)

@@ -5,13 +5,13 @@ Source: wire-protocol-v1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from entrenar_py.checks import endurance, evidence, missing
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import STRANGERS
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Admission, Carried, Refused, Trace
+from entrenar_py.trace import Admission, Carried, Refused
 from entrenar_py.verdict import Finding, Tally
 
 SYSTEM = "wire"
@@ -42,7 +42,7 @@ def plan_admission(invariant: Invariant) -> list[Scenario]:
     return [*plan(invariant), visited]
 
 
-def judge_round_trip(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_round_trip(invariant: Invariant, traces: Traces) -> Finding:
     """Every message came out as it went in."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -53,7 +53,7 @@ def judge_round_trip(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return _finding(tally, invariant, "no message was carried")
 
 
-def judge_refusal(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_refusal(invariant: Invariant, traces: Traces) -> Finding:
     """Everything malformed gave the one error that there is for it."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -64,7 +64,7 @@ def judge_refusal(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return _finding(tally, invariant, "nothing malformed was read")
 
 
-def judge_memory(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_memory(invariant: Invariant, traces: Traces) -> Finding:
     """Reading takes the payload's bytes and little more; what is refused takes little at all."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -91,7 +91,7 @@ def judge_memory(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
     return _finding(tally, invariant, "no message was read")
 
 
-def judge_admission(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
+def judge_admission(invariant: Invariant, traces: Traces) -> Finding:
     """Who is entitled is let in, and nobody else is."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -104,3 +104,40 @@ def judge_admission(invariant: Invariant, traces: Sequence[Trace]) -> Finding:
 
 def _finding(tally: Tally, invariant: Invariant, nothing: str) -> Finding:
     return tally.finding(nothing=missing.probed(invariant, nothing))
+
+
+ROWS = (
+    Check(
+        name="wire_round_trip",
+        id="F-WP-001",
+        decides="a message comes out of the wire as it went in, bit by bit, in whatever pieces",
+        judge=judge_round_trip,
+        plan=plan,
+        explores=False,
+    ),
+    Check(
+        name="wire_refusal",
+        id="F-WP-002",
+        decides="damaged and malformed bytes give a ProtocolError, and nothing else",
+        judge=judge_refusal,
+        plan=plan,
+        explores=False,
+    ),
+    Check(
+        name="wire_memory",
+        id="F-WP-003",
+        decides="reading takes the payload's memory and little more, whatever the bytes claim",
+        judge=judge_memory,
+        plan=plan,
+        explores=False,
+        tolerance_kinds=("bytes",),
+    ),
+    Check(
+        name="admission",
+        id="F-WP-004",
+        decides="who proves the secret and agrees on the run is let in, and nobody else",
+        judge=judge_admission,
+        plan=plan_admission,
+        explores=False,
+    ),
+)

@@ -29,7 +29,6 @@ from entrenar_py.project import exclusions
 from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports import evidence, github, output_file
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
-from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
 from entrenar_py.verdict import Verdict
 from entrenar_py.wording import counted
@@ -330,7 +329,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
     wish = partial(
         runs.Plan,
         command=options.command,
-        wanted={one.check.name for one in tasks if one.check is not None},
+        needs={need for one in tasks if one.check is not None for need in one.check.needs},
         world_sizes=options.world_size or runs.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,
@@ -339,24 +338,24 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         spelled=options.knobs,
     )
     wish(folder=Path())  # says what can't be
-    traces: dict[Path, Trace] = {}
+    made: dict[Path, runs.Run] = {}
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         with run_folder.folder(options.trace_dir) as kept:
             if any(one.check is not None for one in tasks):  # else no run would say anything
                 try:
                     told = partial(show, "runs", 0, 0)
-                    traces.update(runs.record(wish(folder=kept.path), told))
+                    made.update(runs.record(wish(folder=kept.path), told))
                 except KeyboardInterrupt:  # what was found stays; nothing held for want of runs
-                    known = judging.judge(tasks, traces, on_judged=judged)
+                    known = judging.judge(tasks, made, on_judged=judged)
                     broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
                     yield from map(kept.see, broken)
                     raise
-            yield from map(kept.see, judging.judge(tasks, traces, on_judged=judged))
+            yield from map(kept.see, judging.judge(tasks, made, on_judged=judged))
 
     return Work(
         entries=entries,
-        environment=lambda: stored.environment(traces.values()),
+        environment=lambda: stored.environment(run.trace for run in made.values()),
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(selected),

@@ -6,29 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py.checks import knob_pairs
-from entrenar_py.command.knobs import KNOBS
+from entrenar_py.checks import Check
+from entrenar_py.checks.needs import ALONE, KILLED, RESUMED, Near, Need, Runs
+from entrenar_py.command import asked
+from entrenar_py.command.asked import Asked
+from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
-from entrenar_py.harness import plan, stored
+from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
 from entrenar_py.reports.report import Entry, NotApplying
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
 from entrenar_py.verdict import inconclusive
 
-# Which runs that are disturbed a check is there for.
-_DISTURBED = {"finiteness": "non_finite_gradient", "recovery": "leave"}
-_STOPPED = ("resume", "optimizer_state")
-# What is judged on runs with a knob turned, and which knobs decide something there.
-_TURNED = {
-    "parity": tuple(KNOBS),
-    "weighting": tuple(KNOBS),
-    "step_rule": ("clip",),
-    "replica_identity": (),
-    "liveness": (),
-    "resume": (),
-    "optimizer_state": (),
+# What to do where no run was made that a check can't do without.
+_WHY_NOT: Mapping[Need, str] = {
+    RESUMED: (
+        "it was not stopped and resumed: the command has no {steps} (how many optimizer steps "
+        "to make) or no {workdir} (where checkpoints go, and from where it goes on)"
+    ),
+    KILLED: "no worker was killed: that takes two",
 }
 
 
@@ -54,21 +50,24 @@ def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
 
 
 def judge(
-    tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
+    tasks: Sequence[Task], runs: Mapping[Path, Run], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """An entry per task that any of the runs, by file, is for; and per task that nothing tries."""
+    """Yield an entry per task that any of the runs, by file, is for, or that has no check."""
     for task in tasks:
-        if task.check is None:
+        check = task.check
+        if check is None:
             yield untried(task)
             continue
-        own = judged_by(task.check.name, traces)
-        if own:
-            (entry,) = stored.judge_stored([task], own, on_judged=on_judged)
-            why = lacking(task.check.name, own)
-            if why:
-                entry = replace(entry, finding=inconclusive(task.invariant.id, why))
-            notes = (*entry.finding.notes, *_untried(task.check.name, own))
-            yield replace(entry, finding=replace(entry.finding, notes=notes))
+        traces = {file: run.trace for file, run in runs.items() if _is_for(check, run)}
+        if not traces:
+            continue
+        groups = {file: _beside(check, file, runs) for file in traces}
+        entry = stored.judge_each(task, groups, traces, on_judged=on_judged)
+        asked = [runs[file].asked for file in traces]
+        if why := lacking(check, asked):
+            entry = replace(entry, finding=inconclusive(task.invariant.id, why))
+        notes = (*entry.finding.notes, *_untried(check, asked))
+        yield replace(entry, finding=replace(entry.finding, notes=notes))
 
 
 def untried(task: Task) -> Entry:
@@ -79,38 +78,43 @@ def untried(task: Task) -> Entry:
     )
 
 
-def judged_by(check: str, traces: Mapping[Path, Trace]) -> dict[Path, Trace]:
-    """Those of `traces` that say something about `check`: a run that was disturbed or stopped is
-    there for the check that asked for it. Bits for any number of workers only who promises judges.
+def _is_for(check: Check, run: Run) -> bool:
+    """Return whether `check` says something of a run; of bits only where the run promises them."""
+    promised = not check.bitwise or "bitwise" in run.trace.promises
+    return promised and asked.judges(check, run.asked)
+
+
+def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
+    """Return the files of the run in `file` and of those that it is judged beside.
+
+    One worker's run of a script may be of another training: on other batches, say.
     """
-    if check == "worker_count":
-        return {file: one for file, one in traces.items() if "bitwise" in one.promises}
-
-    def fits(one: Scenario) -> bool:
-        disturbed = all(fault.kind == _DISTURBED.get(check) for fault in one.faults)
-        turned = check in _TURNED or knob_pairs.pair_of(one) is None
-        return disturbed and turned and (not one.stops or check in _STOPPED)
-
-    return {file: one for file, one in traces.items() if fits(one.scenario)}
-
-
-def _untried(check: str, traces: Mapping[Path, Trace]) -> list[str]:
-    """Says which knobs the command does not have, that `check` would judge by."""
-    found = [knob_pairs.pair_of(one.scenario) for one in traces.values()]
-    tried = {pair.knob for pair in found if pair is not None}
-    lacking = [f"{{{name}}}" for name in _TURNED.get(check, ()) if name not in tried]
-    told = ", ".join(lacking)
-    return [f"no runs were compared that differ in {told}: put it into the command"] * bool(told)
+    files = {run.asked: file for file, run in runs.items()}
+    found = asked.beside(check.needs, runs[file].asked).chosen(files.get)
+    for alone in found.of(ALONE):
+        meant = companions.plain(runs[file].trace.scenario, world_size=1)
+        fields = roles.differences(runs[alone].trace.scenario, meant)
+        unlike = {name: pair for name, pair in fields.items() if name not in roles.free(ALONE)}
+        if unlike:
+            rest = {need: those for need, those in found.beside.items() if need is not ALONE}
+            return replace(found, beside=rest, near={ALONE: Near(alone, unlike)})
+    return found
 
 
-def lacking(check: str, traces: Mapping[Path, Trace]) -> str:
-    """Why no run was made that `check` can't do without, and what to do; empty if there is one."""
-    scenarios = [one.scenario for one in traces.values()]
-    if check == "resume" and not any(one.stops for one in scenarios):
-        return (
-            "it was not stopped and resumed: the command has no {steps} (how many optimizer steps "
-            "to make) or no {workdir} (where checkpoints go, and from where it goes on)"
-        )
-    if check == "recovery" and not any(one.faults for one in scenarios):
-        return "no worker was killed: that takes two"
+def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
+    """Say which knobs the command does not have, that `check` would judge by."""
+    tried = {one.turn.knob for one in asked if one.turn is not None}
+    needed = [need.knob for need in check.needs if need.knob]
+    lacking = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
+    return [f"no runs were compared that differ in {lacking}: put it into the command"] * bool(
+        lacking
+    )
+
+
+def lacking(check: Check, asked: Sequence[Asked]) -> str:
+    """Return why no run was made that `check` can't do without; empty if there is one."""
+    if RESUMED in check.needs and not any(one.stops for one in asked):
+        return _WHY_NOT[RESUMED]
+    if KILLED in check.needs and not any(one.faults for one in asked):
+        return _WHY_NOT[KILLED]
     return ""

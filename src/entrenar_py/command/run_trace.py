@@ -8,9 +8,9 @@ from pathlib import Path
 
 from entrenar_py import systems, trace
 from entrenar_py.checks import knob_pairs
+from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
-from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
 from entrenar_py.rank_files.rank_file import SUFFIX
@@ -89,9 +89,13 @@ def _scenario(
     if unclipped and not (turn and turn.knob == "clip"):
         traits = replace(traits, clipping="told")
     if turn is not None and like is not None and not asked.stops:
-        usual = KNOBS[turn.knob].usual
-        model = like.scenario
-        scenario = knob_pairs.option(scenario, model, turn.knob, turn.value, usual, turn.beside)
+        scenario = knob_pairs.told(
+            scenario,
+            knob=turn.knob,
+            value=turn.value,
+            usual=KNOBS[turn.knob].usual,
+            beside=turn.beside,
+        )
     return scenario, traits
 
 

@@ -13,9 +13,19 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py import trace
+from entrenar_py.checks.knobs import KNOBS
+from entrenar_py.checks.needs import (
+    ALONE,
+    COUNTS,
+    KILLED,
+    POISONED,
+    REPEATED,
+    RESUMED,
+    SAVED,
+    Need,
+)
 from entrenar_py.command import knobs, run_trace
 from entrenar_py.command.asked import Asked, Turn
-from entrenar_py.command.knobs import KNOBS
 from entrenar_py.command.launch import OUTPUT, Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
@@ -37,25 +47,28 @@ PLACEHOLDERS = {
     **{name: knob.says for name, knob in KNOBS.items()},
 }
 
-# What compares a run with a knob turned with the usual one.
-_PAIRED = {"parity", "weighting"}
-# What compares a run with that of one worker.
-_BESIDE_ONE = {"coverage", "parity", "weighting", "randomness", "worker_count"}
-
 Show = Callable[[str], None]  # told what is run now
 Launcher = Callable[..., Ended]  # what `launch.launch` does
 
 
 @dataclass(frozen=True, kw_only=True)
+class Run:
+    """The trace of a run, and what it was launched as."""
+
+    asked: Asked
+    trace: Trace
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The runs of a command for the checks that `wanted` names.
+    """The runs of a command for checks with these `needs`.
 
     `spelled` says what stands in the command for the values of its knobs, by knob and value; a
     value that is not there stands for itself.
     """
 
     command: tuple[str, ...]
-    wanted: Collection[str]
+    needs: Collection[Need]
     folder: Path
     world_sizes: tuple[int, ...] = WORLD_SIZES
     seed: int = 0
@@ -86,7 +99,7 @@ class Plan:
 
     def plain(self) -> dict[str, Asked]:
         """Name -> the undisturbed run with each number of workers, the largest first."""
-        models = {1} if set(self.wanted) & _BESIDE_ONE else set()
+        models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
 
@@ -98,13 +111,13 @@ class Plan:
         stops = _stops(like) if self.can_say("steps") and self.can_say("workdir") else ()
         asked = Asked(world_size=self.most, seed=self.seed)
         found: dict[str, Asked] = {}
-        if {"determinism", "coverage"} & set(self.wanted):
+        if REPEATED in self.needs:
             found[f"{name}-again"] = replace(asked, repeat=1)
-        if "finiteness" in self.wanted:
+        if POISONED in self.needs:
             found[f"{name}-nan"] = replace(asked, faults=(nan,))
-        if "recovery" in self.wanted and self.most > 1:
+        if KILLED in self.needs and self.most > 1:
             found[f"{name}-killed"] = replace(asked, faults=(leave,))
-        if {"resume", "optimizer_state"} & set(self.wanted) and stops:
+        if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # In micro-batches, which the place in the data is counted in or is not; if it can be.
             turned = next(iter(self._turns("accumulation")), None)
             if turned is not None:
@@ -117,22 +130,22 @@ class Plan:
         if not self.can_say(knob):
             return []
         beside = knobs.beside(knob, [name for name in KNOBS if self.can_say(name)])
-        return [Turn(knob, value, beside) for value in knobs.turns(knob, usual)]
+        return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
     def pairs(self, usual: Trace) -> dict[str, Asked]:
         """Name -> a run with one knob turned, of those that the command has."""
-        wanted = set(self.wanted)
-        told = KNOBS if wanted & _PAIRED else ("clip",) if "step_rule" in wanted else ()
+        needed = {need.knob for need in self.needs}
         asked = Asked(world_size=self.most, seed=self.seed)
         return {
             _name(self.most, turn): replace(asked, turn=turn)
-            for name in told
+            for name in KNOBS
+            if name in needed
             for turn in self._turns(name, usual)
         }
 
 
-def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
-    """Runs the command as often as `plan` says: each run's trace, and the file that it is kept in.
+def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
+    """Run the command as often as `plan` says: yield each run, and the file that it is kept in.
 
     Each has a folder of its own below the plan's, with its output and its ranks' files. Where the
     first run fails no other is made: they would, too.
@@ -151,7 +164,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Trace]]:
         found = _run(plan, asked, (base / name).absolute(), like)
         base.mkdir(parents=True, exist_ok=True)  # what is run may remove whatever it likes
         trace.save(found, base / f"{name}.jsonl")
-        yield base / f"{name}.jsonl", found
+        yield base / f"{name}.jsonl", Run(asked=asked, trace=found)
         if first:
             first = False
             if found.end.status == "failed":

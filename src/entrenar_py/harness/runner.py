@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from types import FrameType
 
 from entrenar_py import systems, trace
 from entrenar_py.checks import Check
+from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import SystemFailure
-from entrenar_py.harness import interrupts
+from entrenar_py.harness import companions, interrupts
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, Verdict, first_few, inconclusive, worst
@@ -76,37 +77,38 @@ class Runner:
 
     def attempt(self, invariant: Invariant, check: Check, scenario: Scenario) -> Judgement:
         """What the check finds on `scenario` and the runs it must be judged beside."""
-        traces = [self.run(member) for member in check.family(scenario)]
-        self._on_judged(traces)
-        return judge(invariant, check, traces)
+        own = self.run(scenario)
+        runs = companions.of(check.needs, scenario).chosen(self.run)
+        self._on_judged([own, *(trace for trace in runs if trace is not own)])
+        return judge(invariant, check, runs)
 
     def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
         """The finding of `attempt` alone."""
         return self.attempt(invariant, check, scenario).finding
 
 
-def judge(invariant: Invariant, check: Check, traces: Sequence[trace.Trace]) -> Judgement:
-    """What the check finds on `traces`.
+def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
+    """What the check finds on `runs`.
 
     Inconclusive, with the reason, if it crashes, if it held while the bug that was planted took no
     part, and if it does not apply to one of them.
     """
     interrupts.check()
-    if check.in_step and any("rounds" in one.promises for one in traces):
+    if check.in_step and any("rounds" in one.promises for one in runs):
         return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
     try:
-        finding = check.judge(invariant, traces)
+        finding = check.judge(invariant, runs)
     except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
         reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
         return Judgement(finding=inconclusive(invariant.id, reason), failed=True)
-    idle = _idle_mutant(traces)
+    idle = _idle_mutant(runs)
     if finding.verdict is Verdict.HELD and idle is not None:
         reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
         finding = inconclusive(invariant.id, reason, finding.compared)
-    return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in traces))
+    return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in runs))
 
 
-def _idle_mutant(traces: Sequence[trace.Trace]) -> str | None:
+def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
     """The mutant that some of `traces` ask for, if it took part in none of them.
 
     Somebody's own trainer plants its bugs itself, and `mutant` is what they are called.

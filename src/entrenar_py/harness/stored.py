@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py import trace as trace_file
-from entrenar_py.checks import Check, missing
+from entrenar_py.checks import Check
+from entrenar_py.checks.needs import Runs
 from entrenar_py.errors import UsageError
+from entrenar_py.harness import roles
 from entrenar_py.harness.plan import Task, is_trainer
 from entrenar_py.harness.runner import Judgement, Listener, combine, ignore, judge
 from entrenar_py.rank_files import stored_run
@@ -20,9 +22,6 @@ from entrenar_py.reports.report import Entry
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding, Verdict, first_few
-
-# A run that differs in one of these may differ rightly: no other is judged by it.
-_APART = frozenset({"system", "mutant", "faults", "stops"})
 
 _PATTERN = frozenset("*?[")
 
@@ -72,32 +71,56 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
 def judge_stored(
     tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """An entry per task from stored traces, by file; nothing is run.
+    """Yield an entry per task from stored traces, by file; nothing is run.
 
-    Each trace is judged beside those of its family that are there, as it was when it was run.
+    Each trace is judged beside those that are there of the ones that it was compared with when it
+    was run. Traces of another kind of system than the clause asks for say nothing about it.
+    """
+    scenarios = {file: trace.scenario for file, trace in traces.items()}
+    for task in tasks:
+        runs: dict[Path, Runs[Path]] = {}
+        if task.check is not None:
+            kinds = {_kind(one.system) for one in task.scenarios}
+            runs = {
+                file: roles.of(task.check.needs, file, scenarios)
+                for file, scenario in scenarios.items()
+                if _kind(scenario.system) in kinds
+            }
+        yield judge_each(task, runs, traces, on_judged=on_judged)
+
+
+def judge_each(
+    task: Task,
+    runs: Mapping[Path, Runs[Path]],
+    traces: Mapping[Path, Trace],
+    *,
+    on_judged: Listener = ignore,
+) -> Entry:
+    """Return what is found on each of `runs`, by the file of the trace that it is about.
+
     Nothing was explored: `num_scenarios` counts the traces that say something about the clause.
     """
-    for task in tasks:
-        started = time.monotonic()
-        judged = _judge_each(task, traces)
-        for one in judged:
-            on_judged([traces[file] for file in one.files])
-        told = _telling(judged)
-        findings = _located(told) if len(traces) > 1 else [one.finding for one in told]
-        yield Entry(
-            invariant=task.invariant,
-            finding=combine(findings or [_unseen(task)]),
-            num_scenarios=len(judged),
-            num_explored=0,
-            elapsed_s=time.monotonic() - started,
-        )
+    started = time.monotonic()
+    check = task.check
+    judged = [_judge(task, check, own, beside, traces) for own, beside in runs.items() if check]
+    for one in judged:
+        on_judged([traces[file] for file in one.files])
+    told = _telling(judged)
+    findings = _located(told) if len(traces) > 1 else [one.finding for one in told]
+    return Entry(
+        invariant=task.invariant,
+        finding=combine(findings or [_unseen(task)]),
+        num_scenarios=len(judged),
+        num_explored=0,
+        elapsed_s=time.monotonic() - started,
+    )
 
 
 def _unseen(task: Task) -> Finding:
     """The finding where no trace was for the task; a probe's own words, where it is one."""
     if task.check is None or task.check.explores:
         return task.untried()
-    return task.check.judge(task.invariant, ())
+    return task.check.judge(task.invariant, Runs())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,62 +152,16 @@ class _Judged:
         return f"{own} (beside {first_few(beside, separator=', ')})" if beside else own
 
 
-def _judge_each(task: Task, traces: Mapping[Path, Trace]) -> list[_Judged]:
-    """What the check finds on each trace.
-
-    Runs of another kind of system than the clause asks for say nothing about it and are left out.
-    """
-    check = task.check
-    if check is None:
-        return []
-    found = []
-    kinds = {_kind(one.system) for one in task.scenarios}
-    file_of = {trace.scenario: file for file, trace in traces.items()}
-    for file, trace in traces.items():
-        own = trace.scenario
-        if _kind(own.system) in kinds:
-            family = [one for one in check.family(own)[1:] if one in file_of and one != own]
-            beside = {file_of[one]: traces[file_of[one]] for one in family}
-            judged = _judge(task, check, {file: trace, **beside})
-            found.append(_beside_nearest(task, check, judged, traces) if judged.is_open else judged)
-    return found
-
-
-def _judge(task: Task, check: Check, traces: Mapping[Path, Trace]) -> _Judged:
-    """What the check finds on the first of `traces` beside the others."""
-    own = next(iter(traces.values())).scenario
-    return _Judged(
-        files=tuple(traces),
-        judgement=judge(task.invariant, check, [*traces.values()]),
-        recorded=own in task.scenarios or own.system not in SYSTEMS,
-    )
-
-
-def _beside_nearest(
-    task: Task, check: Check, judged: _Judged, traces: Mapping[Path, Trace]
+def _judge(
+    task: Task, check: Check, own: Path, runs: Runs[Path], traces: Mapping[Path, Trace]
 ) -> _Judged:
-    """`judged` again beside the trace that comes nearest to one that is missing there, if that says
-    more: it may do after all, or else the reason tells how it differs.
-    """
-    family = {file: traces[file] for file in judged.files}
-    own = traces[judged.files[0]].scenario
-    others = {
-        trace.scenario: file
-        for file, trace in traces.items()
-        if file not in family and trace.scenario != own  # a copy is none to judge it by
-    }
-    near = missing.nearest(own, others, check.family)
-    if near is None:
-        return judged
-    file = others[near[0]]
-    together = _judge(task, check, {**family, file: traces[file]})
-    if together.finding.reason == judged.finding.reason:
-        return judged
-    if together.is_open or _APART.isdisjoint(near[1]):
-        return together
-    reason = judged.finding.reason + missing.differing(near[1])
-    finding = replace(judged.finding, reason=reason)
-    return replace(judged, judgement=replace(judged.judgement, finding=finding))
+    """What the check finds on the trace in the file `own`, which is one of `runs`."""
+    scenario = traces[own].scenario
+    return _Judged(
+        files=tuple(dict.fromkeys((own, *runs, *(near.run for near in runs.near.values())))),
+        judgement=judge(task.invariant, check, runs.chosen(traces.get)),
+        recorded=scenario in task.scenarios or scenario.system not in SYSTEMS,
+    )
 
 
 def _telling(judged: Sequence[_Judged]) -> list[_Judged]:

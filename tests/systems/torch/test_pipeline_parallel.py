@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from entrenar_py import trace
-from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ORACLE
 from entrenar_py.errors import UsageError
+from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.torch import pipeline_parallel
 from entrenar_py.verdict import Verdict
@@ -35,9 +36,9 @@ def scenario(**changes: Any) -> Scenario:
 def test_it_trains_as_a_single_device_does(schedule: str) -> None:
     """Loss, every gradient and every weight, by every schedule; all stages are one model."""
     subject = scenario(options={"schedule": schedule})
-    oracle = CHECKS["parity"].family(subject)[-1]
+    ((oracle,),) = companions.of((ORACLE,), subject).beside.values()
     runs = [traces.run(subject), traces.run(oracle)]
-    finding = CHECKS["parity"].judge(traces.clause("parity"), runs)
+    finding = traces.judge("parity", runs)
     assert finding.verdict is Verdict.HELD, finding
     (shard,) = runs[0].of(trace.Shard)
     assert len(shard.gradient) == len(runs[1].of(trace.Update)[0].gradient)

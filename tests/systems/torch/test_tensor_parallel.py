@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from entrenar_py import systems, trace
-from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ORACLE
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
+from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.torch import tensor_parallel
 from entrenar_py.verdict import Verdict
@@ -39,9 +40,9 @@ def scenario(**changes: Any) -> Scenario:
 def test_it_trains_as_a_single_device_does(system: str, world_size: int) -> None:
     """Loss, every gradient and every weight, on every rank."""
     subject = scenario(system=system, world_size=world_size, clip_norm=0.5)
-    oracle = CHECKS["parity"].family(subject)[-1]
+    ((oracle,),) = companions.of((ORACLE,), subject).beside.values()
     runs = [traces.run(subject), traces.run(oracle)]
-    finding = CHECKS["parity"].judge(traces.clause("parity"), runs)
+    finding = traces.judge("parity", runs)
     assert finding.verdict is Verdict.HELD, finding
     gradients = [set(update.gradient) for update in runs[0].of(trace.Update)]
     assert len(gradients) == world_size

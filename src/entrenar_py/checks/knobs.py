@@ -1,0 +1,277 @@
+"""The knobs of somebody's own trainer: what a turn must leave as it is, and how that is judged.
+
+What a run on one worker does wrong, too, a comparison with that one can't show; a turn of a knob
+that should change nothing can. A clipping norm is the knob that changes something: the size of the
+gradient, and not its direction. A knob is a row of KNOBS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.checks import evidence, missing, oracles, run_comparison
+from entrenar_py.checks.knob_pairs import Pair, pair_of
+from entrenar_py.checks.needs import Need, Traces, turned
+from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
+from entrenar_py.verdict import Tally
+
+UNCLIPPED = "1e9"  # a norm that no gradient has
+_CLIPPED_SHARE = 16  # the norm of the usual run's smallest gradient is so many times the limit
+_CLIPPED_USUAL = 1e-3  # where that is not known
+# torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
+CLIP_EPSILON = 1e-6
+
+
+def compare(tally: Tally, runs: Traces) -> list[int]:
+    """Compare every run in which a knob is turned with the base, in which none is.
+
+    Returns how many gradients were compared of each.
+    """
+    counts = []
+    for name, trace in runs.turned():
+        pair = pair_of(trace.scenario)
+        assert pair is not None, "its scenario says so"
+        if runs.base is None:
+            tally.miss(f"{pair.words.before}no run with {pair.knob}={pair.usual} is there")
+            continue
+        tally.note(f"compared {pair.knob}={pair.value} with {pair.knob}={pair.usual}")
+        compared = KNOBS[name].judge(tally, pair, runs.base, trace)
+        if compared is not None:
+            counts.append(compared)
+    return counts
+
+
+# Took the knob effect? Two equal runs say nothing.
+Effect = Callable[[Tally, Pair, Trace, Trace], bool]
+
+
+def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Trace, Trace], int | None]:
+    """Return the judge of a knob that is to change nothing, of runs in which it `took_effect`."""
+
+    def judge(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int | None:
+        if trace.scenario.dropout and not oracles.same_masks(model, trace):
+            why = "dropout draws other masks: run the script without dropout"
+            tally.miss(f"{pair.words.before}{why}")
+            return None
+        if not took_effect(tally, pair, model, trace):
+            return None
+        return run_comparison.compare(tally, model, trace, None, pair.words)
+
+    return judge
+
+
+def _always(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    return True
+
+
+def _scaled_loss(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    if _local(model) != _local(trace) or not _local(trace):
+        return True
+    tally.miss(f"{pair.words.before}gradients before unscaling are the same: not scaled at all")
+    return False
+
+
+def _permuted(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    if _is_normalised_apart(tally, pair, trace):
+        return False
+    if _orders(model) != _orders(trace):
+        return True
+    tally.miss(f"{pair.words.before}the samples come in the same order: nothing was permuted")
+    return False
+
+
+def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
+    if trace.traits.batch_norm:
+        why = "batch normalisation is by each micro-batch's own samples: another one"
+        tally.miss(f"{pair.words.before}{why}")
+    return trace.traits.batch_norm
+
+
+def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
+    """Whether a step has the same samples in more micro-batches; a step for each is a finding."""
+    if _is_normalised_apart(tally, pair, trace):
+        return False
+    before, after = _micro_batches(model), _micro_batches(trace)
+    due, drawn = _first_samples(model), _first_samples(trace)
+    each = not drawn - due and drawn.total() * int(pair.value) == due.total() * int(pair.usual)
+    if before and before == after and each and drawn != due:
+        num_due, num_made = (1 + max(evidence.updates(one)) for one in (model, trace))
+        tally.check(
+            False,
+            f"{pair.words.before}the optimizer steps after every micro-batch",
+            step=0,
+            expected=f"{num_due} steps of {due.total()} samples",
+            got=f"{num_made} steps of {drawn.total()} samples",
+            scenario=trace.scenario,
+        )
+        return False
+    if due and drawn and due.total() != drawn.total():
+        tally.miss(
+            f"{pair.words.before}step 0 has {drawn.total()} samples, and {due.total()} with "
+            f"{pair.knob}={pair.usual}: keep the global batch, with micro-batches of GLOBAL // "
+            "({world_size} * {accumulation})"
+        )
+        return False
+    if before and before == after:
+        tally.miss(f"{pair.words.before}as many micro-batches in a step as with {pair.usual}")
+        return False
+    return True
+
+
+def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
+    """No step's gradient is longer than the clipping norm; that of the first, whose weights are the
+    same, is the unclipped one made so long.
+    """
+    limit = float(pair.value)
+    bounds = run_comparison.Bounds.of({}, model, trace)
+    expected = evidence.updates(model).get(0)
+    one = evidence.any_rank(expected) if expected else None
+    whole = evidence.norm_l2(one.gradient) if one is not None else None
+    if one is None or whole is None:
+        missing.ask(tally, "clipping was not judged", f"Update.gradient {missing.WITH_VALUES}")
+        return 0
+    if whole <= limit:
+        tally.miss(f"{pair.words.before}the gradient of step 0 is no longer than that: {whole:.3g}")
+        return 0
+    if _first_samples(model) != _first_samples(trace):
+        what = f"step 0 draws other samples than {pair.words.its}"
+        tally.miss(f"{pair.words.before}{what}{pair.words.elsewhere}")
+        return 0
+    clipped = _times(one.gradient, limit / whole)
+    num_gradients = 0
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for rank, update in by_rank.items():
+            place: dict[str, Any] = {"step": step, "rank": rank, "scenario": trace.scenario}
+            norm = evidence.norm_l2(update.gradient)
+            if norm is None:
+                continue
+            num_gradients += 1
+            tally.check(
+                norm <= limit * (1 + bounds.gradient),
+                f"{pair.words.before}the norm of the applied gradient is larger",
+                expected=repr(limit),
+                got=repr(norm),
+                **place,
+            )
+            if step == 0:
+                message = (
+                    f"{pair.words.before}the gradient is not that of {pair.knob}={pair.usual} "
+                    "clipped to this norm"
+                )
+                evidence.compare_close(
+                    tally,
+                    clipped,
+                    update.gradient,
+                    bounds.gradient + CLIP_EPSILON / whole,
+                    message,
+                    **place,
+                )
+    return num_gradients
+
+
+def _times(tensors: Tensors, factor: float) -> Tensors:
+    known = evidence.vectors(tensors) or {}
+    return {
+        name: record_tensor((factor * value.astype(np.float64)), values=True)
+        for name, value in known.items()
+    }
+
+
+def _micro_batches(trace: Trace) -> int:
+    """Of one rank in its first step; 0 where none was recorded."""
+    first = evidence.shards(trace).get(0, [])
+    return max(Counter(shard.rank for shard in first).values(), default=0)
+
+
+def _first_samples(trace: Trace) -> Counter[int]:
+    return Counter(i for shard in evidence.shards(trace).get(0, []) for i in shard.ids)
+
+
+def _orders(trace: Trace) -> list[tuple[int, ...]]:
+    return [shard.ids for shard in trace.of(Shard)]
+
+
+def _local(trace: Trace) -> dict[str, str]:
+    """The digests of the first micro-batch's gradient."""
+    first = trace.of(Shard)[:1]
+    return {name: record.digest for one in first for name, record in one.gradient.items()}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def _limit(usual: Trace) -> str:
+    """Return a norm far below that of all gradients of a run, in a few digits."""
+    norms = [evidence.norm_l2(update.gradient) for update in usual.of(Update)]
+    known = [norm for norm in norms if norm and math.isfinite(norm)]
+    return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """What a script can be asked to do otherwise, though the training should stay the same.
+
+    It is a placeholder of its name in the command; `says` is what a script does with its value. It
+    is at `usual` in all runs but its own; `others` are what it is turned to there, or `limit` makes
+    that of the usual run. Knobs `beside` it are turned with it, if the command has them. `judge`
+    compares the usual run and the other one, and returns how many gradients it compared, or None if
+    the knob took no effect.
+    """
+
+    says: str
+    usual: str
+    judge: Callable[[Tally, Pair, Trace, Trace], int | None]
+    others: tuple[str, ...] = ()
+    limit: Callable[[Trace], str] | None = None
+    beside: tuple[str, ...] = ()
+
+    def turns(self, usual: Trace | None) -> tuple[str, ...]:
+        """Return what it is turned to, where `usual` is the usual run."""
+        if self.limit is None:
+            return self.others
+        assert usual is not None, "it was run first"
+        return (self.limit(usual),)
+
+
+KNOBS: Mapping[str, Knob] = {
+    "accumulation": Knob(
+        says="micro-batches a step is made in, of the same global batch: 1, 2, 4",
+        usual="1",
+        others=("2", "4"),
+        judge=_changes_nothing(_accumulated),
+    ),
+    "clip": Knob(
+        says=f"the largest L2 norm of a gradient: {UNCLIPPED}, and one that is always exceeded",
+        usual=UNCLIPPED,
+        limit=_limit,
+        # What is clipped at the wrong place, each micro-batch or a gradient that is still scaled,
+        # shows only where there is such a thing.
+        beside=("accumulation", "loss_scale"),
+        judge=_clipped,
+    ),
+    "loss_scale": Knob(
+        says="what the loss is multiplied by before the backward pass: 1, 1024",
+        usual="1",
+        others=("1024",),
+        judge=_changes_nothing(_scaled_loss),
+    ),
+    "permute": Knob(
+        says="1 where the samples of each global batch are to come in another order, else 0",
+        usual="0",
+        others=("1",),
+        judge=_changes_nothing(_permuted),
+    ),
+    "strategy": Knob(
+        says="off where the model is to be trained without its parallel strategy, else on",
+        usual="on",
+        others=("off",),
+        judge=_changes_nothing(_always),
+    ),
+}
+TURNED: tuple[Need, ...] = tuple(map(turned, KNOBS))

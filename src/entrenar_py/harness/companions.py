@@ -1,0 +1,141 @@
+"""Which scenarios answer a check's needs: the run that is asked for, changed in one respect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from entrenar_py.checks import knob_pairs
+from entrenar_py.checks.needs import (
+    ALONE,
+    CALM,
+    COUNTS,
+    KILLED,
+    ON_CPU,
+    ORACLE,
+    REPEATED,
+    RESUMED,
+    TWIN,
+    Need,
+    Runs,
+)
+from entrenar_py.faults import SILENT, SURVIVED
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import SYSTEMS
+
+_WORKERS = (1, 2, 3, 4, 5, 8)
+_POWERS_OF_TWO = (1, 2, 4, 8)
+# What is the scenario's own in a disturbed run, and empty in the run that this is compared with.
+_DISTURBANCES: Mapping[Need, str] = {KILLED: "faults", RESUMED: "stops"}
+
+
+def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
+    """Return `scenario`, and the scenarios of the runs that a check with `needs` judges it beside.
+
+    A disturbed run stands beside its base, as does one with a knob turned: then it is not the base.
+    """
+    pair = knob_pairs.pair_of(scenario)
+    for need in needs:
+        if pair is not None and need.knob == pair.knob:
+            return Runs(knob_pairs.unturned(scenario), {need: (scenario,)})
+    for need in needs:
+        name = _DISTURBANCES.get(need)
+        if name is not None and getattr(scenario, name):
+            base = scenario.with_(**{name: ()})
+            return Runs(base, {need: (scenario,)}, undropped=_undropped(needs, scenario))
+    if pair is not None:
+        return Runs(scenario)
+    made = {scenario: scenario}
+    beside = {}
+    for need in needs:
+        if need in _CHANGES:
+            changed = dict.fromkeys(made.setdefault(one, one) for one in _CHANGES[need](scenario))
+            beside[need] = tuple(changed)
+    beside = {
+        need: tuple(one for one in runs if one is not scenario or need is ORACLE)
+        for need, runs in beside.items()
+    }
+    is_oracle = scenario in beside.get(ORACLE, ())
+    return Runs(scenario, beside, undropped=None if is_oracle else _undropped(needs, scenario))
+
+
+def all_of(runs: Runs[Scenario]) -> list[Scenario]:
+    """Return all scenarios of `runs`, each once."""
+    return list(dict.fromkeys(runs))
+
+
+def plain(scenario: Scenario, **changes: Any) -> Scenario:
+    """Return the undisturbed, unmutated form of `scenario`, with `changes`."""
+    return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
+
+
+def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | None:
+    """Return the same without dropout, where its masks are other ones in the runs beside it.
+
+    Those drawn by a rank are others on one worker, and once a worker is gone; those from generators
+    of their own are others than any single device's.
+    """
+    system = SYSTEMS.get(scenario.system)
+    if not scenario.dropout or system is None:
+        return None
+    masks = system.traits.masks
+    apart = (masks != "shard" and {ORACLE, ALONE} <= {*needs}) or (
+        masks == "rank" and KILLED in needs
+    )
+    return of(needs, scenario.with_(dropout=0.0)) if apart else None
+
+
+def _oracle(scenario: Scenario) -> list[Scenario]:
+    """Return the plain single-device run of the same training, by the independent trainer."""
+    single = {"system": "textbook", "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
+    return [plain(scenario, **single, options={})]
+
+
+def _counts(scenario: Scenario) -> list[Scenario]:
+    """Return the run with as many workers as there are shards and samples for."""
+    most = min(scenario.num_shards, scenario.num_samples)
+    system = SYSTEMS.get(scenario.system)
+    counts: tuple[int, ...] = _WORKERS
+    if system is not None and system.powers_of_two:
+        # A GPU for each worker is not to be had for every number.
+        most, counts = min(most, scenario.world_size), _POWERS_OF_TWO
+    return [
+        plain(scenario, world_size=count, mutant=scenario.mutant)
+        for count in counts
+        if count <= most
+    ]
+
+
+def _calm(scenario: Scenario) -> list[Scenario]:
+    """Return the same training with nothing wrong, and nobody audited."""
+    kept = tuple(fault for fault in scenario.faults if fault.kind not in (*SURVIVED, *SILENT))
+    options = {name: value for name, value in scenario.options.items() if name != "audit_share"}
+    return [plain(scenario, faults=kept, options=options)]
+
+
+def _twin(scenario: Scenario) -> list[Scenario]:
+    """Return the same reduction by the tree in one process; of a ring, in another network."""
+    system = SYSTEMS.get(scenario.system)
+    if system is not None and system.traits.topology == "ring":
+        options = _kept(scenario, ("block_bytes", "terms"))
+        options["network_seed"] = scenario.options.get("network_seed", 0) + 1
+        # Another right ring has bits of its own.
+        changes = {"system": "ring_simulated", "options": options, "mutant": scenario.mutant}
+        return [plain(scenario, **changes)]
+    options = _kept(scenario, ("terms",))
+    return [plain(scenario, system="reference", world_size=1, options=options)]
+
+
+def _kept(scenario: Scenario, names: Iterable[str]) -> dict[str, Any]:
+    return {name: scenario.options[name] for name in names if name in scenario.options}
+
+
+_CHANGES: Mapping[Need, Callable[[Scenario], list[Scenario]]] = {
+    ALONE: lambda one: [plain(one, world_size=1, mutant=one.mutant)],
+    COUNTS: _counts,
+    REPEATED: lambda one: [one.with_(repeat=one.repeat + 1)],
+    ORACLE: _oracle,
+    CALM: _calm,
+    TWIN: _twin,
+    ON_CPU: lambda one: [plain(one, backends=("cpu",))],
+}
