@@ -32,8 +32,8 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 def usable_runs(runs: Traces, tally: Tally) -> Traces:
     """Return `runs` without those that `usable` leaves out."""
-    kept = {id(trace) for trace in usable(runs, tally)}
-    return runs.chosen(lambda trace: trace if id(trace) in kept else None)
+    usable(runs, tally)
+    return runs.chosen(lambda trace: None if trace.end.status == "failed" else trace)
 
 
 def is_as_trained(trace: Trace) -> bool:
