@@ -111,6 +111,11 @@ ROUNDED = (
         changes=_CUT,
     ),
     Twin(
+        name="gradients are clipped at a size that one element of the run exceeds",
+        script="ddp.py",
+        changes=((_CUT[0][0], _CUT[0][1].replace("0.1", "2.5")), _CUT[1]),
+    ),
+    Twin(
         name="gradients are sent in float16",
         script="ddp.py",
         changes=(_hooked("default_hooks.fp16_compress_hook"),),

@@ -17,7 +17,11 @@ Vectors = Mapping[str, NDArray[Any]]
 
 
 def limit(trace: Trace) -> float | None:
-    """The size that no element of a run exceeds, if several have just that one."""
+    """Return the size that no element of a run exceeds, if it looks like a limit that was set.
+
+    Several elements have just that size, or it is a number that people write: of three digits or
+    fewer. A largest element is one of those by chance once in some ten thousand runs.
+    """
     found: Counter[float] = Counter()
     for update in trace.of(Update):
         sizes = np.abs(_flat(evidence.vectors(update.gradient) or {}))
@@ -25,7 +29,9 @@ def limit(trace: Trace) -> float | None:
             largest = float(sizes.max())
             found[largest] += int((sizes == largest).sum())
     top = max(found, default=math.nan)
-    return top if found[top] > 1 and 0 < top < math.inf else None
+    if not 0 < top < math.inf:
+        return None
+    return top if found[top] > 1 or float(np.float32(f"{top:.3g}")) == top else None
 
 
 def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
