@@ -76,19 +76,16 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
     given = node.fields.get("id", node)
     what = f"test {given.text}" if isinstance(given, ScalarNode) else "falsification test"
     record = Record(node, what=what, known=layout.TEST_KEYS, problems=problems)
-    rule, obligation = record.text("rule"), record.text("obligation")
-    test = FalsificationTest(
+    rule = record.text("rule")
+    test = record.read_as(
+        FalsificationTest,
         id=record.identifier(),
-        rule=rule,
         # Some authors call it so; that rules want a prediction is said by --validate.
         prediction=record.text("prediction")
         or record.text("claim")
         or record.filled("prediction", rule="SCHEMA-008"),
         position=node.at,
-        test=record.text("test"),
-        if_fails=record.text("if_fails"),
-        obligation=obligation,
-        target=targets.resolve(rule) or targets.resolve(obligation),
+        target=targets.resolve(rule) or targets.resolve(record.text("obligation")),
         extra=record.extra("falsification_tests"),
     )
     if not test.target and _ID.fullmatch(rule):

@@ -172,24 +172,17 @@ def _entry(kind: str, name: str, record: Record, problems: Problems) -> Entry:
         message = f"statement is {DIGEST_CHARS} hex digits, as --suggest writes them"
         at, given = record.place("statement"), escaping.shortened(statement, chars_max=80)
         problems.error(at, f"{record.what}: {message}; given is {given!r}")
-    return Entry(
+    return record.read_as(
+        Entry,
         kind=kind,
         name=name,
         record=record,
         position=record.node.at,
-        part=record.text("part"),
-        statement=statement,
-        gate_names=record.texts("gate_names"),
-        check=check,
-        not_tried=not_tried,
-        reason=record.text("reason"),
         tolerance=record.number("tolerance"),
         tolerance_kind=record.choice("tolerance_kind", TOLERANCE_KINDS),
         scenarios=_scenarios(record, problems),
-        systems=record.texts("systems"),
         severity=record.choice("severity", SEVERITIES),
         critical=record.flag("critical"),
-        mutants=record.texts("mutants"),
     )
 
 

@@ -6,13 +6,15 @@ Every reader gives back something usable, so that all problems of a file come ou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.untrusted import escaping
 
+T = TypeVar("T")
 _FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -128,6 +130,17 @@ class Record:
         message = f"{self.what}: {key} is one of {', '.join(allowed)}{_given(found)}"
         self._problems.error(found.at, message)
         return None
+
+    def read_as(self, kind: type[T], /, **values: Any) -> T:
+        """Return a record of `kind`: the `values`, and as text whatever else its fields are.
+
+        A field that is text, or a tuple of texts, and not among the values is read by its name.
+        """
+        readers: dict[str, Callable[[str], Any]] = {"str": self.text, "tuple[str, ...]": self.texts}
+        for field in fields(kind):  # type: ignore[arg-type]
+            if field.name not in values and str(field.type) in readers:
+                values[field.name] = readers[str(field.type)](field.name)
+        return kind(**values)
 
     def number(self, key: str) -> float | None:
         """A finite number >= 0, also written as text ("1e-4"); None if there is none."""

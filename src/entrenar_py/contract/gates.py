@@ -62,15 +62,9 @@ def read(root: MapNode, problems: Problems) -> Gate | None:
     others = [
         key for key in node.fields if key not in layout.GATE_KEYS and _OTHER_DEMAND.fullmatch(key)
     ]
-    return Gate(
-        id=record.text("id"),
-        name=record.text("name"),
-        description=record.text("description"),
-        checks=record.texts("checks"),
-        required_tests=record.texts("required_tests"),
-        pass_criteria=record.text("pass_criteria"),
+    return record.read_as(
+        Gate,
         position=node.at,
-        falsification=record.text("falsification"),
         other_demands=tuple(_worded(key, node) for key in others),
         extra=record.extra("qa_gate", read_elsewhere=others),
     )

@@ -50,16 +50,11 @@ def _equation(
             problems.error(node.at, message, rule="SCHEMA-004")
         return Equation(name=name, formula=formula, position=at)
     record = Record(node, what=what, known=layout.EQUATION_KEYS, problems=problems)
-    return Equation(
+    return record.read_as(
+        Equation,
         name=name,
         formula=_either(record, "formula", "formal", rule="SCHEMA-004"),
         position=at,
-        domain=record.text("domain"),
-        codomain=record.text("codomain"),
-        invariants=record.texts("invariants"),
-        preconditions=record.texts("preconditions"),
-        postconditions=record.texts("postconditions"),
-        reference=record.text("reference"),
         extra=record.extra("equations"),
     )
 
@@ -85,16 +80,13 @@ def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
 def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
     given = record.text("id")
     stated = _either(record, "property", "statement", rule="SCHEMA-005")
-    return Obligation(
+    return record.read_as(
+        Obligation,
         id=given or _id_from(stated, taken),
         property=stated,
         position=record.node.at,
         has_id=bool(given),
-        type=record.text("type"),
-        formal=record.text("formal"),
         tolerance=record.amount("tolerance"),
-        applies_to=record.text("applies_to"),
-        equation=record.text("equation"),
         lean=record.data("lean"),
         extra=record.extra(OBLIGATIONS),
     )
@@ -148,14 +140,4 @@ def harnesses(root: MapNode, problems: Problems) -> tuple[Harness, ...]:
 def _harness(node: MapNode, problems: Problems) -> Harness:
     known = layout.HARNESS_KEYS
     record = Record(node, what="harness", known=known, problems=problems)
-    return Harness(
-        id=record.text("id"),
-        obligation=record.text("obligation"),
-        position=node.at,
-        property=record.text("property"),
-        bound=record.text("bound"),
-        strategy=record.text("strategy"),
-        solver=record.text("solver"),
-        harness=record.text("harness"),
-        extra=record.extra("kani_harnesses"),
-    )
+    return record.read_as(Harness, position=node.at, extra=record.extra("kani_harnesses"))
