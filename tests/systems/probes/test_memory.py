@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -153,16 +152,11 @@ def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(1, True)] * 2 + [(3, False)] * 2
 
 
-def test_the_child_measures_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Resident bytes before and the peak after, as JSON; nothing is reset in this process."""
+def test_the_child_measures_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resident bytes before and the peak after; nothing is reset in this process."""
     monkeypatch.setattr(Path, "write_text", lambda *_: 0)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    asked = {"scenario": USUAL.with_(width=8).to_dict(), "rank": 1}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-    memory.main()
-    found = json.loads(capsys.readouterr().out)
+    found = memory.measured(USUAL.with_(width=8), 1)
     assert 2**20 < found["baseline"] <= found["peak"]
     assert (found["planted"], found["unavailable"], found["reported"]) == (False, "", None)
 
@@ -179,6 +173,7 @@ def test_a_system_without_peaks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("kill -9 $$", "the process of rank 0 exited with -9: no message"),
         ("echo one >&2; echo 'MemoryError: two' >&2; exit 3", "exited with 3: MemoryError: two"),
+        ("echo {}; exit 4", "the process of rank 1 exited with 4: no message"),
     ],
 )
 def test_a_dying_child_is_a_failed_run(
@@ -248,7 +243,7 @@ def test_another_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # Sent when the scenario was read, and so when the parent waits.
 INTERRUPTING = "cat >/dev/null; kill -INT $PPID; "
 FOUND = {"baseline": 1, "peak": 2, "planted": False, "unavailable": "", "reported": None}
-ANSWER = f"echo '{json.dumps(FOUND)}'"
+ANSWER = f"echo '{json.dumps(FOUND)}'\n" * 2  # a line for each rank
 
 
 def _interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -291,7 +286,7 @@ def test_a_device_that_is_not_there_is_told(
 ) -> None:
     """A rank without its device is no failure of the others."""
     answer = json.dumps({**FOUND, "unavailable": "no driver"})
-    _interpreter(tmp_path, monkeypatch, f"echo '{answer}'")
+    _interpreter(tmp_path, monkeypatch, f"echo '{answer}'; echo '{answer}'")
     trace = systems.run(USUAL.with_(backends=("cuda:0",)))
     assert trace.end.status == "completed"
     assert [(a.backend, a.served, a.reason) for a in trace.of(Attempt)] == [
@@ -303,7 +298,7 @@ def test_a_device_that_is_not_there_is_told(
 def test_a_budget_is_no_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a device reports the size of its memory, that is the budget, if it is less."""
     answer = json.dumps({**FOUND, "reported": 1000})
-    _interpreter(tmp_path, monkeypatch, f"echo '{answer}'")
+    _interpreter(tmp_path, monkeypatch, f"echo '{answer}'; echo '{answer}'")
     (measured, _) = systems.run(USUAL.with_(backends=("cuda",))).of(Memory)
     assert (measured.budget_bytes, measured.reported_bytes) == (1000, 1000)
 

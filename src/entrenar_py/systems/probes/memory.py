@@ -1,8 +1,9 @@
 """Every worker's share of a training run, each in a process of its own, with its memory measured.
 
-The estimate is made before a worker is built, from the scenario and the manifest alone; the peak is
-the kernel's (`VmHWM` of /proc/self/status, reset when all code is loaded), or that of the device
-which the worker computes on.
+The processes are forks of one that has loaded all code and computed nothing. The estimate is made
+before a worker is built, from the scenario and the manifest alone. The peak is the kernel's
+(`VmHWM` of /proc/self/status, reset when all code is loaded), or that of the device which the
+worker computes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -77,12 +78,11 @@ def run(scenario: Scenario) -> trace.Trace:
             )
     specs = models.model_of(scenario).specs
     recorder = Recorder(scenario)
-    for rank in range(scenario.world_size):
+    for rank, found in enumerate(_measured_apart(scenario)):
         name = scenario.backend_of(rank)
         estimate = (estimate_bytes if name == "cpu" else estimate_device_bytes)(
             scenario, rank, specs
         )
-        found = _measured_apart(scenario, rank)
         if found["planted"]:
             recorder.emit(trace.Planted(name=scenario.mutant or ""))
         if found["unavailable"]:
@@ -179,10 +179,10 @@ def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
     return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
 
 
-def _measured_apart(scenario: Scenario, rank: int) -> dict[str, Any]:
-    """What `main` says in a fresh process.
+def _measured_apart(scenario: Scenario) -> list[dict[str, Any]]:
+    """Return what `measured` says of each rank, in processes that are gone by then.
 
-    The process is gone when this returns or raises.
+    Raises SystemFailure if one of them fails.
     """
     with subprocess.Popen(
         [sys.executable, "-m", "entrenar_py.systems.probes.memory"],
@@ -191,26 +191,35 @@ def _measured_apart(scenario: Scenario, rank: int) -> dict[str, Any]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **ALLOCATOR},
+        start_new_session=True,  # it and its forks are killed together
     ) as child:
-        output, errors = _ask(child, {"scenario": scenario.to_dict(), "rank": rank})
+        output, errors = _ask(child, scenario)
+    found = [json.loads(line) for line in output.splitlines()]
     if child.returncode != 0:
         last = errors.strip().splitlines()[-1:] or ["no message"]
-        raise SystemFailure(f"the process of rank {rank} exited with {child.returncode}: {last[0]}")
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+        raise SystemFailure(
+            f"the process of rank {len(found)} exited with {child.returncode}: {last[0]}"
+        )
     return found
 
 
-def _ask(child: subprocess.Popen[str], asked: Mapping[str, Any]) -> tuple[str, str]:
-    """What `child` wrote to its two outputs until it ended; past its deadline it is killed."""
+def _ask(child: subprocess.Popen[str], scenario: Scenario) -> tuple[str, str]:
+    """Return what `child` wrote to its two outputs; kill it after DEADLINE_S."""
     try:
         with _ended_by_interrupt(child):
-            return child.communicate(json.dumps(asked), timeout=DEADLINE_S)
+            return child.communicate(json.dumps(scenario.to_dict()), timeout=DEADLINE_S)
     except subprocess.TimeoutExpired as error:
         raise SystemFailure(
-            f"the process of rank {asked['rank']} took longer than {DEADLINE_S} s"
+            f"measuring {scenario.world_size} ranks took longer than {DEADLINE_S} s"
         ) from error
     finally:
-        child.kill()  # does nothing to one that has ended
+        _kill(child)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """Kill `child` and its forks, unless it has ended."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -229,7 +238,7 @@ def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         interrupted.set()
-        child.kill()
+        _kill(child)
 
     signal.signal(signal.SIGINT, end)
     try:
@@ -323,22 +332,39 @@ def _peak_bytes() -> int:
     raise SystemFailure("/proc/self/status has no VmHWM line: peak memory can't be read here")
 
 
-def main() -> None:
-    """Reads a scenario and a rank from standard input; prints what was measured, as JSON: whether
-    the scenario's mutant took part in it, and why it could not be."""
-    asked = json.load(sys.stdin)
-    scenario = Scenario.from_dict(asked["scenario"])
+def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
+    """Measure the share of `rank` in this process; return a record that JSON can hold.
+
+    It has the bytes, whether the scenario's mutant took part, and why the device was `unavailable`.
+    """
     torch.set_num_threads(1)  # as in `systems.run`
     found: dict[str, Any] = {"unavailable": ""}
     with mutants.planted(scenario.mutant) as planting:
         try:
-            measured = measure(scenario, asked["rank"])
-            found |= {"baseline": measured.baseline_bytes, "peak": measured.peak_bytes}
-            found["reported"] = measured.reported_bytes
+            bytes_of = measure(scenario, rank)
+            found |= {"baseline": bytes_of.baseline_bytes, "peak": bytes_of.peak_bytes}
+            found["reported"] = bytes_of.reported_bytes
         except BackendUnavailable as error:
             found["unavailable"] = str(error)
     found["planted"] = scenario.mutant is not None and planting.struck
-    print(json.dumps(found))
+    return found
+
+
+def main() -> None:
+    """Read a scenario from standard input; print a line for each rank, from a fork of its own.
+
+    Where a fork fails, end as it did.
+    """
+    scenario = Scenario.from_dict(json.load(sys.stdin))
+    for rank in range(scenario.world_size):
+        if os.fork() == 0:
+            print(json.dumps(measured(scenario, rank)))
+            return
+        code = os.waitstatus_to_exitcode(os.wait()[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        if code > 0:
+            sys.exit(code)
 
 
 if __name__ == "__main__":
