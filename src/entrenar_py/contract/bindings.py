@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from entrenar_py import shipped
-from entrenar_py.contract import binding_file, scenario_counts, vocabulary
+from entrenar_py.contract import binding_file, bound_clauses, scenario_counts
 from entrenar_py.contract.binding_file import SUFFIX, BindingFile, Entry
+from entrenar_py.contract.bound_clauses import Bound
 from entrenar_py.contract.items import Item
 from entrenar_py.contract.problems import Position, Problems
-from entrenar_py.contract.records import EQUALITY_KINDS, SEVERITIES, Binding, Invariant
-from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
+from entrenar_py.contract.records import Invariant
+from entrenar_py.contract.vocabulary import Vocabulary
 from entrenar_py.errors import ContractError
 from entrenar_py.untrusted import escaping
 
@@ -70,25 +71,17 @@ def bind(
         bound = chosen.get((item.kind, item.id), ())
         if not bound and item.counts:
             made.append(item.clause)
-        made += [_clause(item, one, terms, room, problems) for one in bound]
+        made += [bound_clauses.clause(item, one, terms, room, problems) for one in bound]
     return tuple(made)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bound:
-    """A binding that applies; `stale` says what has changed since it was written."""
-
-    entry: Entry
-    stale: str
 
 
 def _choose(
     known: Sequence[Item], files: Files, problems: Problems
-) -> dict[tuple[str, str], list[_Bound]]:
+) -> dict[tuple[str, str], list[Bound]]:
     """(kind, id) of an item -> the bindings of it that count."""
     chosen = _shipped(known, files, problems)
     for level in ((files.beside,), files.given):
-        found: dict[tuple[str, str], list[_Bound]] = {}
+        found: dict[tuple[str, str], list[Bound]] = {}
         for path in level:
             loaded = None if path is None else _read(path, problems)
             if loaded is not None and _is_for(loaded, files.stem, problems):
@@ -121,7 +114,7 @@ def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
 
 def _shipped(
     known: Sequence[Item], files: Files, problems: Problems
-) -> dict[tuple[str, str], list[_Bound]]:
+) -> dict[tuple[str, str], list[Bound]]:
     """The shipped bindings, if the contract is the one that they were written for.
 
     A name alone says little: one of its statements has to be the same to the letter.
@@ -130,7 +123,7 @@ def _shipped(
         return {}
     quiet = Problems()
     loaded = _read(files.shipped, quiet)
-    found: dict[tuple[str, str], list[_Bound]] = {}
+    found: dict[tuple[str, str], list[Bound]] = {}
     if loaded is not None:
         _collect(loaded, known, found, quiet)
     if all(one.stale for bound in found.values() for one in bound):
@@ -145,7 +138,7 @@ def _shipped(
 def _collect(
     file: BindingFile,
     known: Sequence[Item],
-    found: dict[tuple[str, str], list[_Bound]],
+    found: dict[tuple[str, str], list[Bound]],
     problems: Problems,
 ) -> None:
     """Adds the bindings of `file` to those found, each under the item that it names."""
@@ -161,7 +154,7 @@ def _collect(
                 "read the statement again, then write the new digest"
             )
             problems.warn(entry.record.place("statement"), f"{entry.record.what}: {stale}")
-        found.setdefault((item.kind, item.id), []).append(_Bound(entry=entry, stale=stale))
+        found.setdefault((item.kind, item.id), []).append(Bound(entry=entry, stale=stale))
 
 
 def _has(item: Item, name: str) -> bool:
@@ -180,7 +173,7 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item], problems
     problems.error(at, f"{entry.record.what}: the contract has no such {entry.kind}{hint}")
 
 
-def _require_parts(bound: Sequence[_Bound], problems: Problems) -> None:
+def _require_parts(bound: Sequence[Bound], problems: Problems) -> None:
     """Several bindings of one statement are parts of it, each with a name of its own."""
     parts: dict[str, Position] = {}
     for one in bound:
@@ -192,97 +185,3 @@ def _require_parts(bound: Sequence[_Bound], problems: Problems) -> None:
             message = f"part {part!r} stands at {parts[part]} too; rename one"
             problems.error(one.entry.record.place("part"), f"{what}: {message}")
         parts.setdefault(part, one.entry.position)
-
-
-def _clause(
-    item: Item,
-    bound: _Bound,
-    terms: Vocabulary,
-    room: scenario_counts.Room,
-    problems: Problems,
-) -> Invariant:
-    """The clause that `bound` makes of `item`, or of a part of it."""
-    entry = bound.entry
-    binding = Binding(
-        kind=item.kind,
-        item=item.id,
-        position=entry.position,
-        reason=entry.reason,
-        untried=entry.not_tried or bound.stale,
-        systems=entry.systems,
-    )
-    clause = _bare(item, binding, part=entry.part)
-    clause = replace(clause, aliases=(*clause.aliases, *entry.gate_names))
-    if entry.not_tried or not entry.check:
-        return clause
-    check = next((one for one in terms.checks if one.name == entry.check), None)
-    clause = replace(
-        clause,
-        check=entry.check,
-        severity=entry.severity or clause.severity,
-        critical=entry.critical or clause.critical,
-        tolerance=clause.tolerance if entry.tolerance is None else entry.tolerance,
-        tolerance_kind=entry.tolerance_kind or clause.tolerance_kind,
-        scenarios=entry.scenarios or clause.scenarios,
-        mutants=entry.mutants or clause.mutants,
-    )
-    vocabulary.check_names(entry.record, clause, terms, problems)
-    for node, record in zip(entry.record.maps("scenarios"), entry.scenarios, strict=True):
-        room.take(node, record, entry.record.what)
-    if check is not None:
-        _check_tolerance(clause, check, entry, problems)
-    departures = _departures(item, entry)
-    for key, told in departures.items():
-        problems.warn(entry.record.place(key), f"{entry.record.what}: {told}")
-    return replace(clause, binding=replace(binding, departures=tuple(departures.values())))
-
-
-def _bare(item: Item, binding: Binding, *, part: str = "") -> Invariant:
-    """The clause of `item` before anything is said of how it is tried."""
-    clause = item.clause
-    aliases = tuple(name for name in item.names if name not in (clause.id, clause.name))
-    if part:
-        clause = replace(clause, id=f"{clause.id}:{part}", name=f"{clause.name} ({part})")
-    return replace(clause, binding=binding, aliases=aliases)
-
-
-def _departures(item: Item, entry: Entry) -> dict[str, str]:
-    """Return where `entry` demands less than the contract, or otherwise, by its key.
-
-    A person who sees the verdict is to know of it.
-    """
-    said, found = item.clause, {}
-    if entry.severity is not None and _rank(entry.severity) > _rank(said.severity):
-        found["severity"] = (
-            f"severity {entry.severity} in place of the {item.kind}'s {said.severity}"
-        )
-    if said.check is not None and entry.check != said.check:
-        found["check"] = f"check {entry.check} in place of the {item.kind}'s {said.check}"
-    if said.tolerance_kind not in (None, entry.tolerance_kind) and entry.tolerance_kind is not None:
-        found["tolerance_kind"] = (
-            f"tolerance_kind {entry.tolerance_kind} in place of the {item.kind}'s "
-            f"{said.tolerance_kind}"
-        )
-    stated, given = said.tolerance, entry.tolerance
-    if stated is not None and given is not None and given > stated:
-        found["tolerance"] = f"tolerance {given:g} is wider than the {stated:g} of the {item.kind}"
-    return found
-
-
-def _rank(severity: str) -> int:
-    return SEVERITIES.index(severity)
-
-
-def _check_tolerance(
-    clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
-) -> None:
-    """A tolerance says of which kind it is where its check knows several."""
-    kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
-    if entry.tolerance_kind not in (None, *check.tolerance_kinds):
-        honoured = " or ".join(check.tolerance_kinds)
-        message = f"check {check.name} judges by {honoured}, not by {entry.tolerance_kind}"
-        problems.error(entry.record.place("tolerance_kind"), f"{entry.record.what}: {message}")
-    if clause.tolerance is not None and clause.tolerance_kind is None and len(kinds) > 1:
-        message = f"tolerance {clause.tolerance:g} is of which kind? add tolerance_kind: "
-        at = entry.record.place("tolerance")
-        problems.error(at, f"{entry.record.what}: {message}{' or '.join(kinds)}")

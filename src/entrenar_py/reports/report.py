@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from entrenar_py.contract import SEVERITIES, Contract, Invariant, gates
+from entrenar_py.contract.gate_criteria import Demands
 from entrenar_py.reports.curves import Curve
 from entrenar_py.verdict import Finding, Verdict, worst
 
@@ -168,7 +169,7 @@ class Report:
         return tuple(sorted(self.entries, key=_rank))
 
     @cached_property
-    def _asked(self) -> gates.Demands:
+    def _asked(self) -> Demands:
         return gates.demands(self.contract)
 
     @property

@@ -1,0 +1,116 @@
+"""Makes the clause of a statement and its binding, and tells where they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from entrenar_py.contract import scenario_counts, vocabulary
+from entrenar_py.contract.binding_file import Entry
+from entrenar_py.contract.items import Item
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.records import EQUALITY_KINDS, SEVERITIES, Binding, Invariant
+from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A binding that applies; `stale` says what has changed since it was written."""
+
+    entry: Entry
+    stale: str
+
+
+def clause(
+    item: Item,
+    bound: Bound,
+    terms: Vocabulary,
+    room: scenario_counts.Room,
+    problems: Problems,
+) -> Invariant:
+    """Return the clause that `bound` makes of `item`, or of a part of it.
+
+    What is wrong with the binding, and where it demands less than the contract, is a problem.
+    """
+    entry = bound.entry
+    binding = Binding(
+        kind=item.kind,
+        item=item.id,
+        position=entry.position,
+        reason=entry.reason,
+        untried=entry.not_tried or bound.stale,
+        systems=entry.systems,
+    )
+    bare = _bare(item, entry, binding)
+    if entry.not_tried or not entry.check:
+        return bare
+    tried = replace(
+        bare,
+        check=entry.check,
+        severity=entry.severity or bare.severity,
+        critical=entry.critical or bare.critical,
+        tolerance=bare.tolerance if entry.tolerance is None else entry.tolerance,
+        tolerance_kind=entry.tolerance_kind or bare.tolerance_kind,
+        scenarios=entry.scenarios or bare.scenarios,
+        mutants=entry.mutants or bare.mutants,
+    )
+    vocabulary.check_names(entry.record, tried, terms, problems)
+    for node, record in zip(entry.record.maps("scenarios"), entry.scenarios, strict=True):
+        room.take(node, record, entry.record.what)
+    for check in terms.checks:
+        if check.name == entry.check:
+            _check_tolerance(tried, check, entry, problems)
+    departures = _departures(item, entry)
+    for key, told in departures.items():
+        problems.warn(entry.record.place(key), f"{entry.record.what}: {told}")
+    return replace(tried, binding=replace(binding, departures=tuple(departures.values())))
+
+
+def _bare(item: Item, entry: Entry, binding: Binding) -> Invariant:
+    """Return the clause of `item` before anything is said of how it is tried."""
+    own, part = item.clause, entry.part
+    aliases = tuple(name for name in item.names if name not in (own.id, own.name))
+    if part:
+        own = replace(own, id=f"{own.id}:{part}", name=f"{own.name} ({part})")
+    return replace(own, binding=binding, aliases=(*aliases, *entry.gate_names))
+
+
+def _departures(item: Item, entry: Entry) -> dict[str, str]:
+    """Return where `entry` demands less than the contract, or otherwise, by its key.
+
+    A person who sees the verdict is to know of it.
+    """
+    said, found = item.clause, {}
+    if entry.severity is not None and _rank(entry.severity) > _rank(said.severity):
+        found["severity"] = (
+            f"severity {entry.severity} in place of the {item.kind}'s {said.severity}"
+        )
+    if said.check is not None and entry.check != said.check:
+        found["check"] = f"check {entry.check} in place of the {item.kind}'s {said.check}"
+    if said.tolerance_kind not in (None, entry.tolerance_kind) and entry.tolerance_kind is not None:
+        found["tolerance_kind"] = (
+            f"tolerance_kind {entry.tolerance_kind} in place of the {item.kind}'s "
+            f"{said.tolerance_kind}"
+        )
+    stated, given = said.tolerance, entry.tolerance
+    if stated is not None and given is not None and given > stated:
+        found["tolerance"] = f"tolerance {given:g} is wider than the {stated:g} of the {item.kind}"
+    return found
+
+
+def _rank(severity: str) -> int:
+    return SEVERITIES.index(severity)
+
+
+def _check_tolerance(
+    clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
+) -> None:
+    """A tolerance says of which kind it is where its check knows several."""
+    kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
+    if entry.tolerance_kind not in (None, *check.tolerance_kinds):
+        honoured = " or ".join(check.tolerance_kinds)
+        message = f"check {check.name} judges by {honoured}, not by {entry.tolerance_kind}"
+        problems.error(entry.record.place("tolerance_kind"), f"{entry.record.what}: {message}")
+    if clause.tolerance is not None and clause.tolerance_kind is None and len(kinds) > 1:
+        message = f"tolerance {clause.tolerance:g} is of which kind? add tolerance_kind: "
+        at = entry.record.place("tolerance")
+        problems.error(at, f"{entry.record.what}: {message}{' or '.join(kinds)}")

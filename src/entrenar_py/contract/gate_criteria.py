@@ -1,0 +1,91 @@
+"""The prose of a gate's `pass_criteria`: which clauses it asks for by id, severity or kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from entrenar_py.contract.gate_names import Names
+
+# An id, or a range of them: F-DP-001..004, F-DP-001 to F-DP-004, F-DP-001 - F-DP-004.
+_IDS = re.compile(
+    r"(?<![\w-])(?P<prefix>[A-Za-z][\w-]*-)(?P<first>\d{1,6})"
+    r"(?:\s*(?:\.{2,3}=?|…|–|—|~|\bto\b|\bthrough\b)\s*(?:(?P=prefix))?(?P<last>\d{1,6})"
+    r"|\s+-\s+(?P=prefix)(?P<to>\d{1,6}))?(?!\w)"
+)
+# A number as long, behind an id or another such number, is one too: F-DP-001, 002 and 003.
+_MORE_DIGITS_MIN = 2  # of one digit it may count anything
+_MORE = re.compile(r"(?:\s*(?:,\s*(?:and|&)?|/|&|\+|\band\b)\s*)(\d{1,6})(?![\w%.]*\w|%|-)")
+_NUMBERED = re.compile(r"(.*-)\d{1,6}-")
+_IDS_MAX = 1000  # so many of them are read, ranges counted in full
+_ALL_OF = re.compile(
+    r"\b(?:all|every|each)\s+(P[0-2](?:\s*(?:,|/|&|\+|and|or)+\s*P[0-2])*)\b", re.IGNORECASE
+)
+_ALL_CLAUSES = re.compile(
+    r"\b(?:all|every|each)\s+(?:\d+\s+)?(?:clause|invariant)s?\b", re.IGNORECASE
+)
+_SEVERITY = re.compile("P[0-2]")
+_ALL_TESTS = re.compile(r"\ball\s+(?:\d+\s+)?(?:falsification|FALSIFY)\s+tests\b", re.IGNORECASE)
+_KANI = re.compile(r"\bkani\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demands:
+    """The demands of a gate: ids of `clauses`, and what is `unresolved`, which none decides."""
+
+    clauses: tuple[str, ...] = ()
+    unresolved: tuple[str, ...] = ()
+
+
+def read(text: str, names: Names) -> Demands:
+    """Return what the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
+    prefixes = {_prefix(one) for one in names.ids} - {""}
+    found: dict[str, None] = {}
+    unresolved = []
+    given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
+    if len(given_ids) > _IDS_MAX:
+        unresolved.append(f"more than {_IDS_MAX} ids")
+    for given in given_ids[:_IDS_MAX]:
+        ids = names.of_id(given) or names.tests.get(given, [])
+        found.update(dict.fromkeys(ids))
+        if not ids:
+            unresolved.append(given)
+    severities = {one for told in _ALL_OF.findall(text) for one in _SEVERITY.findall(told.upper())}
+    is_all = _ALL_CLAUSES.search(text) is not None
+    clauses = names.clauses.values()
+    found.update(dict.fromkeys(one.id for one in clauses if is_all or one.severity in severities))
+    if _ALL_TESTS.search(text):
+        found.update(dict.fromkeys(one for ids in names.tests.values() for one in ids))
+        unresolved += [test for test, ids in names.tests.items() if not ids]
+    if _KANI.search(text):
+        unresolved.append("Kani harnesses (pass_criteria)")
+    return Demands(clauses=tuple(found), unresolved=tuple(unresolved))
+
+
+def _prefix(text: str) -> str:
+    match = _IDS.fullmatch(text)
+    return "" if match is None else match["prefix"]
+
+
+def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
+    """Every id in `text` that begins like one of the contract's, those in ranges too.
+
+    A range that goes backwards is given as it is written: no clause is called so.
+    """
+    for found in _IDS.finditer(text):
+        prefix, first = found["prefix"], found["first"]
+        if prefix not in prefixes:
+            if (more := _NUMBERED.fullmatch(prefix)) and more[1] in prefixes:
+                yield found[0]  # F-DP-001-004: a range, or the id of nothing here
+            continue  # of an issue, a standard, ...
+        last = found["last"] or found["to"] or first
+        if int(last) < int(first):
+            yield " ".join(found[0].split())
+        for number in range(int(first), int(last) + 1):
+            yield f"{prefix}{number:0{len(first)}d}"
+        more = _MORE.match(text, found.end())
+        while more and len(more[1]) == len(first) >= _MORE_DIGITS_MIN:
+            yield f"{prefix}{more[1]}"
+            more = _MORE.match(text, more.end())
