@@ -16,8 +16,8 @@ verify: setup
 	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --system parameter_server --exclude $(PROBES)
 	$(BIN)/entrenar-check --contract wgpu-backend-v1.yaml
 
-# All tests.
-TESTS := -m pytest -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
+# All tests; how long each took is in durations.txt afterwards.
+TESTS := -m pytest -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
 test: setup
 	$(BIN)/python $(TESTS) --durations=15
 

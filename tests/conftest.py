@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from functools import cache
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,24 +21,6 @@ settings.load_profile("entrenar")
 # What a shell starts in the background ignores interrupts, and so would all that is tested here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# Whose tests need the matrix: it takes long to make, and is made once a process.
-WITH_MATRIX = ("tests/docs/test_generate.py", "tests/kill_matrix/")
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests are spread over processes, all that need the matrix stay together."""
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    class Together(LoadScopeScheduling):  # type: ignore[misc]
-        """Tests one by one, but for those."""
-
-        def _split_scope(self, nodeid: str) -> str:
-            return "matrix" if nodeid.startswith(WITH_MATRIX) else nodeid
-
-    return Together(config, log)
 
 
 @cache

@@ -91,6 +91,7 @@ def test_checks_are_none(source: str) -> None:
     assert not effects(source)
 
 
+@pytest.mark.slow
 def test_the_main_commands_without_asserts(tmp_path: Path) -> None:
     """`python -O`: a service with a worker, on a wgpu adapter if there is one, its ledger
     verified, and a contract judged.

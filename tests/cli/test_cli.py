@@ -136,6 +136,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
     """Another folder, a hash seed, other clauses before: the same seed explores the same runs."""
     seen = []

@@ -83,6 +83,7 @@ def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.trace.end.status == "completed"
 
 
+@pytest.mark.slow
 def test_a_stop_that_hangs_when_all_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

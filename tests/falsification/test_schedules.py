@@ -103,6 +103,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("turn", range(len(schedules.SYSTEMS)), ids=schedules.SYSTEMS)
+@pytest.mark.slow
 def test_every_system_ends_right(turn: int) -> None:
     """Under every schedule; and what was planned really struck, of every kind."""
     seeds = range(turn, NUM_SCHEDULES * len(schedules.SYSTEMS), len(schedules.SYSTEMS))

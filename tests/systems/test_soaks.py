@@ -32,6 +32,7 @@ def _closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_closer_look")
+@pytest.mark.slow
 def test_some_minutes_of_an_hour() -> None:
     """On the undisturbed bits, with nothing left open and nothing grown."""
     star, virtual_s = soak_hour.soak(soak_hour.draw(3, num_steps=120))

@@ -54,6 +54,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
 
 
 @pytest.mark.usefixtures("crew")
+@pytest.mark.slow
 def test_runs_with_faults_leave_nothing_open() -> None:
     """Neither files nor processes, threads, tasks or connections: as after the first run."""
     stars.run(subject(REAL))  # everyone is there

@@ -1,0 +1,89 @@
+"""Spreads tests over processes, longest first, and writes how long each took.
+
+Loaded by `make test` with `-p tests.spread`. Tests that need the same expensive fixture stay in
+one process; all others go one by one to whichever process is free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+DURATIONS = Path("durations.txt")
+NUM_SLOWEST = 100
+
+# Tests that share a fixture which takes seconds to make: by the beginning of their node id.
+TOGETHER = {
+    "tests/docs/test_generate.py": "matrix",
+    "tests/kill_matrix/": "matrix",
+    "tests/canonical/test_canonical.py": "canonical",
+    "tests/checks/test_local_sgd.py": "local SGD",
+    "tests/examples/test_own_trainer.py": "own trainer",
+    "tests/network/test_namespaces.py": "namespaces",
+    "tests/pytest_plugin/test_plugin.py": "plugin",
+    "tests/test_wheel.py": "wheel",
+    "tests/watch/test_watched_ranks.py": "watched ranks",
+}
+
+
+class Spread(LoadScopeScheduling):  # type: ignore[misc]
+    """Scheduling by groups: larger groups first, then single tests in the order of collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        for beginning, group in TOGETHER.items():
+            if nodeid.startswith(beginning):
+                return group
+        return nodeid
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """Note that `node` is done with a test, and forget its group once that is done.
+
+        The class above keeps all of them and counts through them after every test.
+        """
+        super().mark_test_complete(node, item_index, duration)
+        group = self._split_scope(self.registered_collections[node][item_index])
+        if all(self.assigned_work[node][group].values()):
+            del self.assigned_work[node][group]
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
+    """Return the scheduler of a run over several processes."""
+    return Spread(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that take long first, so that no process ends with one while the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Write the seconds of each file and of the slowest tests, fixtures included."""
+    if hasattr(config, "workerinput"):
+        return
+    by_test: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                by_test[report.nodeid] += report.duration
+    (config.rootpath / DURATIONS).write_text(table(by_test), encoding="utf-8")
+
+
+def table(seconds_by_test: dict[str, float]) -> str:
+    """Return the page: the sum, each file and the slowest tests, longest first."""
+    by_file: dict[str, float] = defaultdict(float)
+    for test, seconds in seconds_by_test.items():
+        by_file[test.partition("::")[0]] += seconds
+    total = f"{sum(seconds_by_test.values()):9.2f} s in {len(seconds_by_test)} tests"
+    slowest = _longest_first(seconds_by_test)[:NUM_SLOWEST]
+    return "\n".join([total, "", *_longest_first(by_file), "", *slowest]) + "\n"
+
+
+def _longest_first(seconds: dict[str, float]) -> list[str]:
+    ordered = sorted(seconds.items(), key=lambda named: -named[1])
+    return [f"{seconds:9.2f} {name}" for name, seconds in ordered]
