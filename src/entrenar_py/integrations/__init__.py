@@ -1,1 +1,1 @@
-"""`observe` for trainers that own the loop: callbacks of theirs, each with an extra of its own."""
+"""`observe` as callbacks for trainers that own the training loop, each with an extra of its own."""

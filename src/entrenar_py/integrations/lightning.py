@@ -1,4 +1,4 @@
-"""The callback that observes Lightning's `Trainer`. Needs the extra `integrations`."""
+"""The callback that observes Lightning's `Trainer`; it needs the extra `integrations`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from entrenar_py.observing import Observation, observe
 
 
 class ObserveCallback(Callback):
-    """`Trainer(..., callbacks=[ObserveCallback()])`: what `observe` does, as long as it trains.
+    """Observes the model while it is trained: `Trainer(..., callbacks=[ObserveCallback()])`.
 
-    `options` are those of `observe`. What no hook can see is told to `observation`, from
-    `training_step` say, where the loss and its weight are known.
+    `options` are those of `observe`. Tell `observation` what no hook can see, such as the loss and
+    its weight from `training_step`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -21,28 +21,30 @@ class ObserveCallback(Callback):
         self.observation = Observation()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Model and optimizers are there. The loader is made next, and gone through for the first
-        time before any callback is told: so it is caught where the strategy is given it.
+        """Observe once the strategy is given the training loader.
+
+        Model and optimizers are there already. The loader is made next, and iterated before any
+        other callback is called.
         """
         strategy = trainer.strategy
         process = strategy.process_dataloader
 
         def observed(loader: Any) -> Any:
-            made = process(loader)
+            processed = process(loader)
             if trainer.training:  # not those of the sanity check before it
                 del strategy.process_dataloader  # the instance's: the class's is there again
                 optimizers = trainer.optimizers
                 self.observation = observe(
                     pl_module,
                     optimizers[0] if len(optimizers) == 1 else optimizers,
-                    sampler=made,
+                    sampler=processed,
                     step=trainer.global_step,
                     **self._options,
                 )
-            return made
+            return processed
 
         strategy.process_dataloader = observed
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """What comes after it is not training."""
+        """Tell that training is over."""
         self.observation.close()

@@ -1,4 +1,4 @@
-"""The callback that observes Hugging Face's `Trainer`. Needs the extra `integrations`."""
+"""The callback that observes Hugging Face's `Trainer`; it needs the extra `integrations`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from entrenar_py.observing.samplers import InOrder
 
 
 class ObserveCallback(TrainerCallback):
-    """`Trainer(..., callbacks=[ObserveCallback()])`: what `observe` does, as long as it trains.
+    """Observes the model while it is trained: `Trainer(..., callbacks=[ObserveCallback()])`.
 
-    `options` are those of `observe`. What no hook can see is told to `observation`, from
-    `compute_loss_func` say, where the loss and its weight are known.
+    `options` are those of `observe`. Tell `observation` what no hook can see, such as the loss and
+    its weight from `compute_loss_func`.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self.observation = Observation()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **made: Any) -> None:
-        """Model, optimizer and loader are there, and a checkpoint is loaded."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Observe: model, optimizer and loader are there, and a checkpoint is loaded."""
         self.observation = observe(
-            made["model"],
-            made["optimizer"],
+            objects["model"],
+            objects["optimizer"],
             # All micro-batches of a step are fetched before the first is used.
-            sampler=InOrder(made["train_dataloader"]),
+            sampler=InOrder(objects["train_dataloader"]),
             step=state.global_step,
             **self._options,
         )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **made: Any) -> None:
-        """What comes after it is not training."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Tell that training is over."""
         self.observation.close()

@@ -1,4 +1,4 @@
-"""Which clauses a watch holds a training to, by the file of a contract."""
+"""The clauses that a watch holds a training to, selected by a contract."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ ALL = {IDENTITY: "F-DP-001", FINITENESS: "F-DP-003", LIVENESS: "F-TI-004"}
 
 
 class _Open(Vocabulary):
-    """Whatever check a clause names is one: most of them are not the watch's."""
+    """A vocabulary in which every check exists, as most clauses are not the watch's."""
 
     def check_of(self, clause: Invariant) -> CheckTerms:
-        """The check that `clause` names, or the one with its id."""
+        """Return the check that `clause` names, or the one that decides clauses of its id."""
         named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
         return CheckTerms(
             name=named, id=clause.id, tolerance_kinds=TOLERANCE_KINDS, takes_tolerance=True
         )
 
 
-def select(given: str | Path | None) -> Mapping[str, str]:
-    """Check -> id of the clause of contract `given` that it decides; all three without one.
+def select(named: str | Path | None) -> Mapping[str, str]:
+    """Return check -> id of the clause that it decides, for the contract `named`.
 
-    Raises UsageError where it has no such clause, ContractError where it is no contract.
+    `named` is a file or a shipped contract; without one these are ALL. Raises UsageError if the
+    contract has no clause that can be watched, and ContractError if it is no contract.
     """
-    if given is None:
+    if named is None:
         return ALL
     vocabulary = _Open(checks=(), mutants=lambda: None)
-    path = shipped.contract_path(str(given))
+    path = shipped.contract_path(str(named))
     loaded = contract.load(path, vocabulary=vocabulary)
-    found = {vocabulary.check_of(one).name: one.id for one in reversed(loaded.invariants)}
-    selected = {check: found[check] for check in ALL if check in found}
+    ids = {vocabulary.check_of(clause).name: clause.id for clause in reversed(loaded.invariants)}
+    selected = {check: ids[check] for check in ALL if check in ids}
     if not selected:
         raise UsageError(
-            f"contract={str(given)!r}: no clause that can be watched; "
-            f"give one with the check {', '.join(ALL)}"
+            f"contract={str(named)!r}: it has no clause that can be watched; give a contract with "
+            f"the check {', '.join(ALL)}"
         )
     return selected

@@ -1,7 +1,7 @@
 """The digest of a tensor: 128 bits of its bytes, dtype and shape (docs/watch.md specifies it).
 
-XXH3-128 over chunks, then over the list of their digests, until one is left: so that a GPU can work
-on all chunks at once, and anything between can be recomputed with a stock library.
+XXH3-128 over chunks, then over the list of their digests, until one is left. So a GPU can work on
+all chunks at once, and every step between can be computed again with a stock library.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ZEROS = bytes(CHUNK_BYTES)
 
 
 def digest(tensor: Tensor) -> str:
-    """32 hex digits; the same on every device, and whatever the tensor's strides are."""
+    """Return 32 hex digits: the same on every device, and for any strides of the tensor."""
     return text(root(header(tensor), memory(tensor)))
 
 
 def text(number: bytes) -> str:
-    """A digest as people read it, the highest byte first; `number` as it is kept, the lowest."""
+    """Return a digest as people read it, highest byte first; `number` has the lowest first."""
     return number[::-1].hex()
 
 
 def header(tensor: Tensor) -> bytes:
-    """What stands before the digests of a tensor's chunks: its size, dtype and shape."""
+    """Return the HEADER_BYTES before the digests of a tensor's chunks: size, dtype and shape."""
     name = str(tensor.dtype).removeprefix("torch.").encode()
     assert len(name) <= _NAME_BYTES, name
     sizes = struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
@@ -42,13 +42,16 @@ def header(tensor: Tensor) -> bytes:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of the elements in their logical order; copied unless they lie so on the CPU."""
+    """Return the bytes of the elements in logical order.
+
+    They are copied unless they lie in that order on the CPU.
+    """
     plain = tensor.detach().cpu().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def root(head: bytes, data: memoryview) -> bytes:
-    """The digest of `data` and its `head`, 16 bytes, the lowest first."""
+    """Return the digest of `data` and its `head`: DIGEST_BYTES bytes, the lowest first."""
     message = head + _digests(data)
     while len(message) > DIGEST_BYTES:
         message = _digests(memoryview(message))
@@ -56,34 +59,30 @@ def root(head: bytes, data: memoryview) -> bytes:
 
 
 def _digests(data: memoryview) -> bytes:
-    """One digest a chunk; the last is filled up with zeros."""
+    """Return the digests of all chunks, joined; the last chunk is filled up with zeros."""
     whole = len(data) - len(data) % CHUNK_BYTES
-    found = [xxh3_128_digest(data[i : i + CHUNK_BYTES]) for i in range(0, whole, CHUNK_BYTES)]
+    digests = [xxh3_128_digest(data[i : i + CHUNK_BYTES]) for i in range(0, whole, CHUNK_BYTES)]
     if whole < len(data):
         rest = bytes(data[whole:])
-        found.append(xxh3_128_digest(rest + _ZEROS[len(rest) :]))
-    return _little(b"".join(reversed(found)))
+        digests.append(xxh3_128_digest(rest + _ZEROS[len(rest) :]))
+    return _little(b"".join(reversed(digests)))
 
 
 def _little(numbers: bytes) -> bytes:
-    """xxhash writes the highest byte of a number first; all of `numbers` backwards."""
+    """Return `numbers` backwards: xxhash writes the highest byte of a number first."""
     return numbers[::-1]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor Inf. One pass, no second tensor of its size."""
+    """Return whether a tensor holds neither NaN nor Inf: one pass, no second tensor of its size."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return all(_is_finite(one) for one in real.aminmax())
-
-
-def _is_finite(number: Tensor) -> bool:
-    return bool(number.isfinite())
+    return all(bool(extreme.isfinite()) for extreme in real.aminmax())
 
 
 def all_words(roots: Iterable[bytes]) -> Tensor:
-    """int64 [tensors, 2]: the low and the high half of each digest."""
+    """Return the low and the high half of each digest, int64 [tensors, 2]."""
     joined = bytearray(b"".join(roots))
     if not joined:
         return torch.empty((0, 2), dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Which chunks a GPU's digests are made of, and where they go: built once, run every time.
+"""The table of chunks that a GPU's digests are made of: built once, run at every watched step.
 
-One launch of `digest_kernel.hash_chunks` a level: the first reads the tensors, the others the lists
-of digests, which are small. Nothing here waits for the device.
+There is one launch of `digest_kernel.hash_chunks` for each level: the first reads the tensors, the
+others read the lists of digests, which are small. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.watch import digest
 
-ROW_WORDS = 4  # of a tensor: low half, high half, whether NaN or Inf is in it, one for the watch
+ROW_WORDS = 4  # of a tensor: low half, high half, 1 if NaN or Inf is in it, a mark of the watch
 _WORD = 8
 _DIGEST_WORDS = digest.DIGEST_BYTES // _WORD
 _HEADER_WORDS = digest.HEADER_BYTES // _WORD
@@ -33,13 +33,13 @@ _SECRET = bytes.fromhex(
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-# Where a lane starts.
+# The value that each of the 8 lanes starts with.
 _START = (
     *(0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
-# Exponent bits of a format's element, and the lowest of them: added to an exponent of ones alone it
-# carries into the bit above, which is the sign's.
+# dtype -> (exponent bits of an element, the lowest of them, bits of an element). The lowest bit
+# added to an exponent of all ones, which NaN and Inf have, carries into the sign's bit above.
 _FORMATS = {
     torch.float64: (0x7FF0000000000000, 0x0010000000000000, 64),
     torch.float32: (0x7F800000, 0x00800000, 32),
@@ -51,8 +51,10 @@ _FORMATS = {
 
 
 def secrets() -> NDArray[np.int64]:
-    """int64 [56]: the secret's 24 words, then 8 of it each as the last stripe and both merges read
-    them (at byte 121, 11 and 117), then the lanes' starts.
+    """Return what the kernel reads of XXH3's constants, int64 [56].
+
+    These are the secret's 24 words; 8 words each as the last stripe and the two merges read them,
+    from bytes 121, 11 and 117 of it; and the starts of the 8 lanes.
     """
     parts = [_SECRET[at : at + 64] for at in (121, 11, 117)]
     words = np.frombuffer(_SECRET + b"".join(parts), dtype="<u8")
@@ -61,7 +63,11 @@ def secrets() -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Level:
-    """The chunks of one launch. All [chunks], on the device."""
+    """The chunks of one launch, each field [chunks] on the device.
+
+    `address` is int64; int32 are `num_words`, the index `tensor` whose flags a chunk sets, and
+    `slot`, the word of the arena that its digest goes to.
+    """
 
     address: Tensor
     num_words: Tensor
@@ -70,15 +76,16 @@ class _Level:
 
 
 class DigestTable:
-    """Digests of `tensors`, all on one device, over and over while they stay where they are
-    (`places`).
+    """Computes the digests of `tensors`, all on one device, as long as `places` of them stays.
 
-    `rows` is int64 [tensors, 4] on the device: the digest's low and high half; 1 if an element is
-    NaN or Inf (of floating-point formats of 16 bits and more); and a word that is left alone.
+    `rows` is int64 [tensors, ROW_WORDS] on the device: the digest's low and high half; 1 if an
+    element is NaN or Inf (in floating-point formats of 16 bits and more); and a word that is 0.
+
+    Raises BackendUnavailable if Triton is not installed.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        tensors = [one.detach() for one in tensors]
+        tensors = [tensor.detach() for tensor in tensors]
         self._kernel = _kernel()
         self._device = tensors[0].device
         sources = self._stage(tensors)
@@ -86,16 +93,17 @@ class DigestTable:
         self._arena = torch.zeros(lists.num_words, dtype=torch.int64, device=self._device)
         self.rows = self._arena[: ROW_WORDS * len(tensors)].view(-1, ROW_WORDS)
         lists.write_headers(self._arena, tensors)
-        self._levels = [
-            self._level(one) for one in lists.levels(sources, self._arena.data_ptr()) if one
-        ]
-        kinds = np.array([_kind(one.dtype) for one in tensors] + [(0, 0, 0)], dtype=np.uint64)
+        levels = lists.levels(sources, self._arena.data_ptr())
+        self._levels = [self._level(chunks) for chunks in levels if chunks]
+        kinds = np.array([_kind(tensor.dtype) for tensor in tensors] + [(0, 0, 0)], dtype=np.uint64)
         self._kinds = torch.from_numpy(kinds.view(np.int64)).to(self._device)
         self._secret = torch.from_numpy(secrets()).to(self._device)
 
     def run(self, *, per_program: int = 32, **options: int) -> Tensor:
-        """Fills `rows`, in the order of the current stream. `per_program` is how many chunks a
-        program does; it and `options`, Triton's own, are for whoever looks for faster ones.
+        """Fill `rows`, on the current stream, and return them.
+
+        `per_program` is how many chunks a program of the kernel hashes, and `options` are Triton's
+        own; both are for benchmarks that look for faster ones.
         """
         if self._copies:
             torch._foreach_copy_(self._stages, self._copies)
@@ -118,22 +126,24 @@ class DigestTable:
         return self.rows
 
     def _stage(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Address and words of each tensor: its own, or those of a copy, made again in every run,
-        where its elements lie out of order, or it begins or ends in the middle of 16 bytes.
+        """Return the address and the number of words of each tensor, as the kernel reads it.
+
+        A tensor whose elements lie out of order, or that begins or ends in the middle of 16 bytes,
+        is read from a copy, which every run makes again.
         """
-        staged = [one for one in tensors if not _is_readable(one)]
-        sizes = [_up(one.numel() * one.element_size()) for one in staged]
+        staged = [tensor for tensor in tensors if not _is_readable(tensor)]
+        sizes = [_up(tensor.nbytes) for tensor in staged]
         self._room = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         offsets = np.cumsum([0, *sizes])
         self._copies = staged
         self._stages = [
-            self._room[at : at + one.numel() * one.element_size()].view(one.dtype).view(one.shape)
-            for one, at in zip(staged, offsets.tolist(), strict=False)
+            self._room[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, offset in zip(staged, offsets.tolist(), strict=False)
         ]
-        copied = {id(one): stage for one, stage in zip(staged, self._stages, strict=True)}
+        copies = {id(tensor): stage for tensor, stage in zip(staged, self._stages, strict=True)}
         return [
-            (copied.get(id(one), one).data_ptr(), _up(one.numel() * one.element_size()) // _WORD)
-            for one in tensors
+            (copies.get(id(tensor), tensor).data_ptr(), _up(tensor.nbytes) // _WORD)
+            for tensor in tensors
         ]
 
     def _level(self, chunks: list[NDArray[np.int64]]) -> _Level:
@@ -146,28 +156,30 @@ class DigestTable:
 
 
 class _Lists:
-    """Where in the arena, in words, the lists of digests stand: after the rows, each of 16 bytes'
-    alignment. A tensor's first list begins with its header; its last digest goes to its row.
+    """The places of the lists of digests in the arena, after the rows, each aligned to 16 bytes.
+
+    A tensor's first list begins with its header, and its last digest goes to its row. The arena has
+    `num_words` words.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.num_words = ROW_WORDS * len(tensors)
         self._of: list[list[tuple[int, int]]] = []  # (offset, words) of each list of a tensor
-        for one in tensors:
-            num_digests = -(-one.numel() * one.element_size() // digest.CHUNK_BYTES)
+        for tensor in tensors:
+            num_digests = -(-tensor.nbytes // digest.CHUNK_BYTES)
             words = _HEADER_WORDS + _DIGEST_WORDS * num_digests
-            found = [(self._take(words), words)]
+            lists = [(self._take(words), words)]
             while words > _CHUNK_WORDS:
                 words = _DIGEST_WORDS * -(-words // _CHUNK_WORDS)
-                found.append((self._take(words), words))
-            self._of.append(found)
+                lists.append((self._take(words), words))
+            self._of.append(lists)
 
     def _take(self, words: int) -> int:
         self.num_words += words
         return self.num_words - words
 
     def write_headers(self, arena: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Puts each tensor's in its place."""
+        """Write the header of each tensor to its place in `arena`."""
         heads = np.frombuffer(b"".join(map(digest.header, tensors)), dtype=np.int64)
         starts = np.array([lists[0][0] for lists in self._of])
         where = (starts[:, None] + np.arange(_HEADER_WORDS)).reshape(-1)
@@ -178,20 +190,23 @@ class _Lists:
     def levels(
         self, sources: Sequence[tuple[int, int]], arena: int
     ) -> list[list[NDArray[np.int64]]]:
-        """For each launch, of each tensor that has part in it: int64 [4, chunks], which are
-        address, words, whose flags, and where the digest goes. Lists have no flags.
+        """Return for each launch the chunks of each tensor that takes part, int64 [4, chunks].
+
+        The four are address, number of words, index of the tensor whose flags are set (none for
+        lists), and slot of the digest. `sources` are (address, words) of the tensors, `arena` is an
+        address.
         """
         depth = 1 + max(map(len, self._of))
-        found: list[list[NDArray[np.int64]]] = [[] for _ in range(depth)]
+        levels: list[list[NDArray[np.int64]]] = [[] for _ in range(depth)]
         for index, ((address, num_words), lists) in enumerate(zip(sources, self._of, strict=True)):
-            slots = [at for at, _ in lists] + [ROW_WORDS * index]
+            slots = [offset for offset, _ in lists] + [ROW_WORDS * index]
             slots[0] += _HEADER_WORDS
             if num_words:
-                found[0].append(_chunks(address, num_words, index, slots[0]))
-            for level, (at, words) in enumerate(lists, start=1):
-                nobody = len(sources)
-                found[level].append(_chunks(arena + _WORD * at, words, nobody, slots[level]))
-        return found
+                levels[0].append(_chunks(address, num_words, index, slots[0]))
+            for level, (offset, words) in enumerate(lists, start=1):
+                none = len(sources)
+                levels[level].append(_chunks(arena + _WORD * offset, words, none, slots[level]))
+        return levels
 
 
 def _chunks(address: int, num_words: int, tensor: int, slot: int) -> NDArray[np.int64]:
@@ -208,13 +223,12 @@ def _chunks(address: int, num_words: int, tensor: int, slot: int) -> NDArray[np.
 
 
 def places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """What has to stay as it is for a table to stand."""
-    return [(one.data_ptr(), one.shape, one.dtype) for one in tensors]
+    """Return what must stay the same for a table of `tensors` to be right."""
+    return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    num_bytes = tensor.numel() * tensor.element_size()
-    aligned = tensor.data_ptr() % _ALIGNMENT == 0 and num_bytes % _ALIGNMENT == 0
+    aligned = tensor.data_ptr() % _ALIGNMENT == 0 and tensor.nbytes % _ALIGNMENT == 0
     return aligned and tensor.is_contiguous()
 
 
@@ -223,7 +237,10 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    """Exponent bits, carry, sign bits of a word of `dtype`; nothing of what has no exponent."""
+    """Return the exponent bits, carries and sign bits of a word of `dtype`.
+
+    All are 0 for a format without an exponent.
+    """
     if dtype not in _FORMATS:
         return (0, 0, 0)
     exponent, carry, bits = _FORMATS[dtype]

@@ -1,7 +1,7 @@
-"""Every rank's row of numbers to every rank, without waiting for a GPU.
+"""Send every rank's rows of numbers to every rank, without waiting for a GPU.
 
-Under NCCL what was sent at one step is looked at in the next that is watched: it travels on a
-stream of its own, and by then it has long arrived. All else is sent and looked at, at once.
+Under NCCL rows travel on a stream of their own. They are received in the next step that is watched,
+when they have long arrived. With other backends they are received at once.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ Rows = NDArray[np.int64]  # [ranks, rows, words]
 
 
 def is_shared() -> bool:
-    """Whether there are others to compare with."""
+    """Return whether there are other ranks to compare with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def tell(own: Any) -> list[Any]:
-    """What each rank gave, by rank."""
+    """Return what each rank gave, by rank; a collective of all ranks."""
     if not is_shared():
         return [own]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return told
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return by_rank
 
 
 class Exchange:
-    """Of `num_rows` rows on each rank; a rank may have fewer. In the process group of all ranks."""
+    """The exchange of up to `num_rows` rows of each rank, in the process group of all ranks.
+
+    With `waits` what `send` starts is in flight until `receive`, which may wait for it.
+    """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._num_rows = num_rows
@@ -45,7 +48,7 @@ class Exchange:
         self.waits = device.type == "cuda" and self._device.type == "cuda"
 
     def send(self, rows: Tensor) -> None:
-        """Starts; `rows`, int64 [rows, words], may not be written to before `receive`."""
+        """Start to send `rows`, int64 [rows, words]; don't write to them before `receive`."""
         if self._own is None:
             shape = (self._num_rows, rows.shape[1])
             self._own = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -69,21 +72,27 @@ class Exchange:
         self._here.copy_(self._all, non_blocking=self.waits)
 
     def has_arrived(self) -> bool:
-        """Whether `receive` would return at once."""
+        """Return whether `receive` would return at once."""
         return not self.waits or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def receive(self) -> Rows:
-        """What was sent last, of every rank. The host waits for it if it must."""
+        """Return the rows that every rank sent last, int64 [ranks, rows, words].
+
+        The host waits for them if they haven't arrived.
+        """
         if self.waits:
             self._arrived.synchronize()
         return self._here.numpy().copy()
 
 
 def _transport(device: torch.device) -> torch.device:
-    """`device` if the process group's fast way leads there; else the CPU, or where it leads."""
-    ways = dict(one.split(":") for one in dist.get_backend_config().split(","))
-    if device.type == "cuda" and ways.get("cuda") == "nccl":
+    """Return the device from which the process group sends rows that are on `device`.
+
+    That is `device` itself under NCCL; else the CPU if a backend serves it.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if device.type == "cuda" and backends.get("cuda") == "nccl":
         return device
-    if "cpu" in ways:
+    if "cpu" in backends:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

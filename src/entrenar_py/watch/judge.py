@@ -1,4 +1,4 @@
-"""What the rows of all ranks say of a watched step. Numbers in, findings out: no device, no wait.
+"""Judge a watched step by the rows of all ranks: numbers in, findings out, no device, no wait.
 
 Every rank has all rows, and so finds the same.
 """
@@ -24,8 +24,9 @@ _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 @dataclass(frozen=True)
 class Watched:
-    """How often a clause was looked at: steps, and comparisons in all of them. `note` says what is
-    not looked at, and why.
+    """How often a `clause` was looked at by its `check`: in `steps`, with `comparisons` in all.
+
+    `note` says what is not looked at, and why; "" for nothing.
     """
 
     clause: str
@@ -36,7 +37,10 @@ class Watched:
 
 
 class Judge:
-    """Of a training in which rank r holds `ranks[r]`, by `clauses` (check -> id)."""
+    """Judges a training in which rank r holds the pieces `ranks[r]`.
+
+    `clauses` are the ids of those to judge, by check. A tensor has `patience` steps to move.
+    """
 
     def __init__(
         self, ranks: Sequence[Sequence[Piece]], clauses: Mapping[str, str], patience: int
@@ -44,11 +48,11 @@ class Judge:
         self._ranks, self._clauses, self._patience = ranks, clauses, patience
         shape = (len(ranks), max(map(len, ranks)))
         self._held = holders(ranks)
-        self._copies = _places(one for held in self._held for one in held[1:])
+        self._copies = _places(place for held in self._held for place in held[1:])
         self._firsts = _places(held[0] for held in self._held for _ in held[1:])
         self._floating = np.zeros(shape, bool)
         for rank, pieces in enumerate(ranks):
-            self._floating[rank, : len(pieces)] = [one.dtype in _SEEN for one in pieces]
+            self._floating[rank, : len(pieces)] = [piece.dtype in _SEEN for piece in pieces]
         self._there = np.zeros(shape, bool)
         for rank, pieces in enumerate(ranks):
             self._there[rank, : len(pieces)] = True
@@ -59,25 +63,25 @@ class Judge:
         self._comparisons: Counter[str] = Counter()
 
     def look(self, step: int, rows: Rows) -> list[WatchFinding]:
-        """What broke at `step`: at most one finding a clause, of the first tensor."""
+        """Return what broke at `step`: at most one finding a clause, of the first tensor."""
         judges = {IDENTITY: self._differing, FINITENESS: self._not_finite, LIVENESS: self._dead}
-        found = []
+        findings = []
         for check in self._clauses:
             broken, compared = judges[check](step, rows)
             if compared:
                 self._steps[check] += 1
                 self._comparisons[check] += compared
-            found += broken
-        return found
+            findings += broken
+        return findings
 
     def idle(self, rank: int) -> list[int]:
-        """Rows of `rank` that did not move: of these it is asked whether they should have."""
+        """Return the rows of `rank` that did not move, to be marked if they should have."""
         if LIVENESS not in self._clauses:
             return []
         return [int(row) for row in np.flatnonzero(self._idle[rank])]
 
     def watched(self) -> tuple[Watched, ...]:
-        """Every clause, whether or not it could be looked at."""
+        """Return how often each clause was looked at, also where it could not be."""
         notes = {IDENTITY: self._alone(), FINITENESS: self._unseen(), LIVENESS: ""}
         return tuple(
             Watched(id_, check, self._steps[check], self._comparisons[check], notes[check])
@@ -91,8 +95,8 @@ class Judge:
         differ = (rows[*copies, :2] != rows[*firsts, :2]).any(axis=1)
         if not differ.any():
             return [], len(differ)
-        broken = {tuple(one) for one in self._firsts[differ].tolist()}
-        held = [one for one in self._held if one[0] in broken]
+        broken = {tuple(place) for place in self._firsts[differ].tolist()}
+        held = [places for places in self._held if places[0] in broken]
         return [self._difference(step, held[0], rows, len(held))], len(differ)
 
     def _difference(
@@ -100,8 +104,8 @@ class Judge:
     ) -> WatchFinding:
         digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in held}
         (most, votes), *_ = Counter(digests.values()).most_common()
-        odd = {rank: one for rank, one in digests.items() if one != most}
-        if votes <= len(digests) - votes:  # nobody can say who is right
+        odd = {rank: digest for rank, digest in digests.items() if digest != most}
+        if votes <= len(digests) - votes:  # no majority says which are right
             odd = digests
         others = [rank for rank in digests if rank not in odd]
         what = (
@@ -109,7 +113,7 @@ class Judge:
             if others
             else "hold different weights"
         )
-        shown = ", ".join(f"rank {rank}: {one}" for rank, one in list(odd.items())[:4])
+        shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in list(odd.items())[:4])
         right = f"; the others: {most}" if others else ""
         return self._finding(
             IDENTITY,
@@ -123,7 +127,7 @@ class Judge:
     def _alone(self) -> str:
         if len(self._ranks) == 1:
             return "one process: there is no other to compare with"
-        compared = {one for held in self._held for one in held}
+        compared = {place for held in self._held for place in held}
         alone = [
             self._name((rank, row))
             for rank, pieces in enumerate(self._ranks)
@@ -161,7 +165,7 @@ class Judge:
             f"did not move in {self._patience} steps or more, though it is trainable and its "
             "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
         )
-        # What rests and is not said to have had a gradient was not looked at: it may be frozen.
+        # An idle tensor that is not marked was not looked at: it may be frozen.
         looked_at = (self._there & ~self._idle) | stuck
         return list(self._named(LIVENESS, step, dead, message)), int(looked_at.sum())
 
@@ -170,7 +174,7 @@ class Judge:
     def _named(
         self, check: str, step: int, broken: NDArray[np.bool_], message: str
     ) -> Iterator[WatchFinding]:
-        """One finding, of the first tensor that is broken on any rank."""
+        """Yield one finding, of the first tensor that is broken on any rank."""
         rows = np.flatnonzero(broken.any(axis=0))
         if len(rows):
             ranks = [int(rank) for rank in np.flatnonzero(broken[:, rows[0]])]
@@ -191,9 +195,9 @@ class Judge:
         return self._ranks[rank][row].name
 
 
-def _places(found: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
-    """int64 [places, 2]: rank and row."""
-    return np.array(list(found), np.int64).reshape(-1, 2)
+def _places(places: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return `places`, each a rank and a row, as int64 [places, 2]."""
+    return np.array(list(places), np.int64).reshape(-1, 2)
 
 
 def _more(num_tensors: int) -> str:

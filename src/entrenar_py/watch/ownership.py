@@ -1,4 +1,4 @@
-"""What of a model each rank holds: names, places in the module tree, and who holds the same."""
+"""The parameters that each rank holds, by name and piece, and the ranks that hold the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that a rank holds, or its shard of one. Two ranks hold the same if these are equal.
+    """A tensor that a rank holds, or its shard of one; two ranks hold the same if these are equal.
 
-    `shard` is where it stands in each mesh dimension along which it is not replicated.
+    `shard` is its place along each mesh dimension that doesn't replicate it: (dimension, place).
     """
 
     name: str
@@ -28,7 +28,10 @@ class Piece:
 
 
 class Parameters:
-    """The parameters of a module, found by their places: a script may put others there."""
+    """The parameters of a module, `names` first, found by their places in the module tree.
+
+    A script may put other objects there. Raises UsageError for a FullyShardedDataParallel.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():
@@ -46,32 +49,35 @@ class Parameters:
             self.names.append(name)
 
     def now(self) -> list[torch.nn.Parameter]:
-        """What stands there now."""
-        found = [slot[key] for slot, key in self._slots]
-        for name, one in zip(self.names, found, strict=True):
-            if one is None:
+        """Return the parameters that stand there now; raises UsageError where one is gone."""
+        current = [slot[key] for slot, key in self._slots]
+        for name, parameter in zip(self.names, current, strict=True):
+            if parameter is None:
                 raise UsageError(f"parameter {name} is gone: observe() the model as it is trained")
-        return [one for one in found if one is not None]
+        return [parameter for parameter in current if parameter is not None]
 
     def pieces(self) -> list[Piece]:
-        """What this rank holds of them."""
-        return [_piece(name, one) for name, one in zip(self.names, self.now(), strict=True)]
+        """Return what this rank holds of each parameter."""
+        return [_piece(name, p) for name, p in zip(self.names, self.now(), strict=True)]
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What of it is in this process. Not `to_local`, which autograd sees and which takes long."""
+    """Return what this process holds of `parameter`.
+
+    `to_local` does the same, but takes longer and is recorded by autograd.
+    """
     held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     assert isinstance(held, Tensor)
     return held
 
 
 def holders(ranks: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
-    """Of each piece that is held more than once: (rank, row) of all who hold it, in their order."""
-    found: defaultdict[Piece, list[tuple[int, int]]] = defaultdict(list)
+    """Return the (rank, row) of all holders of each piece that several ranks hold, in order."""
+    by_piece: defaultdict[Piece, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(ranks):
         for row, piece in enumerate(pieces):
-            found[piece].append((rank, row))
-    return [held for held in found.values() if len(held) > 1]
+            by_piece[piece].append((rank, row))
+    return [held for held in by_piece.values() if len(held) > 1]
 
 
 def _piece(name: str, parameter: Tensor) -> Piece:

@@ -1,7 +1,7 @@
-"""Watches a training in production: the same weights everywhere, finite, and moving.
+"""The watch of a training in production: weights are the same everywhere, finite, and moving.
 
-After every k-th step of the optimizer each tensor's digest goes to all ranks, and `judge` looks at
-them. On a GPU nothing waits for that: what a step left is looked at in the next that is watched.
+After every k-th step of the optimizer the digest of each tensor goes to all ranks, and `judge`
+looks at them. On a GPU nothing waits for that: they are looked at in the next step that is watched.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Watch:
         atexit.register(self._leave)
 
     def watched(self) -> tuple[Watched, ...]:
-        """Which clauses were looked at, how often, and what is not looked at."""
+        """Return for each clause how often it was looked at, and what is not looked at."""
         if self._judge is None:
-            not_yet = "no step was made yet"
-            return tuple(Watched(id_, one, 0, 0, not_yet) for one, id_ in self._clauses.items())
+            note = "no step was made yet"
+            return tuple(Watched(id_, check, 0, 0, note) for check, id_ in self._clauses.items())
         return self._judge.watched()
 
     def close(self) -> None:
-        """Looks at what was not yet looked at, and watches no more."""
+        """Look at what was not looked at yet, and watch no more."""
         self._hook.remove()
         atexit.unregister(self._leave)
         self._look()
@@ -80,7 +80,7 @@ class Watch:
             return
         self._look()
         parameters = self._parameters.now()
-        held = [local(one) for one in parameters]
+        held = [local(parameter) for parameter in parameters]
         self._follow(held)
         rows = self._rows(held)
         self._mark(rows, parameters)
@@ -97,7 +97,7 @@ class Watch:
                 self._tell(finding)
 
     def _follow(self, held: Sequence[Tensor]) -> None:
-        """Sees to it that tensors are digested where they are now; they may have been moved."""
+        """Build the digest table anew if tensors have been moved."""
         now = places(held)
         if now == self._places:
             return
@@ -107,42 +107,46 @@ class Watch:
                 "the parameters have other shapes, dtypes or shards than at the first "
                 "step: close() this observation and observe() the model again"
             )
-        devices = {one.device for one in held}
+        devices = {tensor.device for tensor in held}
         on_gpu = len(devices) == 1 and held[0].device.type == "cuda"
         self._table = DigestTable(held) if on_gpu else None
 
     def _open(self) -> None:
-        """Hears what each rank holds, and says what will not be watched."""
+        """Gather what each rank holds, and log what will not be watched.
+
+        Raises UsageError if the ranks watch with different arguments.
+        """
         self._pieces = self._parameters.pieces()
         own = (self._pieces, self._every, self._step, self._patience, dict(self._clauses))
-        told = exchange.tell(own)
-        for rank, one in enumerate(told):
-            if one[1:] != own[1:]:
+        by_rank = exchange.tell(own)
+        for rank, other in enumerate(by_rank):
+            if other[1:] != own[1:]:
                 raise UsageError(
                     "the ranks watch different things (every, step, patience, clauses): "
-                    f"rank {rank} {one[1:]}, this rank {own[1:]}; give all of them the same"
+                    f"rank {rank} {other[1:]}, this rank {own[1:]}; give all of them the same"
                 )
-        ranks = [one[0] for one in told]
+        ranks = [pieces for pieces, *_ in by_rank]
         self._rank = torch.distributed.get_rank() if len(ranks) > 1 else 0
         self._judge = Judge(ranks, self._clauses, self._patience)
         device = local(self._parameters.now()[0]).device
         self._exchange = Exchange(max(map(len, ranks)), device)
         if self._rank == 0:
-            for one in self._judge.watched():
-                if one.note:
-                    _LOG.warning("watch: %s (%s): %s", one.clause, one.check, one.note)
+            for watched in self._judge.watched():
+                if watched.note:
+                    _LOG.warning("watch: %s (%s): %s", watched.clause, watched.check, watched.note)
 
     def _rows(self, held: Sequence[Tensor]) -> Tensor:
+        """Return digest and flags of each tensor, int64 [tensors, ROW_WORDS]."""
         if self._table is not None:
             return self._table.run()
-        roots = [digest.root(digest.header(one), digest.memory(one)) for one in held]
+        roots = [digest.root(digest.header(tensor), digest.memory(tensor)) for tensor in held]
         rows = torch.zeros((len(held), ROW_WORDS), dtype=torch.int64)
         rows[:, :2] = digest.all_words(roots)
-        rows[:, 2] = torch.tensor([not digest.is_finite(one) for one in held])
+        rows[:, 2] = torch.tensor([not digest.is_finite(tensor) for tensor in held])
         return rows
 
     def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Says of those that did not move last time whether this step should have moved them."""
+        """Mark in `rows` the tensors that were idle last time, and that this step should move."""
         assert self._judge is not None
         idle = self._judge.idle(self._rank)
         if not idle:
@@ -150,25 +154,30 @@ class Watch:
         rates = {p: group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
         asked: dict[object, dict[int, Tensor]] = {}  # row -> gradient, of each device and dtype
         for row in idle:
-            one = parameters[row]
-            if not one.requires_grad or one.grad is None or not local(one.grad).numel():
+            parameter = parameters[row]
+            if not parameter.requires_grad or parameter.grad is None:
                 continue
-            # Of what is in no group the rate is unknown: nobody said that it should not move. Nor
-            # is that of a rate on a device, for which the host would have to wait.
-            rate = rates.get(one)
+            gradient = local(parameter.grad).detach()
+            if not gradient.numel():
+                continue
+            # A parameter in no group has no rate: nothing says that it should not move. A rate on a
+            # device isn't read, as the host would have to wait for it.
+            rate = rates.get(parameter)
             if rate is None or isinstance(rate, Tensor) or rate > 0:
-                gradient = local(one.grad).detach()
                 asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
         if asked:
-            # A launch a dtype, not one a tensor: there may be hundreds that rest.
-            norms = [torch._foreach_norm([*of.values()], float("inf")) for of in asked.values()]
-            largest = torch.cat([torch.stack(one).float().to(rows.device) for one in norms])
+            # One launch a dtype, not a tensor: hundreds may be idle.
+            norms = [
+                torch._foreach_norm([*gradients.values()], float("inf"))
+                for gradients in asked.values()
+            ]
+            largest = torch.cat([torch.stack(norm).float().to(rows.device) for norm in norms])
             live = ((largest > 0) & largest.isfinite()).to(rows)
             places = self._places_of(tuple(chain.from_iterable(asked.values())), rows.device)
             rows[:, _LIVE].index_put_((places,), live)
 
     def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
-        """The rows `asked`, as an index on `device`: sent when they change, without waiting."""
+        """Return the rows `asked` as an index on `device`, sent without waiting if they changed."""
         if asked != self._asked:
             rows = torch.tensor(asked)
             rows = rows.pin_memory() if device.type == "cuda" else rows
@@ -176,8 +185,9 @@ class Watch:
         return self._index
 
     def _leave(self) -> None:
-        """The process ends without `close`: nothing can be stopped any more, and nothing may hang,
-        so what has arrived is told in the log.
+        """Log what has arrived, as the process ends without `close`.
+
+        Nothing can be stopped any more then, and nothing may hang.
         """
         if self._pending is not None and self._exchange.has_arrived():
             self._tell = lambda finding: _LOG.error("%s", finding)
