@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.backends.wgpu import lower, plan, product
+from entrenar_py.backends.wgpu import lower, plan, tiles
 from entrenar_py.backends.wgpu.plan import Plan
 from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.mutants import Variant
@@ -18,7 +18,7 @@ _plan, _lower = plan.plan, lower.lower
 STEPS = ("F-WGPU-002", "F-WGPU-003", "F-WGPU-005", "F-WGPU-006", "F-WGPU-007")
 
 
-def split(given: product.Product, limits: product.Limits) -> product.Tiling:
+def split(given: tiles.Product, limits: tiles.Limits) -> tiles.Tiling:
     """Small tiles whose threads share the sum along k."""
     return SPLIT
 
@@ -87,7 +87,7 @@ VARIANTS = (
     _benign(
         "split",
         "products have other tiles, and add along k in parts",
-        {"product.choose": split},
+        {"tiles.choose": split},
         operations("mm", "mm_tall", "bmm"),
         ("F-WGPU-004", "F-WGPU-007"),
     ),

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.backends.wgpu import codegen, index, intrinsics, product, product_text, values
+from entrenar_py.backends.wgpu import codegen, index, intrinsics, product, tile_loads, tiles, values
 from entrenar_py.backends.wgpu.program import Program
 
 from .wgpu_subjects import MLP, mutant, operations
 
 _product_kernel, _layout = product.product_kernel, values._layout
-_load, _loop, _tree = product_text._load, codegen._loop, codegen._tree
+_load, _loop, _tree = tile_loads.load, codegen._loop, codegen._tree
 _functions_of, _pipeline = intrinsics.functions_of, Program._pipeline
 
 
-def swapped(given: product.Product, *arguments: Any, **keywords: Any) -> product.Kernel:
+def swapped(given: tiles.Product, *arguments: Any, **keywords: Any) -> product.Kernel:
     """The second operand is read with n in the place of k."""
     return _product_kernel(replace(given, b=given.b.transposed()), *arguments, **keywords)
 
@@ -37,7 +37,7 @@ def edge_unguarded(*arguments: Any, **keywords: Any) -> list[str]:
     ]
 
 
-def strides_ignored(stored: values.Stored, shape: Sequence[int], batch: Any) -> product.Layout:
+def strides_ignored(stored: values.Stored, shape: Sequence[int], batch: Any) -> tiles.Layout:
     """Operands are read as if they lay in C order."""
     return _layout(replace(stored, strides=index.strides_of(shape)), shape, batch)
 
@@ -127,7 +127,7 @@ VARIANTS = (
         "edge-unguarded",
         "past the end of k a product reads what comes next in memory",
         "classic (edge of a tile)",
-        {"product_text._load": edge_unguarded},
+        {"tile_loads.load": edge_unguarded},
         operations("mm"),
         "F-WGPU-004",
         tensor="result 0",

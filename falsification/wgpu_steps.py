@@ -12,7 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from entrenar_py.backends.steps import Array, DropFunction
-from entrenar_py.backends.wgpu import lower, product, program
+from entrenar_py.backends.wgpu import lower, product, program, tiles
 from entrenar_py.backends.wgpu.program import Dispatch, Program
 from entrenar_py.backends.wgpu.resident import ResidentStep
 
@@ -106,7 +106,7 @@ class InTurns:
         return self._programs[0].run(inputs)
 
 
-def _split(given: product.Product, *arguments: Any, **keywords: Any) -> product.Kernel:
+def _split(given: tiles.Product, *arguments: Any, **keywords: Any) -> product.Kernel:
     return _product_kernel(given, *arguments, **keywords, tiling=SPLIT)
 
 

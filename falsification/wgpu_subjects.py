@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from entrenar_py.backends.wgpu import product
+from entrenar_py.backends.wgpu import tiles
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
 
 PACKAGE = "entrenar_py.backends.wgpu"
 # Its threads share the sum along k.
-SPLIT = product.Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4, split=4)
+SPLIT = tiles.Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4, split=4)
 
 
 def operations(*names: str) -> Scenario:

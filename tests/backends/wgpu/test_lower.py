@@ -14,8 +14,8 @@ from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.lower import Lowered, lower
 from entrenar_py.backends.wgpu.plan import plan
-from entrenar_py.backends.wgpu.product import Limits
 from entrenar_py.backends.wgpu.program import Program
+from entrenar_py.backends.wgpu.tiles import Limits
 
 LIMITS = Limits(
     binding_bytes_max=2**27, workgroup_bytes_max=2**14, invocations_max=256, workgroups_max=65_535

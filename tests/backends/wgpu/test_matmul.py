@@ -9,7 +9,7 @@ import torch
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.matmul import Matmul, flatten, layout, plan
-from entrenar_py.backends.wgpu.product import Layout, Limits
+from entrenar_py.backends.wgpu.tiles import Layout, Limits
 from entrenar_py.errors import BackendUnavailable
 
 

@@ -17,19 +17,17 @@ from torch import Tensor
 from entrenar_py.backends import rounding
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.backends.wgpu.product import (
+from entrenar_py.backends.wgpu.product import Kernel, fold, product_kernel
+from entrenar_py.backends.wgpu.tiles import (
     LARGE,
     MEDIUM,
     SMALL,
     SPLIT,
-    Kernel,
     Layout,
     Limits,
     Product,
     Tiling,
     choose,
-    fold,
-    product_kernel,
 )
 from entrenar_py.errors import BackendUnavailable, UsageError
 

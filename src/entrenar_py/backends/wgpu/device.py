@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entrenar_py.backends.wgpu import adapters
-from entrenar_py.backends.wgpu.product import Limits
+from entrenar_py.backends.wgpu.tiles import Limits
 from entrenar_py.errors import BackendUnavailable
 
 # What is asked for as large as the adapter has it; WebGPU's defaults are small.

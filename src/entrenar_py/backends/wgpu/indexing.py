@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from entrenar_py.backends.wgpu import lookups, pointwise, views
+from entrenar_py.backends.wgpu import lookups, pointwise, row_sums, views
 from entrenar_py.backends.wgpu.nodes import dtype_of, name_of, shape_of
 from entrenar_py.backends.wgpu.values import Schedule, Value
 
@@ -60,7 +60,7 @@ def index_put(
     looked = lookups.broadcast_shape([one.shape for one in given])
     added = views.expand(schedule, rows, (*looked, *x.shape[len(given) :]))
     added = views.reshape(schedule, added, [ids.size, width])
-    return views.reshape(schedule, lookups.add_rows(schedule, whole, ids, added), x.shape)
+    return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)
 
 
 def scatter(

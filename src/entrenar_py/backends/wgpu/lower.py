@@ -17,7 +17,7 @@ from entrenar_py.backends.wgpu import pointwise, views
 from entrenar_py.backends.wgpu.emitter import Buffer
 from entrenar_py.backends.wgpu.nodes import DTYPES, dtype_of, line_of, name_of, shape_of
 from entrenar_py.backends.wgpu.operations import FUSING, OPERATIONS, VIEWS
-from entrenar_py.backends.wgpu.product import Limits
+from entrenar_py.backends.wgpu.tiles import Limits
 from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Step, Stored, Value
 from entrenar_py.errors import UsageError
 

@@ -12,13 +12,8 @@ from torch import Tensor
 
 from entrenar_py.backends import Pair
 from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.backends.wgpu.product import (
-    FLOAT_BYTES,
-    Kernel,
-    Layout,
-    Product,
-    product_kernel,
-)
+from entrenar_py.backends.wgpu.product import Kernel, product_kernel
+from entrenar_py.backends.wgpu.tiles import FLOAT_BYTES, Layout, Product
 from entrenar_py.errors import BackendUnavailable
 
 RESULT_ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment

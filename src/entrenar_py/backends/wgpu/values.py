@@ -15,7 +15,8 @@ from entrenar_py.backends.wgpu import codegen
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu.emitter import Buffer, Emitter, Loop
 from entrenar_py.backends.wgpu.index import Index, Indices
-from entrenar_py.backends.wgpu.product import Layout, Limits, Product, product_kernel
+from entrenar_py.backends.wgpu.product import product_kernel
+from entrenar_py.backends.wgpu.tiles import Layout, Limits, Product
 
 Read = Callable[[Emitter, Indices], str]
 

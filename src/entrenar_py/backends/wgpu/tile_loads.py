@@ -1,0 +1,181 @@
+"""The WGSL that takes one operand of a product from its buffer to the tiles of a workgroup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from entrenar_py.backends.wgpu.tiles import Layout, Product, Tiling
+
+LANES = "xyzw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One operand as the tiles see it: `outer` is m or n, with its size, tile and strides.
+
+    A load moves `width` elements, along k if `along_k`, else along the outer dimension. With
+    `scalars` its tile is one of numbers, not of vectors: see `Limits.component_writes`.
+    """
+
+    name: str
+    size: int
+    depth: int
+    tile: int
+    tile_k: int
+    step: int
+    step_k: int
+    width: int
+    along_k: bool
+    num_threads: int
+    split: int
+    scalars: bool
+
+    @property
+    def whole_vectors(self) -> bool:
+        """True if a load is four neighbours in the tile."""
+        return self.width == 4 and not self.along_k
+
+    @property
+    def num_loads(self) -> int:
+        """Loads of one tile, by all threads."""
+        return self.tile * self.tile_k // self.width
+
+    @property
+    def loads(self) -> range:
+        """Loads of one tile, by one thread."""
+        return range(-(-self.num_loads // self.num_threads))
+
+    @property
+    def type(self) -> str:
+        """WGSL type of what a load moves."""
+        return "vec4<f32>" if self.width == 4 else "f32"
+
+    @property
+    def partial(self) -> bool:
+        """True if not every thread has something to load in the last round."""
+        return self.num_loads % self.num_threads != 0
+
+    def place(self, k: str) -> str:
+        """The row of the tile that holds depth k."""
+        if self.split == 1:
+            return f"[{k}]"
+        return f"[({k}) / {self.split}u][({k}) % {self.split}u]"
+
+
+def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[Side, Side]:
+    """Return a and b as the tiles see them; threads may write to both tiles at once."""
+    a = _side(product, tiling, "a", product.a, product.m, tiling.m)
+    b = _side(product, tiling, "b", product.b.transposed(), product.n, tiling.n)
+    return _safe(a, component_writes), _safe(b, component_writes)
+
+
+def _side(
+    product: Product, tiling: Tiling, name: str, layout: Layout, size: int, tile: int
+) -> Side:
+    """`layout` has k as its columns."""
+    step, step_k = layout.row, layout.column
+    along_k = step_k < step
+    edge = (step_k, step, product.k) if along_k else (step, step_k, size)
+    return Side(
+        name=name,
+        size=size,
+        depth=product.k,
+        tile=tile,
+        tile_k=tiling.k,
+        step=step,
+        step_k=step_k,
+        width=4 if is_vector(layout, *edge) else 1,
+        along_k=along_k,
+        num_threads=tiling.num_threads,
+        split=tiling.split,
+        scalars=False,
+    )
+
+
+def _safe(side: Side, component_writes: bool) -> Side:
+    """`side` with a tile that its threads may write to at once."""
+    return replace(side, scalars=not (component_writes or side.whole_vectors))
+
+
+def is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
+    """True if every four neighbours are 16 aligned bytes, and none reaches past the end."""
+    steps = (layout.offset, *layout.batch, across, size)
+    return along == 1 and all(step % 4 == 0 for step in steps)
+
+
+def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator[str]:
+    """Where each of a thread's loads begins in its buffer (in loads), and where it goes."""
+    name, width = side.name, side.width
+    outer_width, k_width = (1, width) if side.along_k else (width, 1)
+    across = (side.tile_k if side.along_k else side.tile) // width
+    yield f"let {name}_0 = {batch_start(product, layout)};"
+    for i in side.loads:
+        yield f"let {name}_load_{i} = thread + {i * side.num_threads}u;"
+        inner, outer = f"{name}_load_{i} % {across}u", f"{name}_load_{i} / {across}u"
+        if not side.along_k:
+            inner, outer = outer, inner
+        yield f"let {name}_k_{i} = {inner}{f' * {k_width}u' if k_width > 1 else ''};"
+        yield f"let {name}_t_{i} = {outer}{f' * {outer_width}u' if outer_width > 1 else ''};"
+        # Rows past a ragged edge are read like others, from wherever that is: WebGPU keeps a read
+        # within its binding, and sums of theirs are not stored.
+        at = f"{first} + {name}_t_{i}"
+        start = f"{name}_0 + ({at}) * {side.step}u + {name}_k_{i} * {side.step_k}u"
+        yield f"let {name}_at_{i} = ({start}) / {width}u;"
+        yield f"var {name}_next_{i}: {side.type};"
+
+
+def batch_start(product: Product, layout: Layout) -> str:
+    terms, inner = [f"{layout.offset}u"], product.num_batches
+    for i, (size, step) in enumerate(zip(product.batch, layout.batch, strict=True)):
+        inner //= size
+        wrapped = f" % {size}u" if i else ""
+        if step:
+            terms.append(f"batch / {inner}u{wrapped} * {step}u")
+    return " + ".join(terms)
+
+
+def load(side: Side, tile: str) -> Iterator[str]:
+    """Reads a tile's elements to registers; past the end of k, zeros."""
+    for i in side.loads:
+        name = f"{side.name}_next_{i}"
+        at = f"{side.name}_at_{i} + {tile} * {side.tile_k * side.step_k // side.width}u"
+        assert side.tile_k * side.step_k % side.width == 0, side  # a tile begins at a load
+        inside = []
+        if side.depth % side.tile_k:
+            inside.append(f"{tile} * {side.tile_k}u + {side.name}_k_{i} < {side.depth}u")
+        if side.partial and i == side.loads[-1]:
+            inside.append(f"{side.name}_load_{i} < {side.num_loads}u")
+        if inside:
+            yield f"{name} = {side.type}();"
+            yield f"if ({' && '.join(inside)}) {{ {name} = {side.name}[{at}]; }}"
+        else:
+            yield f"{name} = {side.name}[{at}];"
+
+
+def store(side: Side, copy: int) -> Iterator[str]:
+    """Writes what `load` read to the tile, with k outermost."""
+    tile = f"{side.name}_tile_{copy}"
+    for i in side.loads:
+        value, k, t = (f"{side.name}_{part}_{i}" for part in ("next", "k", "t"))
+        if side.whole_vectors:
+            stores = [f"{tile}{side.place(k)}[{t} / 4u] = {value};"]
+        else:
+            parts = [f"{value}.{lane}" for lane in LANES] if side.width == 4 else [value]
+            at = f"[{t}]" if side.scalars else f"[{t} / 4u][{t} % 4u]"
+            stores = [
+                f"{tile}{side.place(f'{k} + {j}u')}{at} = {part};" for j, part in enumerate(parts)
+            ]
+        guard = side.partial and i == side.loads[-1]
+        if guard:
+            yield f"if ({side.name}_load_{i} < {side.num_loads}u) {{"
+        yield from stores
+        if guard:
+            yield "}"
+
+
+def four(row: str, at: str, *, scalars: bool) -> str:
+    """The vector at `at` of a row of a tile."""
+    if not scalars:
+        return f"{row}[{at}]"
+    return f"vec4<f32>({', '.join(f'{row}[({at}) * 4u + {lane}u]' for lane in range(4))})"
