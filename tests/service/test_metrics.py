@@ -47,6 +47,15 @@ def test_a_line_for_each(tmp_path: Path) -> None:
     assert note == {"what": "left", "step": 3, "text": "worker 1 left"}
 
 
+def test_an_empty_file_is_not_left_behind(tmp_path: Path) -> None:
+    """Such as of a run that could not begin; one that was there before stays."""
+    Metrics(tmp_path / "m").close()
+    assert not (tmp_path / "m").exists()
+    (tmp_path / "m").touch()
+    Metrics(tmp_path / "m").close()
+    assert (tmp_path / "m").exists()
+
+
 def test_it_goes_on_behind_what_is_there(tmp_path: Path) -> None:
     """Also behind a line whose writer was killed in the middle of it."""
     for _ in range(2):

@@ -62,6 +62,8 @@ async def ask(
                 return await _connect(host, port, context, secret, backend)
         except TimeoutError:
             problem = f"no answer within {ANSWER_S:g} s"
+            if context is None:
+                problem += "; a coordinator that uses TLS answers no one without it: give --tls-ca"
         except (OSError, ProtocolError) as error:
             problem = reason(error, host)
         if time.monotonic() - since > patience_s:

@@ -23,8 +23,7 @@ from entrenar_py.drivers.endpoints import (
 )
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
-from entrenar_py.drivers.simulated_connections import Connection, Node, feed
-from entrenar_py.drivers.simulated_links import Down, Up
+from entrenar_py.drivers.simulated_connections import Connection, Node, SimulatedWire, feed
 from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.drivers.virtual_time import Action, Later, Timeline
 from entrenar_py.protocol import effects as do
@@ -78,25 +77,26 @@ class Simulation:
 
     def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
         """A new worker process, which connects at once; `rank` is the one it asks for."""
-        up = Up(self)
-        node = up.node = Node(self._new_end(up, rank, backend, speak), self._num_started)
+        node = Node(self._num_started)
+        node.end = self._new_end(node, rank, backend, speak)
         self._num_started += 1
         self.nodes = [*(one for one in self.nodes if one.alive), node]
         self._connect(node)
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
 
-    def _new_end(self, up: Up, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
+    def _new_end(self, node: Node, rank: int | None, backend: str, speak: Speak) -> WorkerEnd:
         terms, member = self._run.terms, self._member()
+        wire = SimulatedWire(partial(self._said, node), partial(self._closed, node))
+        compute, clock = partial(self._work, node), self._time.clock
         kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
         if issubclass(self._worker, MeshWorker):
             mesh = self._worker(terms, rank=rank, port=self._num_started, **kept)
             hands = cast(MeshHands, member)
-            beside = self._beside(lambda action: self._to(up.node, action))
-            clock = self._time.clock
-            return MeshEnd(mesh, hands, up, clock, up.compute, up.dial, beside, speak)
+            beside, dial = self._beside(partial(self._to, node)), partial(self._dial, node)
+            return MeshEnd(mesh, hands, wire, clock, compute, dial, beside, speak)
         machine = self._worker(terms, rank=rank, **kept)
-        return WorkerEnd(machine, member, up, self._time.clock, up.compute, speak)
+        return WorkerEnd(machine, member, wire, clock, compute, speak)
 
     def visit(self, guest: Guest) -> None:
         """Somebody connects who is no worker."""
@@ -125,7 +125,7 @@ class Simulation:
         kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
         machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
         self._reducing.forget()  # what another process did
-        down, clock = Down(self), self._time.clock
+        down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
         return CoordinatorEnd(machine, hands, down, clock, self._reducing, notify=self._notify)
 
     def run(self, *, until_s: float) -> do.Finish:
@@ -171,7 +171,7 @@ class Simulation:
             node.calling = True
             self.later(RECONNECT_S, lambda: self._connect(node))
 
-    def work(self, node: Node, asked: do.Compute) -> None:
+    def _work(self, node: Node, asked: do.Compute) -> None:
         """Has a worker compute, which takes its time."""
 
         def done() -> None:
@@ -198,7 +198,7 @@ class Simulation:
         node.end.connected(connection.peer, self._nonce())
         self.coordinator.connected(connection.peer, self._nonce(), HOST)
 
-    def dial(self, node: Node, dial: do.Dial) -> None:
+    def _dial(self, node: Node, dial: do.Dial) -> None:
         """Connects `node` to another worker, whose port is its number."""
         number = int(dial.address.rpartition(":")[2])
         to = next((one for one in self.nodes if one.number == number and one.alive), None)
@@ -223,13 +223,19 @@ class Simulation:
     def _nonce(self) -> str:
         return self._random.randbytes(NONCE_BYTES).hex()
 
-    def tell(self, peer: Peer, message: Message, data: bytes) -> None:
+    def _tell(self, peer: Peer, message: Message, data: bytes) -> None:
         """The coordinator says `message` to `peer`, a worker or a guest."""
         if peer in self._guests:
             guest = self._guests[peer]
             self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
         else:
-            self.send(self._connections[peer], False, message, data)
+            self._send(self._connections[peer], False, message, data)
+
+    def _said(self, node: Node, peer: Peer, message: Message, data: bytes) -> None:
+        """A worker says `message` to `peer`, the coordinator or another worker."""
+        connection = self._connections.get(peer)
+        if node.alive and connection is not None:
+            self._send(connection, connection.node is node, message, data)
 
     def _talk(self, peer: Peer, pieces: Iterable[bytes], pace_s: float | None) -> None:
         """A guest says `pieces`, one after the other."""
@@ -243,7 +249,7 @@ class Simulation:
         for place, piece in enumerate(pieces, start=1):
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
-    def send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
+    def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
         """Puts a message on its way, or what is left of it. Between workers it is the sender's."""
         way = connection.up if up else connection.down
         if connection.dead or connection.ended:
@@ -341,7 +347,7 @@ class Simulation:
         when = max(connection.down.arrives, self.now) + LATENCY_S[0]
         self._time.at(when, lambda: self._to(node, end))
 
-    def closed_by_coordinator(self, peer: Peer, reason: str) -> None:
+    def _sent_away(self, peer: Peer, reason: str) -> None:
         """The coordinator says nothing more; the worker hears so after what was said before."""
         if self._guests.pop(peer, None) is not None:
             return
@@ -350,7 +356,7 @@ class Simulation:
             connection.ended = True
             self._end_down(connection, f"closed by the coordinator: {reason}")
 
-    def closed_by_worker(self, node: Node, peer: Peer, reason: str) -> None:
+    def _closed(self, node: Node, peer: Peer, reason: str) -> None:
         """The worker says nothing more on a connection."""
         own, connection = node.connection, self._connections.get(peer)
         if own is not None and own.peer == peer:
@@ -363,10 +369,6 @@ class Simulation:
             connection.ended = True
             end = self._end_up if connection.node is node else self._end_down
             end(connection, f"closed by the worker: {reason}")
-
-    def connection_of(self, peer: Peer) -> Connection | None:
-        """The connection that its ends call `peer`, as long as one of them has it."""
-        return self._connections.get(peer)
 
     @property
     def num_connections(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from entrenar_py.drivers.endpoints import WorkerEnd
+from entrenar_py.protocol.effects import Peer
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.messages import Message
 
 
 @dataclass(slots=True)
@@ -22,8 +25,8 @@ class Node:
     `calling`: it will connect soon.
     """
 
-    end: WorkerEnd
     number: int
+    end: WorkerEnd = field(init=False)
     connection: Connection | None = None
     alive: bool = True
     frozen_until: float = 0.0
@@ -44,6 +47,18 @@ class Connection:
     down: Direction = field(default_factory=Direction)
     dead: bool = False
     ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedWire:
+    """Where an end of a simulation writes to: `send` gets a message's bytes in one piece."""
+
+    send: Callable[[Peer, Message, bytes], None]
+    close: Callable[[Peer, str], None]
+
+    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
+        """Send `message`, which `buffers` are."""
+        self.send(peer, message, b"".join(buffers))
 
 
 def feed(

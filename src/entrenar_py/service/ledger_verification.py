@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py import trace
-from entrenar_py.errors import ForeignTrace, TraceError, UsageError
-from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest, exit_codes, ledger_extent
-from entrenar_py.service.ledger_extent import Extent
-from entrenar_py.trace import ledger
-from entrenar_py.untrusted import files, printing
-
-
-@dataclass
-class Account:
-    """What a whole ledger says: the weights after each step, and who computed them.
-
-    `weights` are digests by step (`digest.of`). `devices` are the backends that served, each with
-    its device. `quarrel` says where two workers hold different weights after one step.
-    """
-
-    scenario: Scenario
-    environment: dict[str, object]
-    extent: Extent
-    weights: dict[int, str] = field(default_factory=dict)
-    devices: set[tuple[str, str]] = field(default_factory=set)
-    halt: trace.Halt | None = None
-    end: trace.End | None = None
-    quarrel: str | None = None
-
-    @property
-    def backends(self) -> set[str]:
-        """The names of what computed."""
-        return {name for name, _ in self.devices} or set(self.scenario.backends)
-
-    def take(self, events: Iterable[trace.Event]) -> None:
-        """Reads on."""
-        for event in events:
-            self.extent.take(event)
-            self.end = event if isinstance(event, trace.End) else None
-            if isinstance(event, trace.Attempt) and event.served:
-                self.devices.add((event.backend, event.device))
-            elif isinstance(event, trace.Halt):
-                self.halt = event
-            elif isinstance(event, trace.Update):
-                self._compare(event)
-
-    def _compare(self, update: trace.Update) -> None:
-        found = digest.of(update.weights, update.buffers)
-        known = self.weights.setdefault(update.step, found)
-        if known != found and self.quarrel is None:
-            self.quarrel = (
-                f"worker {update.rank} holds weights {found} after step {update.step}, where "
-                f"another, or the same before a resume, held {known}"
-            )
+from entrenar_py.errors import ForeignTrace, TraceError
+from entrenar_py.service import exit_codes, ledger_account, ledger_extent
+from entrenar_py.service.ledger_account import Account
+from entrenar_py.untrusted import printing
 
 
 def verify(path: Path, *, replay: bool) -> int:
@@ -65,7 +16,7 @@ def verify(path: Path, *, replay: bool) -> int:
     Raises UsageError for a file that can't be read, is no ledger, or can't be replayed as it is.
     """
     try:
-        account = _read(path)
+        account = ledger_account.read(path)
     except ForeignTrace:
         raise
     except TraceError as error:
@@ -85,20 +36,6 @@ def verify(path: Path, *, replay: bool) -> int:
     from entrenar_py.service import retraining  # brings torch
 
     return retraining.replay(account, path)
-
-
-def _read(path: Path) -> Account:
-    try:
-        with files.open_file(path) as file:
-            reader = ledger.Reader(file, path)
-            scenario = reader.head.scenario
-            found = Extent(reader.chain)
-            account = Account(scenario, dict(reader.head.environment), found)
-            account.take(reader)
-            found.num_lines, found.last = reader.num_lines, reader.chain
-            return account
-    except OSError as error:
-        raise UsageError(f"ledger {path}: can't be read ({error.strerror})") from error
 
 
 def _stands(account: Account) -> str:

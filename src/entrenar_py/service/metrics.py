@@ -17,11 +17,11 @@ class Metrics:
 
     A line is an object with `time` (seconds since 1970), `what` (`step`, or a note's name), and the
     fields of what happened. When the file can't be written any more that is said once, and the run
-    goes on without it.
+    goes on without it. A file that was made here and stayed empty goes when it is closed.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._is_new = path, not path.exists()
         try:
             self._file: FileIO | None = FileIO(path, "a+")
             size = self._file.seek(0, 2)
@@ -51,7 +51,10 @@ class Metrics:
             self.close()
 
     def close(self) -> None:
-        """Ends the writing."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """End the writing."""
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        if self._is_new and self._path.is_file() and not self._path.stat().st_size:
+            self._path.unlink()

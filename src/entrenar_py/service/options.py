@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import entrenar_py
 from entrenar_py import backends
 from entrenar_py.errors import UsageError
+from entrenar_py.options import values
 from entrenar_py.service import address, exit_codes
 
 PROG = "entrenar"
@@ -131,7 +132,7 @@ def _add_worker(commands: _Commands) -> None:
     one.add_argument(
         "--patience-s",
         metavar="S",
-        type=_seconds,
+        type=values.seconds,
         default=PATIENCE_S,
         help=f"how long to try without being let in (default {PATIENCE_S:g})",
     )
@@ -181,13 +182,3 @@ def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= address.PORT_MAX):
         raise argparse.ArgumentTypeError(f"{text!r}: use a port, 1 to {address.PORT_MAX}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a number of seconds > 0")
-    return seconds

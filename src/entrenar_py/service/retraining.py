@@ -15,7 +15,7 @@ from entrenar_py import backends, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import digest, exit_codes
-from entrenar_py.service.ledger_verification import Account
+from entrenar_py.service.ledger_account import Account
 from entrenar_py.systems import AUTO, environment
 from entrenar_py.systems.single.reference import Trainer
 from entrenar_py.trace import ledger
