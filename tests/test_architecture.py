@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import re
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import entrenar_py
+from entrenar_py.checks import CHECKS
+from entrenar_py.systems import SYSTEMS
+from entrenar_py.trace import traits
 
 SOURCE = Path(entrenar_py.__file__).parent
 LINES_MAX = 400
@@ -135,6 +141,51 @@ def test_rank_files_are_read_without_torch() -> None:
             assert not rooms & {"observing", "watch", "training", "backends", "canonical"}, module
             text = path.read_text(encoding="utf-8")
             assert not any(f"{word} torch" in text for word in ("import", "from")), module
+
+
+def texts(path: Path, *, outside: str = "") -> Iterator[str]:
+    """Literal texts in a file but docstrings, and those in functions named `outside` or so."""
+    left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while left:
+        node = left.pop()
+        if (
+            isinstance(node, ast.FunctionDef)
+            and outside
+            and node.name.strip("_").startswith(outside)
+        ):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        left.extend(ast.iter_child_nodes(node))
+
+
+def test_no_name_crosses_the_wings() -> None:
+    """Checks know runs by their traits, and name systems in plans alone; and commands know checks
+    by what they need.
+    """
+    # Words that are the name of a check too, or of a topology.
+    words = {*CHECKS, *traits.CHOICES["topology"]}
+    for module, path in modules().items():
+        if room(module) == "checks" and not module.endswith(".plans"):
+            assert not {*texts(path, outside="plan")} & (SYSTEMS.keys() - words), module
+        if room(module) == "command":
+            assert not {*texts(path)} & CHECKS.keys(), module
+
+
+def test_options_are_what_was_asked() -> None:
+    """No system has an option of a trait's name, but one that its runs' trait follows; and no check
+    reads a trait from options.
+    """
+    names = {field.name for field in dataclasses.fields(traits.Traits)}
+    for name, system in SYSTEMS.items():
+        followed = {"updates", *(("schedule",) if name == "pipeline_parallel" else ())}
+        assert not names & {*system.options} - followed, name
+    for module, path in modules().items():
+        if room(module) in ("checks", "command", "rank_files"):
+            found = re.findall(r'options(?:\.get\(|\[)"(\w+)"', path.read_text(encoding="utf-8"))
+            assert not names & {*found}, module
 
 
 def test_no_import_cycles() -> None:

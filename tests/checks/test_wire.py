@@ -76,14 +76,14 @@ def test_the_real_wire_holds(check: str) -> None:
     finding = traces.judge(check, runs)
     assert finding.verdict is Verdict.HELD, finding.reason
     assert finding.compared >= 36
-    probes = [one for one in runs if one.scenario.system == wire.SYSTEM]
+    probes = [one for one in runs if one.scenario.system == "wire"]
     assert len({str(one.of(Refused)) for one in probes}) == len(probes) == 3
 
 
 def test_strangers_come_to_a_training() -> None:
     """Of every kind one, and what is asked of them is whether they were let in."""
     (visited,) = [
-        one for one in wire.plan_admission(traces.clause("admission")) if one.system != wire.SYSTEM
+        one for one in wire.plan_admission(traces.clause("admission")) if one.system != "wire"
     ]
     seen = traces.run(visited).of(Admission)
     assert [one.case for one in seen] == list(STRANGERS)

@@ -20,7 +20,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Audit, Halt, Injected, Membership, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
-SYSTEM = "parameter_server_simulated"
 SHARE = "audit_share"
 # Step and shard -> the ranks for which it went wrong.
 Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
@@ -29,7 +28,7 @@ Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
 def plan(invariant: Invariant) -> list[Scenario]:
     """All shards audited, and some; owner or auditor wrong, once or for good; others lost, too."""
     usual = Scenario(
-        system=SYSTEM,
+        system="parameter_server_simulated",
         workload="mlp",
         world_size=3,
         seed=0,

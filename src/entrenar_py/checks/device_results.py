@@ -12,8 +12,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Declined, Explained, Poisoned
 from entrenar_py.verdict import Finding, Tally
 
-OPERATIONS, REFUSALS = "wgpu_operations", "wgpu_refusals"
-
 
 def _probe(system: str) -> Scenario:
     return Scenario(system=system, workload="linear", world_size=1, seed=0, backends=("wgpu",))
@@ -21,17 +19,17 @@ def _probe(system: str) -> Scenario:
 
 def plan_operations(invariant: Invariant) -> list[Scenario]:
     """Every operation, alone."""
-    return [_probe(OPERATIONS)]
+    return [_probe("wgpu_operations")]
 
 
 def plan_finiteness(invariant: Invariant) -> list[Scenario]:
     """Every operation, and steps of every workload."""
-    return [_probe(OPERATIONS), *device_steps.plan(invariant)]
+    return [_probe("wgpu_operations"), *device_steps.plan(invariant)]
 
 
 def plan_refusals(invariant: Invariant) -> list[Scenario]:
     """Operations, types, sizes and programs that have no kernel."""
-    return [_probe(REFUSALS)]
+    return [_probe("wgpu_refusals")]
 
 
 def judge_operations(invariant: Invariant, traces: Traces) -> Finding:

@@ -15,7 +15,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Explained, Stepped, Trace
 from entrenar_py.verdict import Finding, Tally
 
-SYSTEM = "wgpu_steps"
 _ALIGNMENT = 256  # bytes; WebGPU's largest min-storage-buffer-offset-alignment
 _NOTHING = "no step on a device was recorded"
 
@@ -33,7 +32,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     Tracing is what takes time: of the largest, one number has to do.
     """
     return [
-        Scenario(system=SYSTEM, world_size=1, seed=0, backends=("wgpu",), **fields)
+        Scenario(system="wgpu_steps", world_size=1, seed=0, backends=("wgpu",), **fields)
         for fields in PLANNED
     ]
 

@@ -14,13 +14,16 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
-SYSTEM = "parameter_server_simulated"
-
 
 def plan(invariant: Invariant) -> list[Scenario]:
     """Each kind of trouble at messages of either direction, and a crowd of them in one run."""
     usual = Scenario(
-        system=SYSTEM, workload="linear", world_size=3, seed=0, num_steps=5, optimizer="momentum"
+        system="parameter_server_simulated",
+        workload="linear",
+        world_size=3,
+        seed=0,
+        num_steps=5,
+        optimizer="momentum",
     )
     singles = [
         usual.with_(faults=(_trouble(kind, at, rank=1, step=2),))

@@ -17,7 +17,6 @@ from entrenar_py.trace import Attempt, Halt, Injected, Product, Trace
 from entrenar_py.verdict import Finding, Tally
 
 ORDER = ("cuda", "wgpu", "cpu")  # as the clause gives it
-SYSTEM = "backend_chain"
 KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 
@@ -28,25 +27,25 @@ def plan(invariant: Invariant) -> list[Scenario]:
     A backend that works and comes before a failing one is left out of the chain: it would serve,
     and the fault would never strike.
     """
-    planned = [_scenario((), ())]
+    planned = [_planned((), ())]
     for count in range(1, len(ORDER) + 1):
         for failing in itertools.combinations(ORDER, count):
             planned += [
-                _scenario(failing, kinds) for kinds in itertools.product(KINDS, repeat=count)
+                _planned(failing, kinds) for kinds in itertools.product(KINDS, repeat=count)
             ]
     for kind in OF_ADAPTERS:
         planned += [
-            _scenario(("wgpu",), (kind,)),
-            _scenario(("cuda", "wgpu"), ("absent", kind)),
+            _planned(("wgpu",), (kind,)),
+            _planned(("cuda", "wgpu"), ("absent", kind)),
         ]
     return [scenario.with_(seed=seed) for seed, scenario in enumerate(planned)]
 
 
-def _scenario(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
+def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
     """The chain in which each of `failing` fails in its way, and what comes after them works."""
     last = ORDER.index(failing[-1]) if failing else -1
     return Scenario(
-        system=SYSTEM,
+        system="backend_chain",
         workload="linear",
         world_size=1,
         seed=0,
@@ -62,13 +61,13 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     either with a product that float64 confirms or with a halt that names every reason; and if
     every planned fault struck.
     """
-    tally = Tally(invariant.id)
+    tally, probe = Tally(invariant.id), plan(invariant)[0].system
     for trace in traces:
         if trace.end.status == "failed":
             tally.miss(trace.end.reason)
             continue
-        if trace.scenario.system != SYSTEM:
-            what = f"system {trace.scenario.system} shows no fallback, system {SYSTEM} does"
+        if trace.scenario.system != probe:
+            what = f"system {trace.scenario.system} shows no fallback, system {probe} does"
             tally.miss(missing.probed(invariant, what))
             continue
         _judge_attempts(tally, trace)

@@ -24,7 +24,7 @@ from entrenar_py.verdict import Finding, Tally
 _AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
-def scenario(*, faults: tuple[Fault, ...] = (), **changes: object) -> Scenario:
+def plan_scenario(*, faults: tuple[Fault, ...] = (), **changes: object) -> Scenario:
     """Three workers, unequal shares, two epochs, rounds of two steps and a last one of one."""
     usual: dict[str, object] = {
         "system": "local_sgd",
@@ -47,18 +47,18 @@ def scenario(*, faults: tuple[Fault, ...] = (), **changes: object) -> Scenario:
 def plan(invariant: Invariant) -> list[Scenario]:
     """Undisturbed; and a worker that dies in a round and comes back in a later one."""
     moves = (Fault(kind="leave", rank=1, step=1), Fault(kind="join", rank=1, step=3))
-    return [scenario(), scenario(faults=moves)]
+    return [plan_scenario(), plan_scenario(faults=moves)]
 
 
 def plan_parity(invariant: Invariant) -> list[Scenario]:
     """Plain SGD inside, synchronised after every step, and the mean taken as it is."""
-    return [scenario(optimizer="sgd", learning_rate=0.05, options=_AS_ONE)]
+    return [plan_scenario(optimizer="sgd", learning_rate=0.05, options=_AS_ONE)]
 
 
 def plan_non_finite(invariant: Invariant) -> list[Scenario]:
     """Calm, and a NaN in the middle of one worker's round."""
     bad = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
-    return [scenario(), scenario(faults=(bad,))]
+    return [plan_scenario(), plan_scenario(faults=(bad,))]
 
 
 def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:

@@ -15,7 +15,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Manifest, Trace
 from entrenar_py.verdict import Finding, Tally
 
-SYSTEM = "manifest"
 BACKENDS = ("cpu", "wgpu", "cuda")
 DECLARED = "model"  # the manifest that the model declares, not one that a backend produced
 
@@ -23,7 +22,7 @@ DECLARED = "model"  # the manifest that the model declares, not one that a backe
 def plan(invariant: Invariant) -> list[Scenario]:
     """One gradient of every workload."""
     return [
-        Scenario(system=SYSTEM, workload=workload, world_size=1, seed=0, backends=BACKENDS)
+        Scenario(system="manifest", workload=workload, world_size=1, seed=0, backends=BACKENDS)
         for workload in ("linear", "mlp", "decoder")
     ]
 
@@ -33,9 +32,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
     The first one is the model's own where the trace has it: backends may also agree on nonsense.
     """
-    tally = Tally(invariant.id)
+    tally, probe = Tally(invariant.id), plan(invariant)[0].system
     for trace in evidence.usable(traces, tally):
-        if trace.scenario.system == SYSTEM or trace.of(Manifest):
+        if trace.scenario.system == probe or trace.of(Manifest):
             _judge_trace(tally, trace)
     return tally.finding(nothing=missing.probed(invariant, "no gradient manifest was recorded"))
 

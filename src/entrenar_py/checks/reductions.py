@@ -19,8 +19,6 @@ from entrenar_py.verdict import Finding, Tally
 KNOWN = "vectors"  # the workload whose terms are known
 AROUND = "ring"  # the topology in which sums go from worker to worker
 UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
-SIMULATED, REAL = ("parameter_server_simulated", "mesh_simulated"), ("parameter_server", "mesh")
-RING, RING_SIMULATED = "ring", "ring_simulated"
 NUM_SHARDS = 8
 _MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
 
@@ -41,28 +39,29 @@ def plan(invariant: Invariant) -> list[Scenario]:
     A mesh sends 2^24: what is longer is no other case to it, and its twin takes as long again.
     A statement that somebody has bound without scenarios is tried with a few, simulated.
     """
+    systems = ("parameter_server", "mesh", "ring")
     if invariant.binding is not None:
         return [
-            _scenario(system, world_size, length, {"block_bytes": block_bytes})
-            for system in (*SIMULATED, RING_SIMULATED)
+            _scenario(f"{system}_simulated", world_size, length, {"block_bytes": block_bytes})
+            for system in systems
             for world_size, (length, block_bytes) in zip((2, 3, 4), SIZES, strict=False)
         ]
     simulated = [
-        _scenario(system, world_size, length, {"block_bytes": block_bytes})
-        for system in (*SIMULATED, RING_SIMULATED)
+        _scenario(f"{system}_simulated", world_size, length, {"block_bytes": block_bytes})
+        for system in systems
         for world_size in range(2, 9)
         for length, block_bytes in SIZES
     ]
     real = [
         _scenario(system, world_size, length, {"block_bytes": block_bytes, **SMALL})
-        for system in (*REAL, RING)
+        for system in systems
         for world_size, length, block_bytes in TIGHT
     ]
     long = [
         _scenario(system, 2, length, LONG).with_(
             num_shards=3, num_samples=3, batch_size=3, num_steps=1
         )
-        for system, length in (("mesh", 2**24), (RING, 2**26))
+        for system, length in (("mesh", 2**24), ("ring", 2**26))
     ]
     return [*simulated, *real, *long]
 

@@ -14,7 +14,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Carried, Refused
 from entrenar_py.verdict import Finding, Tally
 
-SYSTEM = "wire"
 # What reading a message may take beside its payload. A header has at most 2 MiB: as it comes, as
 # bytes and as text these are 6, and its values (65,536 numbers, or as many small things that are no
 # numbers before they are refused) take up to 5 more.
@@ -25,7 +24,7 @@ REFUSAL = "ProtocolError"
 def plan(invariant: Invariant) -> list[Scenario]:
     """Three seeds: other pieces, other bits."""
     return [
-        Scenario(system=SYSTEM, workload="linear", world_size=1, seed=seed) for seed in range(3)
+        Scenario(system="wire", workload="linear", world_size=1, seed=seed) for seed in range(3)
     ]
 
 

@@ -16,7 +16,7 @@ NAN = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
 
 def _run(**changes: Any) -> trace.Trace:
     """Three workers, rounds of two steps and a last one of one."""
-    return systems.run(local_sgd.scenario(**changes))
+    return systems.run(local_sgd.plan_scenario(**changes))
 
 
 def _digests(events: list[Any], step: int) -> set[str]:
