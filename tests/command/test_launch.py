@@ -339,7 +339,7 @@ def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
     """Is not cleared away."""
     (tmp_path / "2-workers").mkdir()
     (tmp_path / "2-workers" / "mine").write_text("x")
-    with pytest.raises(UsageError, match="of no run; give another folder"):
+    with pytest.raises(UsageError, match="no run has made it; give another folder"):
         scripts.record((sys.executable, "-c", ""), {"replica_identity"}, tmp_path)
     assert (tmp_path / "2-workers" / "mine").exists()
 

@@ -1,4 +1,4 @@
-"""What the checks find on the runs of somebody's own trainer: each on those that are for it."""
+"""Judge the runs of a user's own trainer, each by the checks that it is for."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ _WHY_NOT: Mapping[Need, str] = {
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
-    """The clauses that say something of a trainer: none that probes of the harness decide, or
-    that are bound as statements about systems of the harness (`elsewhere`).
+    """Return a task for each clause that says something of a trainer.
+
+    Left out are clauses that probes of the harness decide, and those `elsewhere`.
     """
-    others = {one.invariant.id for one in elsewhere(selected)}
-    found, _ = plan.divide([one for one in selected if one.id not in others], plan.Plan())
-    return [one for one in found if one.check is None or one.check.explores]
+    others = {left_out.invariant.id for left_out in elsewhere(selected)}
+    clauses = [clause for clause in selected if clause.id not in others]
+    planned, _ = plan.divide(clauses, plan.Plan())
+    return [task for task in planned if task.check is None or task.check.explores]
 
 
 def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
-    """The clauses whose bindings say that they are about certain systems, which no command is."""
+    """Return the clauses that are bound as statements about systems of the harness."""
     return tuple(
         NotApplying(
-            invariant=one,
-            reason=f"it is bound as a statement about {', '.join(one.binding.systems)}",
+            invariant=clause,
+            reason=f"it is bound as a statement about {', '.join(clause.binding.systems)}",
         )
-        for one in selected
-        if one.binding is not None and one.binding.systems
+        for clause in selected
+        if clause.binding is not None and clause.binding.systems
     )
 
 
@@ -71,7 +73,7 @@ def judge(
 
 
 def untried(task: Task) -> Entry:
-    """Says of a clause that no check decides why that is so."""
+    """Return the entry of a clause that no check decides, with the reason."""
     finding = task.untried()
     return Entry(
         invariant=task.invariant, finding=finding, num_scenarios=0, num_explored=0, elapsed_s=0.0
@@ -90,31 +92,31 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     One worker's run of a script may be of another training: on other batches, say.
     """
     files = {run.asked: file for file, run in runs.items()}
-    found = asked.beside(check.needs, runs[file].asked).chosen(files.get)
-    for alone in found.of(ALONE):
+    chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
+    for alone in chosen.of(ALONE):
         meant = companions.plain(runs[file].trace.scenario, world_size=1)
         fields = roles.differences(runs[alone].trace.scenario, meant)
         unlike = {name: pair for name, pair in fields.items() if name not in roles.free(ALONE)}
         if unlike:
-            rest = {need: those for need, those in found.beside.items() if need is not ALONE}
-            return replace(found, beside=rest, near={ALONE: Near(alone, unlike)})
-    return found
+            rest = {need: those for need, those in chosen.beside.items() if need is not ALONE}
+            return replace(chosen, beside=rest, near={ALONE: Near(alone, unlike)})
+    return chosen
 
 
 def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
-    """Say which knobs the command does not have, that `check` would judge by."""
-    tried = {one.turn.knob for one in asked if one.turn is not None}
+    """Return a note on the knobs that `check` would judge by, and that the command doesn't have."""
+    tried = {run.turn.knob for run in asked if run.turn is not None}
     needed = [need.knob for need in check.needs if need.knob]
-    lacking = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
-    return [f"no runs were compared that differ in {lacking}: put it into the command"] * bool(
-        lacking
+    names = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
+    return (
+        [f"no runs were compared that differ in {names}: put it into the command"] if names else []
     )
 
 
 def lacking(check: Check, asked: Sequence[Asked]) -> str:
     """Return why no run was made that `check` can't do without; empty if there is one."""
-    if RESUMED in check.needs and not any(one.stops for one in asked):
+    if RESUMED in check.needs and not any(run.stops for run in asked):
         return _WHY_NOT[RESUMED]
-    if KILLED in check.needs and not any(one.faults for one in asked):
+    if KILLED in check.needs and not any(run.faults for run in asked):
         return _WHY_NOT[KILLED]
     return ""

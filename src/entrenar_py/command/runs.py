@@ -1,4 +1,4 @@
-"""Which runs of a command the checks need beside each other, and these runs."""
+"""The runs of a command that checks need beside each other: planned, launched and recorded."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from entrenar_py.observing import FAULTS
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 
-WORLD_SIZES = (2,)  # and with one, where a check compares with that
+WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
 DEADLINE_S = 300.0
 NUM_STEPS = 8
-# What stands in a command for what differs from run to run, and what it is.
+# Name of a placeholder in a command -> what is filled in for it.
 PLACEHOLDERS = {
     "world_size": "how many workers there are",
     "seed": "the seed",
@@ -47,8 +47,8 @@ PLACEHOLDERS = {
     **{name: knob.says for name, knob in KNOBS.items()},
 }
 
-Show = Callable[[str], None]  # told what is run now
-Launcher = Callable[..., Ended]  # what `launch.launch` does
+Show = Callable[[str], None]  # is called with the name of each run before it is launched
+Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The runs of a command for checks with these `needs`.
+    """The runs of a command for checks with these `needs`, recorded below `folder`.
 
-    `spelled` says what stands in the command for the values of its knobs, by knob and value; a
-    value that is not there stands for itself.
+    `spelled` gives, by knob and value, the text that is filled in for a knob's value where that
+    isn't the value itself.
+
+    Raises UsageError for a placeholder that doesn't exist, for a knob or value in `spelled` that
+    the command doesn't have, and for a seed or number of steps that it can't be told.
     """
 
     command: tuple[str, ...]
@@ -89,51 +92,52 @@ class Plan:
                 )
 
     def can_say(self, name: str) -> bool:
-        """Whether the command has a place for it."""
+        """Return whether the command has the placeholder `name`."""
         return any("{" + name + "}" in word for word in self.command)
 
     @property
     def most(self) -> int:
-        """The largest number of workers: with so many it is run again, disturbed and stopped."""
+        """The largest number of workers; disturbed and stopped runs have so many."""
         return max(self.world_sizes)
 
     def plain(self) -> dict[str, Asked]:
-        """Name -> the undisturbed run with each number of workers, the largest first."""
+        """Return by name the undisturbed run with each number of workers, the largest first."""
         models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
 
     def others(self, like: Scenario) -> dict[str, Asked]:
-        """Name -> what else is run, where the undisturbed run was `like`."""
+        """Return by name the repeated, disturbed and stopped runs beside the undisturbed `like`."""
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
         stops = _stops(like) if self.can_say("steps") and self.can_say("workdir") else ()
         asked = Asked(world_size=self.most, seed=self.seed)
-        found: dict[str, Asked] = {}
+        others: dict[str, Asked] = {}
         if REPEATED in self.needs:
-            found[f"{name}-again"] = replace(asked, repeat=1)
+            others[f"{name}-again"] = replace(asked, repeat=1)
         if POISONED in self.needs:
-            found[f"{name}-nan"] = replace(asked, faults=(nan,))
+            others[f"{name}-nan"] = replace(asked, faults=(nan,))
         if KILLED in self.needs and self.most > 1:
-            found[f"{name}-killed"] = replace(asked, faults=(leave,))
+            others[f"{name}-killed"] = replace(asked, faults=(leave,))
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
-            # In micro-batches, which the place in the data is counted in or is not; if it can be.
+            # With several micro-batches a step, if possible: only then does a place in the data
+            # that is counted in micro-batches differ from one that is counted in steps.
             turned = next(iter(self._turns("accumulation")), None)
             if turned is not None:
-                found[_name(self.most, turned)] = replace(asked, turn=turned)
-            found[f"{_name(self.most, turned)}-resumed"] = replace(asked, stops=stops, turn=turned)
-        return found
+                others[_name(self.most, turned)] = replace(asked, turn=turned)
+            others[f"{_name(self.most, turned)}-resumed"] = replace(asked, stops=stops, turn=turned)
+        return others
 
     def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
-        """What a knob is turned to, if the command has it."""
+        """Return the turns of a knob; none if the command doesn't have it."""
         if not self.can_say(knob):
             return []
         beside = knobs.beside(knob, [name for name in KNOBS if self.can_say(name)])
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
     def pairs(self, usual: Trace) -> dict[str, Asked]:
-        """Name -> a run with one knob turned, of those that the command has."""
+        """Return by name a run with each of the command's knobs turned, where a check needs it."""
         needed = {need.knob for need in self.needs}
         asked = Asked(world_size=self.most, seed=self.seed)
         return {
@@ -145,10 +149,11 @@ class Plan:
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
-    """Run the command as often as `plan` says: yield each run, and the file that it is kept in.
+    """Run the command as often as `plan` says; yield each run and the file of its trace.
 
-    Each has a folder of its own below the plan's, with its output and its ranks' files. Where the
-    first run fails no other is made: they would, too.
+    Each run has a folder of its own below the plan's, with its output and its ranks' files. If the
+    first run fails, no other is made, as they would fail, too. Raises UsageError if the command
+    can't be started, and KeyboardInterrupt between two runs.
     """
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}  # of the undisturbed runs, by what was turned in them
@@ -161,22 +166,22 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
             continue  # the run that it would be compared with has failed
         show(f"{shlex.join(plan.command)} ({name})")
         like = likes.get(asked.turn if asked.stops else None)
-        found = _run(plan, asked, (base / name).absolute(), like)
-        base.mkdir(parents=True, exist_ok=True)  # what is run may remove whatever it likes
-        trace.save(found, base / f"{name}.jsonl")
-        yield base / f"{name}.jsonl", Run(asked=asked, trace=found)
+        recorded = _run(plan, asked, (base / name).absolute(), like)
+        base.mkdir(parents=True, exist_ok=True)  # the command may have removed it
+        trace.save(recorded, base / f"{name}.jsonl")
+        yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded)
         if first:
             first = False
-            if found.end.status == "failed":
+            if recorded.end.status == "failed":
                 return
-            planned |= plan.others(found.scenario) | plan.pairs(found)
+            planned |= plan.others(recorded.scenario) | plan.pairs(recorded)
         undisturbed = not (asked.stops or asked.faults or asked.repeat)
-        if undisturbed and found.end.status == "completed":
-            likes.setdefault(asked.turn, found)
+        if undisturbed and recorded.end.status == "completed":
+            likes.setdefault(asked.turn, recorded)
 
 
 def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
-    """One run, from stop to stop."""
+    """Launch the command once for each stop and once more, and return the trace of it all."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     ended: Ended | None = None
@@ -187,25 +192,25 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
             "steps": str(num_steps),
             "trace_dir": str(folder),
             "workdir": str(folder / "work"),
-            **{knob: one.usual for knob, one in KNOBS.items()},
+            **{name: knob.usual for name, knob in KNOBS.items()},
             **(asked.turn.values if asked.turn else {}),
         }
         closed = partial(run_trace.have_closed, folder, asked.world_size, life)
         ended = plan.launch(
             _words(plan.command, values, plan.spelled),
             folder=folder,
-            variables={FAULTS: json.dumps([one.to_dict() for one in asked.faults])},
+            variables={FAULTS: json.dumps([fault.to_dict() for fault in asked.faults])},
             deadline_s=plan.deadline_s,
             is_over=closed,
         )
-        if ended.code is None and not closed():  # else it hung when all was done, and goes on
-            break
+        if ended.code is None and not closed():
+            break  # else it hung only after training, and can go on
     assert ended is not None, "it was launched"
     return run_trace.of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
 
 
 def _stops(like: Scenario) -> tuple[int, ...]:
-    """Two stops in the middle of an epoch, or one, or none."""
+    """Return up to two steps to stop before, in the middle of an epoch if possible."""
     per_epoch = -(-like.num_samples // like.batch_size)
     inside = [step for step in range(1, like.num_steps) if step % per_epoch] or [
         *range(1, like.num_steps)
@@ -215,39 +220,43 @@ def _stops(like: Scenario) -> tuple[int, ...]:
 
 
 def _name(world_size: int, turn: Turn | None = None) -> str:
-    told = "" if turn is None else f"-{turn.knob}-{turn.value}"
-    return f"{world_size}-worker{'' if world_size == 1 else 's'}{told}"
+    suffix = "" if turn is None else f"-{turn.knob}-{turn.value}"
+    return f"{world_size}-worker{'' if world_size == 1 else 's'}{suffix}"
 
 
 def _clear(folder: Path) -> None:
-    """Makes way for a run: what an earlier one has left in `folder` is not taken for its.
+    """Remove what an earlier run has left in `folder`.
 
-    UsageError for a folder that no run has left.
+    Raises UsageError for a folder that no run has left.
     """
     if (folder / OUTPUT).exists():
         shutil.rmtree(folder)
     elif folder.exists():
-        raise UsageError(f"--trace-dir: {folder} is there, and of no run; give another folder")
+        raise UsageError(
+            f"--trace-dir: {folder} exists, and no run has made it; give another folder"
+        )
 
 
 def _words(
     command: Sequence[str], values: dict[str, str], spelled: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """`command` with its placeholders filled in; a word that is a knob, spelled "", is left out."""
-    told = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
-    empty = {"{" + name + "}" for name in spelled if told[name] == ""}
-    return [_filled(word, told) for word in command if word not in empty]
+    """Return `command` with its placeholders filled in.
+
+    A word that is just a knob, whose value is spelled "", is left out.
+    """
+    texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
+    empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
+    return [_filled(word, texts) for word in command if word not in empty]
 
 
 def _filled(word: str, values: dict[str, str]) -> str:
-    """`word` with its placeholders filled in."""
     for name, value in values.items():
         word = word.replace("{" + name + "}", value)
     return word
 
 
 def require_placeholders(command: Sequence[str]) -> None:
-    """Returns if every placeholder is one; UsageError, with what was meant, for a misspelt one."""
+    """Return if every placeholder in `command` exists; raises UsageError with what was meant."""
     for word in command:
         for name in re.findall(r"(?<!\$)\{(\w+)\}", word):  # not a shell's ${...}
             if name.isidentifier() and name not in PLACEHOLDERS:
@@ -255,7 +264,10 @@ def require_placeholders(command: Sequence[str]) -> None:
 
 
 def require_program(word: str, cwd: Path | None = None) -> None:
-    """Returns if it can be started in `cwd`, as far as is known; UsageError, with what to do."""
+    """Return if the program `word` can be started in `cwd`, as far as is known.
+
+    Raises UsageError, with what to do, if there is no such program.
+    """
     program = str((cwd or Path()) / word) if os.sep in word else word
     if "{" not in word and shutil.which(program) is None:
         raise UsageError(
