@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @cache
 def has_adapter() -> bool:
-    """Whether a wgpu adapter opens here."""
+    """Return whether a wgpu adapter opens here."""
     try:
         backends.open_backend("wgpu")
     except BackendUnavailable:

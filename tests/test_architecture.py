@@ -205,7 +205,7 @@ def package(module: str) -> str:
 
 
 def test_no_cycles_between_packages() -> None:
-    """What a package imports, at import or later, does not import that package back."""
+    """No package imports, at import or later, a package that imports it."""
     known = modules()
     reached: dict[str, set[str]] = {}
     for module, path in known.items():

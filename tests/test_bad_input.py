@@ -1,4 +1,4 @@
-"""What a person or a file can get wrong: exit 2, one clear message, no traceback, nothing run."""
+"""Mistakes of a person or a file: exit 2, one clear message, no traceback, nothing run."""
 
 from __future__ import annotations
 

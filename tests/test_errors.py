@@ -30,7 +30,7 @@ def test_the_nearest_name_or_all(given: object, said: str) -> None:
 
 
 def test_a_part_of_a_name_is_nearer_than_a_likeness() -> None:
-    """Who writes `steps` means no `stops`; parts of many names mean none of them in particular."""
+    """For `steps`, `num_steps` is meant and not `stops`."""
     assert did_you_mean("steps", ("stops", "num_steps")) == "did you mean 'num_steps'?"
     both = did_you_mean("steps", ("stops", "num_steps", "warmup_steps"))
     assert both == "did you mean 'num_steps' or 'warmup_steps'?"

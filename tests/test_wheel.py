@@ -1,4 +1,4 @@
-"""What a user gets from `pip install`: the package, the contracts and the mutants, nothing else."""
+"""`pip install` brings the package, the contracts and the mutants, nothing else."""
 
 from __future__ import annotations
 

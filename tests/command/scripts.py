@@ -24,7 +24,7 @@ KNOBS = {
 
 
 def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
-    """What runs a script; that of `resume.py` says how long and where, `knobs.py` has knobs."""
+    """Return the command of a script: steps and folder for `resume.py`, or knobs."""
     told: tuple[str, ...] = tuple(word for knob in turned for word in KNOBS[knob])
     if script.name == "resume.py":
         told += ("--steps", "{steps}", "--dir", "{workdir}")

@@ -78,7 +78,7 @@ def test_how_it_ended(
     reason: str,
     tmp_path: Path,
 ) -> None:
-    """What the ranks wrote counts more than an exit code; a reason says what to do."""
+    """The ranks' files count more than an exit code; a reason says what to do."""
     ended = Ended(
         code=code, seconds=1.0, tail=("last", "----"), output=tmp_path / "o.txt", num_left=0
     )

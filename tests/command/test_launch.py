@@ -194,7 +194,7 @@ def test_the_harness_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """What prints does not die of it; its last lines are known."""
+    """A command that prints much does not die of it; its last lines are known."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / launch.OUTPUT).symlink_to("/dev/full")

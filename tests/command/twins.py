@@ -25,7 +25,7 @@ WANTED = (
 def findings(
     twin: Twin, folder: Path, *, deadline_s: float = scripts.DEADLINE_S
 ) -> dict[str, Finding]:
-    """What is found on the runs of the changed script: by its check, or by all."""
+    """Return the findings on the runs of the changed script: by its check, or by all."""
     text = (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
         assert text.count(before) == 1, before
@@ -46,7 +46,7 @@ def findings(
 
 
 def problem(twin: Twin, found: dict[str, Finding]) -> str:
-    """What is not as it should be; empty where all is."""
+    """Return what is not as it should be; empty where all is."""
     if not twin.check:
         broken = [f"{name}: {one.reason}" for name, one in found.items() if is_broken(one)]
         return "; ".join(broken)
@@ -62,7 +62,7 @@ def problem(twin: Twin, found: dict[str, Finding]) -> str:
 
 
 def is_broken(finding: Finding) -> bool:
-    """Whether it is an alarm."""
+    """Return whether a finding is an alarm."""
     return finding.verdict is Verdict.FALSIFIED
 
 

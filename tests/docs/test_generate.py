@@ -1,4 +1,4 @@
-"""What is generated among the docs is current."""
+"""Generated pages are current."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generate() -> ModuleType:
 def test_make_docs_changes_nothing(
     generate: ModuleType, matrix: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the script writes today stands in docs/ already: say `make docs` if it does not."""
+    """The pages that the script writes today stand in docs/ already: say `make docs` if not."""
     monkeypatch.setattr(kill_matrix, "run", lambda variants, invariants: matrix)
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     generate.main()
@@ -64,7 +64,7 @@ def test_the_kill_matrix_is_current(matrix: list[Row]) -> None:
 
 
 def test_tables_stand_between_their_marks(generate: ModuleType) -> None:
-    """What a person wrote around them stays; a table that was edited by hand is made anew."""
+    """Text around the tables stays; a table that was edited by hand is made anew."""
     page = generate.FORMAT.read_text("utf-8")
     edited = page.replace("| `parity` | F-DP-005 |", "| `parity` | F-DP-500 |")
     assert edited != page

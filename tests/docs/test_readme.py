@@ -1,4 +1,4 @@
-"""What the README shows is what its commands print today."""
+"""The README shows what its commands print today."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _own(scenario: Scenario, *, promises: bool) -> Trace:
 
 
 def judged(clause: str, found: list[Trace]) -> Finding:
-    """What the clause's check says."""
+    """Return the finding of the clause's check."""
     return traces.judge(BY_ID[clause].name, found)
 
 
@@ -116,7 +116,7 @@ def test_every_clause_has_a_row_or_is_a_probe() -> None:
 
 @pytest.mark.parametrize("clause", [clause for clause, _, _ in rows()])
 def test_with_everything_it_is_held(clause: str) -> None:
-    """What the page asks for is enough."""
+    """The events that the page asks for are enough."""
     finding = judged(clause, recorded(clause))
     assert finding.verdict is Verdict.HELD, finding
     assert finding.compared > 0

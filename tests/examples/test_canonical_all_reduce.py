@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def printed(num_ranks: int) -> str:
-    """What the example prints on so many ranks."""
+    """Return what the example prints on so many ranks."""
     found = subprocess.run(
         [
             sys.executable,

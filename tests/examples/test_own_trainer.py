@@ -58,7 +58,7 @@ def test_a_forgotten_synchronisation_is_found(
 
 
 def test_a_whole_contract_is_inconclusive(example: ModuleType, tmp_path: Path) -> None:
-    """What its trace does not reveal is not held."""
+    """A clause about facts that its trace does not reveal is not held."""
     file, written = tmp_path / "trace.jsonl", tmp_path / "report.json"
     example.main([str(file)])
     assert check(*CONTRACT, "--judge", file, "--json", written) == 4

@@ -171,7 +171,7 @@ def test_schedules_are_possible_and_differ() -> None:
 
 
 def _strikes_last(scenario: Scenario) -> bool:
-    """Whether something befalls the worker of the highest rank."""
+    """Return whether a fault strikes the worker of the highest rank."""
     return any(fault.rank == scenario.world_size - 1 for fault in scenario.faults)
 
 
@@ -310,7 +310,7 @@ def _attempt_with(name: str, seed: int) -> Attempt:
 
 @dataclass
 class Survey:
-    """What struck how often, by (kind, place), and what is complained of, by seed."""
+    """How often each (kind, place) struck, and the complaints by seed."""
 
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: dict[int, str] = field(default_factory=dict)

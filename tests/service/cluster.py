@@ -162,7 +162,7 @@ def _weights(training: str) -> str:
 
 
 def weights(training: dict[str, Any]) -> str:
-    """What the reference holds after the last step, undisturbed, on one worker."""
+    """Return what the reference holds after the last step, undisturbed, on one worker."""
     return _weights(json.dumps(training))
 
 

@@ -38,7 +38,7 @@ def load(folder: Path, text: str) -> config.Config:
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """What is wrong with `text`, without the folder."""
+    """Return what is wrong with `text`, without the folder."""
     with pytest.raises(ContractError) as caught:
         load(folder, text)
     return [one.replace(f"{folder}/", "") for one in caught.value.problems]

@@ -32,7 +32,7 @@ class Broken:
 
 
 def notes(heard: list[Happening]) -> list[str]:
-    """What was noted, by name."""
+    """Return what was noted, by name."""
     return [one.what for one in heard if isinstance(one, Noted)]
 
 

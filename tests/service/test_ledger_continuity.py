@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def verified(run: Run, capsys: pytest.CaptureFixture[str], *, replay: bool = False) -> str:
-    """What is said of a ledger that is right."""
+    """Return what is said of a ledger that is right."""
     assert ledger_verification.verify(run.ledger, replay=replay) == exit_codes.DONE
     return capsys.readouterr().out
 
@@ -114,7 +114,7 @@ def test_what_is_made_again_is_told(run: Run, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("num_lines", [0, 1, 9, -1])
 def test_one_that_lost_lines_is_refused(run: Run, num_lines: int) -> None:
-    """What the checkpoint was written after is not there; nothing is touched."""
+    """A ledger without the line that the checkpoint was written after is refused and untouched."""
     run.begin()
     line = checkpoint.load(run.checkpoint)[1]["ledger"]["line"]
     run.cut(num_lines if num_lines >= 0 else line - 1)
@@ -125,7 +125,7 @@ def test_one_that_lost_lines_is_refused(run: Run, num_lines: int) -> None:
 
 
 def test_one_of_another_run_is_refused(run: Run) -> None:
-    """Of the same scenario, and as long."""
+    """A ledger of another run is refused, though of the same scenario and as long."""
     run.begin()
     with run.ledger.open("rb") as file:
         reader = Reader(file, run.ledger)

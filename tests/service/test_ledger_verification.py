@@ -126,7 +126,7 @@ def test_a_broken_one(
 
 @pytest.mark.parametrize("content", ["", "{}\n", "GIF89a", '{"version":9,"chain":"00"}\n'])
 def test_no_ledger(tmp_path: Path, content: str) -> None:
-    """Of a file that is none, or of another version, nothing can be said."""
+    """A file that is no ledger, or one of another version, is a usage error."""
     path = tmp_path / "l"
     path.write_text(content)
     with pytest.raises(UsageError):

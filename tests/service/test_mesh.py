@@ -41,7 +41,7 @@ def mesh(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def is_verified(mesh: Cluster) -> bool:
-    """Whether the ledger is whole, and training again gives its bits."""
+    """Assert that the ledger is whole, and that training again gives its bits."""
     verified = mesh.verify("--replay")
     return verified.code() == exit_codes.DONE
 

@@ -89,7 +89,7 @@ def test_every_exit_code_has_its_line() -> None:
     ],
 )
 def test_refused(line: str, message: str) -> None:
-    """What makes no sense is refused by name."""
+    """A command line that makes no sense is refused by the option's name."""
     with pytest.raises(UsageError) as refusal:
         options.parse(line.split())
     assert message in str(refusal.value)

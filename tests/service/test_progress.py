@@ -1,4 +1,4 @@
-"""What a person sees of a run: on a terminal, and in a log."""
+"""The progress of a run on a terminal, and in a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEFT = Noted(what="left", step=3, text="worker 1 left in step 3: [Errno 104] Con
 
 
 def lines(*told: tuple[float, Happening]) -> list[str]:
-    """What a log shows of these, each told at its time."""
+    """Return what a log shows of these, each told at its time."""
     now = [0.0]
     file = io.StringIO()
     listener = Lines(Console(file=file, width=60, markup=False), clock=lambda: now[0])

@@ -191,7 +191,7 @@ def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing(star: Cluster) -> None:
-    """What can't be saved is said, the run goes on to its end, and the last checkpoint is whole."""
+    """A failed save is said, the run goes on to its end, and the last checkpoint is whole."""
     big: dict[str, Any] = {**LONG, "workload": "mlp", "width": 64}
     star.configure(big, checkpoint={"path": "state", "every_steps": 1000})
     first = star.coordinator()
@@ -279,7 +279,7 @@ def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
 
 
 def test_over_tls(star: Cluster) -> None:
-    """Who trusts the coordinator's certificate and shows its own takes part; nobody else does."""
+    """A worker that trusts the coordinator and shows its own certificate takes part, no other."""
     authority = Authority(star.folder, "ca")
     own, worker = authority.signed("coordinator"), authority.signed("worker")
     files = {"cert": own.cert.name, "key": own.key.name, "ca": authority.ca.name}

@@ -49,13 +49,13 @@ def join(hands: Hands, rank: int, step: int) -> None:
 
 
 def welcome_of(server: Server, rank: int, step: int, *, resumed: bool = False) -> Welcome:
-    """What the server's coordinator would say to worker `rank` before `step`."""
+    """Return what the server's coordinator would say to worker `rank` before `step`."""
     blocks = server.blocks.count
     return Welcome(rank=rank, step=step, blocks=blocks, resumed=resumed, proof=PROOF)
 
 
 def average_of(step: int, block: int, loss: float = 1.0, weight: float = 1.0) -> Average:
-    """What it would say of a block that is averaged."""
+    """Return what it would say of a block that is averaged."""
     return Average(step=step, round=0, block=block, loss=loss, weight=weight)
 
 

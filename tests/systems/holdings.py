@@ -1,4 +1,4 @@
-"""What a process holds of the machine: files, processes, threads, memory."""
+"""Files, processes, threads and memory that a process holds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Holdings:
     objects: int
 
     def within(self, other: Holdings) -> bool:
-        """Whether there is no more of anything."""
+        """Return whether there is no more of anything than in `other`."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return all(mine <= theirs for mine, theirs in pairs)
 
 
 def holdings() -> Holdings:
-    """What this process holds now, what is only waiting to be collected not counted."""
+    """Return what this process holds now, after a collection of garbage."""
     gc.collect()
     return Holdings(
         files=sum(1 for _ in Path("/proc/self/fd").iterdir()),

@@ -89,7 +89,7 @@ def _trouble(rng: random.Random, step: int, rank: int) -> list[Fault]:
 
 @dataclass
 class Seen:
-    """What a run was, as far as it was looked at."""
+    """A run, as far as it was looked at."""
 
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_rejoins: int = 0

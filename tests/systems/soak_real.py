@@ -38,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds while it has no workers, and how much memory."""
+    """Open resources and memory of this process while it has no workers."""
 
     holdings: Holdings
     rss_bytes: int
@@ -46,7 +46,7 @@ class Held:
 
 @dataclass
 class Soak:
-    """What came of all runs: what struck, by (kind, place); who came back; what was wrong."""
+    """The outcome of all runs: faults struck by (kind, place), ranks that came back, complaints."""
 
     num_runs: int = 0
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)

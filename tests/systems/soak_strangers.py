@@ -44,7 +44,7 @@ KEPT_MIB_MAX = 16
 
 @dataclass
 class Held:
-    """Of one process: resident memory and open files, now and at most so far."""
+    """Resident memory and open files of one process, now and at most so far."""
 
     pid: int
     rss_mib: float = 0.0
@@ -63,7 +63,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run: complaints, of which there should be none."""
+    """The complaints about one run, of which there should be none."""
 
     wrong: list[str]
     recorded: bytes
@@ -140,7 +140,7 @@ def _step(folder: Path) -> int:
 
 
 def _secured(folder: Path) -> tuple[dict[str, Any], list[object], ssl.SSLContext]:
-    """What the coordinator is configured with, what workers are told, and what strangers use."""
+    """The coordinator's configuration, what workers are told, and what strangers use."""
     authority = Authority(folder, "ca")
     own = authority.signed("coordinator")
     files = {"tls": {"cert": own.cert.name, "key": own.key.name}}

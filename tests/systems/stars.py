@@ -92,7 +92,7 @@ def held(trace: Trace) -> list[Tensors]:
 
 @cache
 def expected(scenario: Scenario) -> list[Tensors]:
-    """What the reference holds after each step, alone and undisturbed."""
+    """Return what the reference holds after each step, alone and undisturbed."""
     calm = scenario.with_(system="reference", world_size=1, faults=(), stops=(), options={})
     return held(traces.run(calm))
 
@@ -117,7 +117,7 @@ def require_right(scenario: Scenario) -> Trace:
 
 
 def changes(trace: Trace) -> list[tuple[int, int, str]]:
-    """Who left and who joined, and before or in which step."""
+    """Return which ranks left and joined, and before or in which step."""
     return [(event.step, event.rank, event.change) for event in trace.of(Membership)]
 
 

@@ -45,7 +45,7 @@ def run(system: str, *names: str, **changes: Any) -> Trace:
 
 
 def weights(trace: Trace) -> list[Any]:
-    """What every worker held after every step."""
+    """Return what every worker held after every step."""
     return [update.weights for update in trace.of(Update)]
 
 

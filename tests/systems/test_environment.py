@@ -1,4 +1,4 @@
-"""What a trace says about the process it was recorded in."""
+"""A trace describes the process that it was recorded in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there in which step: strangers that are to find no place free must find none."""
+"""Membership by step: strangers that are to find no place free must find none."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_strangers_that_find_no_place(faults: tuple[Fault, ...]) -> None:
     ],
 )
 def test_strangers_that_might_find_one(faults: Any, message: str) -> None:
-    """Whom something has befallen may be away when they come: they would be entitled."""
+    """A rank that a fault struck may be away when strangers come, who would then be entitled."""
     with pytest.raises(UsageError, match=message):
         systems.require_possible(subject(SIMULATED, faults=faults))

@@ -1,4 +1,4 @@
-"""What every system of logical shards shares: positions, guards, averages, steps."""
+"""Every system of logical shards shares positions, guards, averages and steps."""
 
 from __future__ import annotations
 

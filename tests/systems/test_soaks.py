@@ -58,7 +58,7 @@ def test_an_hour_sees_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_growth_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of files, processes, threads and objects any; of memory what is more than the allocator's."""
+    """Any more files, processes, threads or objects are told, and memory above the allocator's."""
     before = Held(Holdings(files=8, processes=2, threads=1, objects=0), 300 * soak_real.MIB)
     after = Held(replace(before.holdings, files=9), 310 * soak_real.MIB)
     assert soak_real._grown(before, before) == []
@@ -71,7 +71,7 @@ def test_growth_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_real_run_is_counted() -> None:
-    """What struck and who came back."""
+    """The faults that struck are counted, and the ranks that came back."""
     soak = Soak()
     seed = next(
         n for n in range(NUM_SEEDS) if {"kill"} <= {f.kind for f in soak_real.draw(n).faults}

@@ -35,7 +35,7 @@ def struck(system: str, kind: str, at: str) -> Scenario:
 
 
 def in_workers(trace: Trace) -> list[Tensors]:
-    """What workers recorded of an optimizer's state."""
+    """Return what workers recorded of an optimizer's state."""
     recorded = [one.optimizer for one in trace.of(Start)]
     recorded += [one.optimizer for one in trace.of(Update)]
     return [one for one in recorded if one]
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_and_resumed() -> None:
 
 
 def test_audits_go_with_it() -> None:
-    """Who goes wrong is caught before anything is averaged."""
+    """A worker that goes wrong is caught before anything is averaged."""
     wrong = Fault(kind="corrupt_gradient", step=STEP, rank=1, shard=3, value="0.5")
     scenario = served(SIMULATED, faults=(wrong,))
     trace = stars.run(scenario.with_(options={**scenario.options, "audit_share": 1.0}))
@@ -224,7 +224,7 @@ def test_a_step_that_did_not_happen_is_prepared_again() -> None:
 
 
 def test_a_worker_gets_no_moments() -> None:
-    """What it is welcomed with is as long as with an optimizer that has no state."""
+    """Its welcome is as long as with an optimizer that has no state."""
     hands = at_work()
     welcome = by_hand.welcome_of(hands.server, 1, 0)
     specs = hands.server.workload.specs
@@ -291,7 +291,7 @@ def test_what_does_not_come_down_in_this_run_is_refused(by_server: bool) -> None
 def test_weights_that_are_wrong_are_refused(
     more: int, loss: float, weight: float, why: str
 ) -> None:
-    """Of another size, or of a loss that can't be."""
+    """Weights of another size are refused, and an impossible loss or weight."""
     hands = by_hand.met(served(SIMULATED))
     message = Weights(step=0, block=0, loss=float(loss), weight=weight)
     with pytest.raises(ProtocolError, match=why):

@@ -93,7 +93,7 @@ def _started(progress: Any) -> bytes:
 
 @pytest.mark.parametrize("progress", [{}, {"epoch": 1, "rng": [[1], {"x": None}]}, _nested(16)])
 def test_own_words_are_kept(progress: Any) -> None:
-    """What a trainer notes of its position comes back whatever it is."""
+    """A trainer's notes of its position come back whatever they are."""
     (start,) = trace.load_events(_started(progress))
     assert isinstance(start, trace.Start)
     assert start.progress == progress

@@ -1,4 +1,4 @@
-"""What a trace keeps of a tensor: its bits, and a digest that sees each of them."""
+"""A trace keeps a tensor's bits, and a digest that sees each of them."""
 
 from __future__ import annotations
 

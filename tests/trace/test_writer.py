@@ -34,7 +34,7 @@ def written(path: Path, *events: trace.Event) -> Path:
 
 
 def events(path: Path) -> list[trace.Event]:
-    """What stands in a ledger that may not be over."""
+    """Return the events of a ledger that may not be over."""
     with path.open("rb") as file:
         return list(ledger.Reader(file, path))
 
@@ -70,7 +70,7 @@ def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:
 
 
 def test_where_it_stands(tmp_path: Path) -> None:
-    """Who is there, in which step, and whether it is over."""
+    """The standing names the ranks there, the step, and whether the run is over."""
     one, standing = writer.reopen(written(tmp_path / "l", *STARTS, LEFT), HEAD)
     assert standing == Standing(present=(0,), step=3, end=None)
     one.append([END])
@@ -82,7 +82,7 @@ def test_where_it_stands(tmp_path: Path) -> None:
 
 @given(data=st.data())
 def test_killed_at_any_byte(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """What was whole stays, what was cut is removed, and what follows is one chain with it."""
+    """Whole lines stay, a cut one is removed, and what follows is one chain with them."""
     path = written(tmp_path_factory.mktemp("ledger") / "l", *STARTS, LEFT)
     content = path.read_bytes()
     cut = data.draw(st.integers(0, len(content)))
