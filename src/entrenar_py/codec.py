@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Form(NamedTuple):
-    """How values of one annotation are read and written.
+    """The way in which values of one annotation are read and written.
 
     `read` takes what JSON holds, and raises ValueError, which says what to use, for anything else.
     `write` is None if JSON holds the value as it is.

@@ -98,7 +98,7 @@ class WatchFinding(EntrenarError):
 
 
 def did_you_mean(given: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
-    """What to tell about a name that is not `allowed`: the nearest one, `did you mean 'x'?`.
+    """Return the advice on a name that is not `allowed`: the nearest one, `did you mean 'x'?`.
 
     Where none is near it is `otherwise`; without that, all that are allowed.
     """

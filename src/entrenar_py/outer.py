@@ -33,14 +33,14 @@ class Outer:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Outer:
-        """What a scenario's `options` say, the defaults where they say nothing."""
+        """Return what a scenario's `options` say, the defaults where they say nothing."""
         names = cls.__dataclass_fields__
         return cls(**{name: value for name, value in options.items() if name in names})
 
     def round_end(self, step: int, num_steps: int) -> int:
-        """The step before which the round of `step` is over: after the last step one is, too."""
+        """Return the first step after the round of `step`; the last step ends a round, too."""
         return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
 
     def ends_round(self, step: int, num_steps: int) -> bool:
-        """Whether the workers are brought together after `step`."""
+        """Return whether the workers are brought together after `step`."""
         return step + 1 == self.round_end(step, num_steps)

@@ -1,4 +1,4 @@
-"""Where the contracts and counterexamples that come with the package are found.
+"""Finds the contracts and counterexamples that come with the package.
 
 In an installed package they lie inside it; in a checkout they lie at the top of the tree.
 """
@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def contract_path(name: str) -> Path:
-    """The contract file that `name` means: a path that exists, else a shipped contract.
+    """Return the contract file that `name` means: a path that exists, else a shipped contract.
 
     A shipped contract may be named without its `.yaml`. Raises UsageError if `name` is neither, or
     is a folder, or can't be read.
@@ -44,7 +44,7 @@ def contract_path(name: str) -> Path:
 
 
 def shipped_contract(name: str) -> Path | None:
-    """The shipped contract called `name`, with or without `.yaml`; None if there is none."""
+    """Return the shipped contract called `name`, with or without `.yaml`; None if there is none."""
     for path in shipped_contracts():
         if name in (path.name, path.stem):
             return path
@@ -52,24 +52,24 @@ def shipped_contract(name: str) -> Path | None:
 
 
 def shipped_contracts() -> list[Path]:
-    """Every contract that comes with the package, by name."""
+    """Return every contract that comes with the package, by name."""
     folder = _folder("contracts")
     return [] if folder is None else sorted(folder.glob("*.yaml"))
 
 
 def bindings(stem: str) -> Path | None:
-    """The shipped bindings for contracts whose file is called `stem`; None if there are none."""
+    """Return the shipped bindings for contracts called `stem`; None if there are none."""
     return next((p for p in all_bindings() if p.name == f"{stem}.bindings.yaml"), None)
 
 
 def all_bindings() -> list[Path]:
-    """Every file of bindings that comes with the package, by name."""
+    """Return every file of bindings that comes with the package, by name."""
     folder = _folder("contracts")
     return [] if folder is None else sorted(folder.glob("bindings/*.bindings.yaml"))
 
 
 def falsification_folder() -> Path | None:
-    """The folder of mutants, benign variants and saved counterexamples; None if not shipped."""
+    """Return the folder of mutants and saved counterexamples; None if it is not shipped."""
     return _folder("falsification")
 
 

@@ -67,7 +67,7 @@ __all__ = [
 def load(
     path: Path, *, vocabulary: Vocabulary, strict: bool = False, bind: Sequence[Path] = ()
 ) -> Contract:
-    """The contract at `path`, valid; nothing in it was executed.
+    """Return the contract at `path`, valid; nothing in it was executed.
 
     `vocabulary` holds the names that a clause may use beside those in the file; `bind` are files of
     bindings, beside the one that lies next to it. Raises ContractError with all problems at once,
@@ -84,7 +84,7 @@ def load(
 def read(
     path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
 ) -> tuple[MapNode | None, Contract | None]:
-    """The tree of the file at `path`, and the contract that it makes, as far as there is one.
+    """Return the tree of the file at `path` and the contract that it makes, or None for either.
 
     What is to say about them goes into `problems`; with an error among these the contract is not
     fit for use. Raises ContractError for a file that is too large or can't be opened.

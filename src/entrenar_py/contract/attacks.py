@@ -46,7 +46,9 @@ class Targets:
         return sorted(self._ids)
 
     def resolve(self, rule: str) -> str:
-        """The id of a clause or obligation, or the equation's name, that `rule` means; or ""."""
+        """Return the id of a clause or obligation, or the equation's name, that `rule` means; or
+        "".
+        """
         if rule in self._ids:
             return rule
         named = self._names.get(_normal(rule))
@@ -61,7 +63,7 @@ def _normal(text: str) -> str:
 
 
 def read(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
-    """The tests in the file's order; a note for those whose rule is free text."""
+    """Return the tests in the file's order; a note for those whose rule is free text."""
     nodes = rules.entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, targets, problems) for node in nodes)
     free = [test for test in tests if not test.target]
@@ -100,7 +102,7 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
 def warn_unexercised(
     invariants: Iterable[Invariant], tests: Iterable[FalsificationTest], problems: Problems
 ) -> None:
-    """Warns of every P0 clause that no test attacks."""
+    """Warn of every P0 clause that no test attacks."""
     attacked = {test.target for test in tests}
     for clause in invariants:
         if clause.severity == "P0" and clause.id not in attacked:

@@ -70,7 +70,7 @@ class BindingFile:
 
 
 def read(path: Path, problems: Problems) -> BindingFile | None:
-    """The file at `path`; None if it has no bindings, the reason in `problems`.
+    """Return the file at `path`; None if it has no bindings, the reason in `problems`.
 
     Raises ContractError if it can't be read at all.
     """
@@ -97,14 +97,14 @@ def read(path: Path, problems: Problems) -> BindingFile | None:
 
 
 def stem(name: str) -> str:
-    """A contract's file name without `.yaml` or `.yml`."""
+    """Return a contract's file name without `.yaml` or `.yml`."""
     return name.removesuffix(".yaml").removesuffix(".yml")
 
 
 def for_contract(
     given: Sequence[Path], contract: str, contracts: Collection[str]
 ) -> tuple[Path, ...]:
-    """Those of the files `given` that are not for another one of `contracts`, by its name."""
+    """Return the files `given` that are not, by name, for another one of `contracts`."""
     others = {stem(Path(one).name) for one in contracts} - {stem(Path(contract).name)}
     return tuple(path for path in given if not others or _contract_of(path) not in others)
 
@@ -191,7 +191,7 @@ def _is_digest(text: str) -> bool:
 
 
 def _scenarios(record: Record, problems: Problems) -> tuple[Mapping[str, Any], ...]:
-    """The scenarios as plain data, the binding's own `options` in each of them."""
+    """Return the scenarios as plain data, with the binding's own `options` in each of them."""
     scenarios = [plain(node) for node in record.maps("scenarios")]
     options = record.present("options")
     if options is None:

@@ -60,7 +60,7 @@ def _says_something(beside: Path) -> bool:
 def bind(
     known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
 ) -> tuple[Invariant, ...]:
-    """The clauses of a contract whose statements are `known`: those that count, and those bound.
+    """Return the clauses of a contract with these statements: those that count, and those bound.
 
     What is wrong with a file of bindings is added to the problems of the contract.
     """
@@ -78,7 +78,7 @@ def bind(
 def _choose(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """(kind, id) of an item -> the bindings of it that count."""
+    """Return (kind, id) of an item -> the bindings of it that count."""
     chosen = _shipped(known, files, problems)
     for level in ((files.beside,), files.given):
         found: dict[tuple[str, str], list[Bound]] = {}
@@ -93,7 +93,7 @@ def _choose(
 
 
 def _read(file: Path, problems: Problems) -> BindingFile | None:
-    """The file; None if it is none, the reason among the problems of the contract."""
+    """Return the file; None if it is none, the reason among the problems of the contract."""
     try:
         return binding_file.read(file, problems)
     except ContractError as error:
@@ -115,7 +115,7 @@ def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
 def _shipped(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """The shipped bindings, if the contract is the one that they were written for.
+    """Return the shipped bindings, if the contract is the one that they were written for.
 
     A name alone says little: one of its statements has to be the same to the letter.
     """
@@ -141,7 +141,7 @@ def _collect(
     found: dict[tuple[str, str], list[Bound]],
     problems: Problems,
 ) -> None:
-    """Adds the bindings of `file` to those found, each under the item that it names."""
+    """Add the bindings of `file` to those found, each under the item that it names."""
     for entry in file.entries:
         named = [one for one in known if one.kind == entry.kind and _has(one, entry.name)]
         if len(named) != 1:
@@ -174,7 +174,7 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item], problems
 
 
 def _require_parts(bound: Sequence[Bound], problems: Problems) -> None:
-    """Several bindings of one statement are parts of it, each with a name of its own."""
+    """Require that several bindings of one statement are parts of it, each with its own name."""
     parts: dict[str, Position] = {}
     for one in bound:
         part, what = one.entry.part, one.entry.record.what

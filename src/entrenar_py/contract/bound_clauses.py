@@ -104,7 +104,7 @@ def _rank(severity: str) -> int:
 def _check_tolerance(
     clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
 ) -> None:
-    """A tolerance says of which kind it is where its check knows several."""
+    """Require that a tolerance says of which kind it is, where its check knows several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)

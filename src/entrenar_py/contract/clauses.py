@@ -24,7 +24,7 @@ _NAMES_MAX = 5  # so many names stand in a note on mappings that are no clauses
 
 
 def read(root: MapNode, vocabulary: Vocabulary, problems: Problems) -> tuple[Invariant, ...]:
-    """Every mapping with an id and a statement, in the file's order; notes on what is none."""
+    """Return a clause for each mapping with an id and a statement, in the file's order."""
     _note_others(root, problems)
     rules.scenarios(root, problems)
     found = [

@@ -26,7 +26,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read(path: Path) -> bytes:
-    """The file's bytes, at most BYTES_MAX.
+    """Return the file's bytes, at most BYTES_MAX.
 
     Raises ContractError if it is larger (before reading it), no file, or can't be read.
     """
@@ -44,7 +44,7 @@ CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"
 def compose(
     data: bytes, file: str, problems: Problems, *, form: str = CONTRACT_FORM
 ) -> MapNode | None:
-    """The tree of the one document in `data`; None if there is no tree, the reason in `problems`.
+    """Return the tree of the one document in `data`; None, and a problem, if it has none.
 
     `form` says what the document should be, to whoever gave something else than a mapping.
     Duplicate keys, foreign tags and keys that are no text are problems too, but leave a tree.
@@ -130,7 +130,7 @@ class _Composer:
         return Position(self._file, mark.line + 1, mark.column + 1)
 
     def take(self, event: yaml.Event) -> None:
-        """Adds one event; raises ComposerError where the file can't be a contract."""
+        """Add one event; raise ComposerError where the file can't be a contract."""
         if isinstance(event, yaml.ScalarEvent):
             node = resolve(event, self.position(event.start_mark), self._problems)
             self._count(1, event)
@@ -222,7 +222,7 @@ class _Composer:
         )
 
     def _merge(self, top: _Open, merged: Node) -> None:
-        """YAML 1.1 `<<`: fills in the keys that the mapping lacks; of several, the first wins."""
+        """Fill in the keys that the mapping lacks, as `<<` of YAML 1.1 does; the first one wins."""
         for source in merged.items if isinstance(merged, ListNode) else (merged,):
             if not isinstance(source, MapNode):
                 self._problems.error(top.keys["<<"], "<< takes a mapping or a list of mappings")

@@ -1,4 +1,4 @@
-"""What a contract depends on: which file each name means, and whether they go round in a circle."""
+"""Follows what a contract depends on: the file that each name means, and circles among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entrenar_py.errors import ContractError
 
 
 def check(path: Path, root: MapNode, problems: Problems) -> None:
-    """Follows `metadata.depends_on` of the contract at `path` through every file it leads to.
+    """Follow `metadata.depends_on` of the contract at `path` through every file it leads to.
 
     A circle is an error; a name that leads to no readable contract is a note.
     """
@@ -58,7 +58,7 @@ def _resolve(name: str, folder: Path) -> Path | None:
 
 
 def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
-    """Adds the files that `start` leads to; false if `start` is no readable contract."""
+    """Add the files that `start` leads to; return false if `start` is no readable contract."""
     waiting = [start]
     while waiting:
         path = waiting.pop()

@@ -30,14 +30,14 @@ class Record:
         self._problems = problems
 
     def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
-        """Warns of every key that no one reads."""
+        """Warn of every key that no one reads."""
         for key, at in self.node.keys.items():
             if key in self.node.fields and key not in self._known and key not in read_elsewhere:
                 hint = self._problems.hint(key, self._known)
                 self._problems.warn(at, f"{self.what}: key {key!r} is not read{hint}")
 
     def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """The keys that no one reads, as plain data; one note tells of all mappings of a `kind`.
+        """Return the keys that no one reads, as plain data; one note tells of all such of a `kind`.
 
         A key that looks like a slip of a known one is a warning of its own.
         """
@@ -55,30 +55,30 @@ class Record:
         return data
 
     def place(self, key: str) -> Position:
-        """Where the value of `key` stands; where the mapping stands if there is none."""
+        """Return the place of the value of `key`; that of the mapping if there is none."""
         found = self.node.fields.get(key)
         return self.node.at if found is None else found.at
 
     def present(self, key: str) -> Node | None:
-        """The value of `key`; None if it is missing or null."""
+        """Return the value of `key`; None if it is missing or null."""
         found = self.node.fields.get(key)
         if isinstance(found, ScalarNode) and found.value is None:
             return None
         return found
 
     def text(self, key: str) -> str:
-        """The text of `key` as written, a list of texts joined by `; `; "" if there is none."""
+        """Return the text of `key` as written, "" if none; a list of texts joined by `; `."""
         return "; ".join(self.texts(key))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """The texts of `key`, one text counting as a list of one; blank ones are left out.
+        """Return the texts of `key`, one text counting as a list of one; blank ones are left out.
 
         A sentence in a list that YAML takes for a mapping (`- so it is: a = b`) is a text, too.
         """
         return tuple(item.text.strip() for item in self.scalars(key, prose=True))
 
     def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
-        """Like `texts`, with their places; sentences with a colon only where it is `prose`."""
+        """Return `texts` with their places; sentences with a colon only where it is `prose`."""
         found = self.present(key)
         if found is None:
             return ()
@@ -91,7 +91,7 @@ class Record:
         return tuple(scalar for scalar in scalars if scalar.text.strip())
 
     def filled(self, key: str, *, rule: str = "") -> str:
-        """Like `text`, but an empty or missing one is an error, which breaks `rule`."""
+        """Return the same as `text`; an empty or missing one is an error, which breaks `rule`."""
         text = self.text(key)
         if not text:
             message = f"{self.what}: {key} is empty; write it down"
@@ -99,7 +99,7 @@ class Record:
         return text
 
     def identifier(self) -> str:
-        """The one text of `id`; "" and an error if there is none."""
+        """Return the one text of `id`; "" and an error if there is none."""
         found = self.present("id")
         if isinstance(found, ScalarNode) and found.text.strip():
             return found.text.strip()
@@ -107,7 +107,7 @@ class Record:
         return ""
 
     def flag(self, key: str) -> bool:
-        """True or false, also as a quoted text ('true'); false if there is none."""
+        """Return true or false, also for a quoted text ('true'); false if there is none."""
         found = self.present(key)
         if found is None:
             return False
@@ -119,7 +119,7 @@ class Record:
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
-        """One of `allowed`; None if there is none. `words` are capitals that stand for one."""
+        """Return one of `allowed`, or None. `words` are capitals that stand for one."""
         found = self.present(key)
         if found is None:
             return None
@@ -143,7 +143,7 @@ class Record:
         return kind(**values)
 
     def number(self, key: str) -> float | None:
-        """A finite number >= 0, also written as text ("1e-4"); None if there is none."""
+        """Return a finite number >= 0, also written as text ("1e-4"); None if there is none."""
         found = self.present(key)
         if found is None:
             return None
@@ -154,7 +154,7 @@ class Record:
         return number
 
     def data(self, key: str) -> dict[str, Any]:
-        """The mapping of `key` as plain data; of anything else `{key: it}`, of nothing {}."""
+        """Return the mapping of `key` as plain data; `{key: it}` for anything else, {} for none."""
         found = self.present(key)
         if found is None:
             return {}
@@ -167,13 +167,13 @@ class Record:
         return isinstance(found, ScalarNode) and _percentage(found) is not None
 
     def amount(self, key: str) -> float | None:
-        """Like `number`, but also in percent: `1%` is 0.01."""
+        """Return the same as `number`, also for percents: `1%` is 0.01."""
         found = self.present(key)
         share = _percentage(found) if isinstance(found, ScalarNode) else None
         return self.number(key) if share is None else share
 
     def maps(self, key: str) -> tuple[MapNode, ...]:
-        """The mappings of the list `key`; none if there is no list."""
+        """Return the mappings of the list `key`; none if there is no list."""
         found = self.present(key)
         if found is None:
             return ()
@@ -203,7 +203,7 @@ def _percentage(node: ScalarNode) -> float | None:
 
 
 def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
-    """The text of `node`; with `colon`, also of a sentence that a colon makes a mapping."""
+    """Return the text of `node`; with `colon`, also of a sentence that a colon makes a mapping."""
     if isinstance(node, ScalarNode):
         return node
     if colon and isinstance(node, MapNode) and len(node.fields) == 1:

@@ -70,7 +70,7 @@ def _prefix(text: str) -> str:
 
 
 def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
-    """Every id in `text` that begins like one of the contract's, those in ranges too.
+    """Yield every id in `text` that begins like one of the contract's, those in ranges too.
 
     A range that goes backwards is given as it is written: no clause is called so.
     """

@@ -37,11 +37,11 @@ class Names:
             self._ruled.setdefault(_words(test.rule), {}).update(attacked)
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
-        """The clauses that `test` attacks; or is, where it is bound as one of its own, or more."""
+        """Return the clauses that `test` attacks, or those that it was bound as."""
         return [one for name in (test.id, test.target) for one in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
-        """The clause with an id, or the parts that a statement with it is bound in."""
+        """Return the clause with an id, or the parts that a statement with it is bound in."""
         return list(self._parts.get(given, ()))
 
     @property
@@ -50,7 +50,7 @@ class Names:
         return [*self._parts, *self.tests]
 
     def resolve(self, name: str) -> list[str]:
-        """The ids of the clauses that `name` means; none if it means none."""
+        """Return the ids of the clauses that `name` means; none if it means none."""
         words = _words(name)
         ids = self._written.get(name) or (self._worded.get(words) if words else None)
         ids = ids or dict.fromkeys(self.tests.get(name, ()))
@@ -72,7 +72,7 @@ class Described:
                 self._texts.setdefault(word, set()).add(clause.id)
 
     def resolve(self, name: str) -> list[str]:
-        """The one clause whose title, or else whose whole text, has all words of `name`."""
+        """Return the one clause whose title, or else whose whole text, has all words of `name`."""
         words = _words(name)
         if not words or len(words) > _WORDS_MAX or not self._tries_left:
             return []

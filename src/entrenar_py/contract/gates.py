@@ -20,7 +20,7 @@ _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
 
 
 def read(root: MapNode, problems: Problems) -> Gate | None:
-    """The gate as it is written; None, and a warning, if there is none."""
+    """Return the gate as it is written; None, and a warning, if there is none."""
     node = rules.block(root, "qa_gate", problems)
     if node is None:
         message = "no qa_gate: say which clauses must hold for a pass"
@@ -46,7 +46,7 @@ def _worded(key: str, node: MapNode) -> str:
 
 
 def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> None:
-    """Tells of a gate that can't pass, for it asks for what no clause of its contract says.
+    """Tell of a gate that can't pass, for it asks for what no clause of its contract says.
 
     A name that looks like a slip of a clause's is a warning where it stands; the others, which may
     be sentences or demands on something else than a trainer, are one note.

@@ -53,8 +53,8 @@ def items(
     obligations: Iterable[Obligation],
     equations: Iterable[Equation],
 ) -> tuple[Item, ...]:
-    """Every item, the clauses first. `clauses` are the obligations where a contract has no others;
-    where it has not these either, its tests count.
+    """Return every item, the clauses first. `clauses` are the obligations where a contract has no
+    others; where it has not these either, its tests count.
     """
     own = tuple(clauses)
     counting = {one.id: one for one in own if one.group == OBLIGATIONS}
@@ -67,7 +67,7 @@ def items(
 
 
 def of(contract: Contract) -> tuple[Item, ...]:
-    """Every item of a contract that has been loaded, but for the clauses that are bound."""
+    """Return every item of a contract that has been loaded, but for the clauses that are bound."""
     clauses = [
         one
         for one in contract.invariants

@@ -1,4 +1,4 @@
-"""Which keys a contract has, and where its clauses stand.
+"""The keys of a contract, and the places where its clauses stand.
 
 A clause is a mapping with an `id` in a list, at any depth, in any block but the reserved ones, that
 states something (`is_clause`). Other mappings with an id tell of work, and are data.
@@ -80,21 +80,21 @@ def is_clause(item: MapNode, *, group: str) -> bool:
 
 
 def clauses(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Every clause with its group, the dotted path of the list it stands in."""
+    """Yield every clause with its group, the dotted path of the list it stands in."""
     for group, item in _items(root):
         if is_clause(item, group=group):
             yield group, item
 
 
 def records_of_work(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Every mapping with an id that is no clause, with its group."""
+    """Yield every mapping with an id that is no clause, with its group."""
     for group, item in _items(root):
         if not is_clause(item, group=group):
             yield group, item
 
 
 def named_invariants(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """The entries of a top-level block `invariants` that is a mapping of names to statements."""
+    """Yield the entries of a top-level `invariants` that is a mapping from names to statements."""
     block = root.fields.get("invariants")
     if isinstance(block, MapNode):
         for name, entry in block.fields.items():
@@ -109,7 +109,7 @@ def _items(root: MapNode) -> Iterator[tuple[str, MapNode]]:
 
 
 def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
-    """Every mapping with an id in a list under `node`, those inside another's keys too."""
+    """Yield every mapping with an id in a list under `node`, those inside another's keys too."""
     if isinstance(node, MapNode):
         for key, child in node.fields.items():
             yield from _items_in(child, group=f"{group}.{key}")
@@ -124,12 +124,12 @@ def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
 
 
 def _nesting_keys(item: MapNode) -> list[str]:
-    """The keys of a clause under which others may stand: not those that hold a clause's own."""
+    """Return the keys of a clause under which others may stand: not those of its own record."""
     return [key for key in item.fields if key not in CLAUSE_KEYS or key == "invariants"]
 
 
 def groups_in(clause: MapNode) -> set[str]:
-    """The keys of a clause under which other clauses stand."""
+    """Return the keys of a clause under which other clauses stand."""
     return {
         key
         for key in _nesting_keys(clause)
@@ -140,7 +140,7 @@ def groups_in(clause: MapNode) -> set[str]:
 
 
 def strays(node: Node) -> Iterator[MapNode]:
-    """Mappings without an id that stand in one list with clauses."""
+    """Yield the mappings without an id that stand in one list with clauses."""
     if isinstance(node, MapNode):
         for child in node.fields.values():
             yield from strays(child)
@@ -154,7 +154,7 @@ def strays(node: Node) -> Iterator[MapNode]:
 
 
 def other_blocks(root: MapNode) -> dict[str, Any]:
-    """What no record holds, as plain data: blocks without their clauses, nothing else left out."""
+    """Return as plain data what no record holds: blocks without their clauses."""
     rest = {
         name: plain(block) if name in RESERVED else _without_clauses(block, group=name)
         for name, block in root.fields.items()
@@ -164,7 +164,7 @@ def other_blocks(root: MapNode) -> dict[str, Any]:
 
 
 def _without_clauses(node: Node, *, group: str) -> Any:
-    """`plain(node)` less its clauses; _NOTHING if it held clauses alone."""
+    """Return `plain(node)` less its clauses; _NOTHING if it held clauses alone."""
     if isinstance(node, MapNode):
         kept = {
             key: _without_clauses(child, group=f"{group}.{key}")

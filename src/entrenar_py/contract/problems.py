@@ -66,19 +66,19 @@ class Problems:
         self._comparisons_left = COMPARISONS_MAX
 
     def error(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Records that the contract is invalid."""
+        """Record that the contract is invalid."""
         self._found.append(Problem(at, "error", message, rule))
 
     def warn(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Records what a strict reader would not accept."""
+        """Record what a strict reader would not accept."""
         self._found.append(Problem(at, "warning", message, rule))
 
     def note(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Records what was made of something that even a strict reader accepts."""
+        """Record what was made of something that even a strict reader accepts."""
         self._found.append(Problem(at, "note", message, rule))
 
     def unread(self, at: Position, kind: str, key: str) -> None:
-        """Records a key that nothing reads: one note for all keys of a `kind` of mapping."""
+        """Record a key that nothing reads: one note for all keys of a `kind` of mapping."""
         _, keys = self._unread.setdefault(kind, (at, Counter()))
         keys[key] += 1
 
@@ -90,7 +90,7 @@ class Problems:
         return len(given) <= SLIP_CHARS_MAX and bool(get_close_matches(given, known, 1, SLIP))
 
     def hint(self, given: str, known: Collection[str], *, otherwise: str | None = None) -> str:
-        """What to add about a name that is not `known`: `; did you mean 'x'?`, or `otherwise`.
+        """Return the hint on a name that is not `known`: `; did you mean 'x'?`, or `otherwise`.
 
         Without that it is a list of them, but once a file; later "".
         """
@@ -109,7 +109,7 @@ class Problems:
         return tuple(dict.fromkeys(sorted([*self._found, *self._notes_on_keys()])))
 
     def settle(self, *, strict: bool) -> tuple[Problem, ...]:
-        """The warnings and notes, in the order of the file, each once.
+        """Return the warnings and notes, in the order of the file, each once.
 
         Raises ContractError with every error (`file:line:column: error: ...`), and under `strict`
         with every warning too, each an error then.

@@ -14,7 +14,7 @@ ID_CHARS_MAX = 28
 
 
 def equations(root: MapNode, problems: Problems) -> tuple[Equation, ...]:
-    """The equations in the file's order; a bare text is a formula too.
+    """Return the equations in the file's order; a bare text is a formula too.
 
     They are a mapping by name, or a list whose entries have an `id` or a `name`.
     """
@@ -60,14 +60,14 @@ def _equation(
 
 
 def _either(record: Record, key: str, other: str, *, rule: str) -> str:
-    """The text of `key`, or of the `other` where it stands in its place; not empty."""
+    """Return the text of `key`, or of the `other` where it stands in its place; not empty."""
     if record.present(key) is None and record.present(other) is not None:
         return record.filled(other, rule=rule)
     return record.filled(key, rule=rule)
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
-    """The proof obligations in the file's order; one without an id gets one of its property."""
+    """Return the proof obligations in the file's order, each with an id: its own, or a made one."""
     nodes = rules.entries(root, OBLIGATIONS, problems)
     known = layout.OBLIGATION_KEYS
     records = [
@@ -93,7 +93,7 @@ def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
 
 
 def _id_from(stated: str, taken: dict[str, int]) -> str:
-    """The first words of a property as an id that is not `taken` yet, and is from then on.
+    """Return the first words of a property as an id that is not `taken` yet; from then on it is.
 
     A property of the same first words gets a number, the second -2.
     """
@@ -114,7 +114,7 @@ def _id_from(stated: str, taken: dict[str, int]) -> str:
 
 
 def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:
-    """The obligations as the clauses of a contract that has no others."""
+    """Return the obligations as the clauses of a contract that has no others."""
     return tuple(
         Invariant(
             id=one.id,
@@ -131,7 +131,7 @@ def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:
 
 
 def harnesses(root: MapNode, problems: Problems) -> tuple[Harness, ...]:
-    """The model checker's harnesses in the file's order; none of them is run."""
+    """Return the model checker's harnesses in the file's order; none of them is run."""
     return tuple(
         _harness(node, problems) for node in rules.entries(root, "kani_harnesses", problems)
     )

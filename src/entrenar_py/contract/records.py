@@ -78,8 +78,8 @@ class Invariant:
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """How a gate may call the clause: by id, by name, or by a group that it stands in: all
-        beginnings of the dotted path, and its last part.
+        """The names by which a gate may call the clause: its id, its name, or a group that it
+        stands in: all beginnings of the dotted path, and its last part.
         """
         *above, last = self.group.split(".")
         groups = (last, *accumulate([*above, last], "{}.{}".format))

@@ -1,4 +1,4 @@
-"""What a contract must say to be valid, block by block.
+"""Requires what a contract must say to be valid, block by block.
 
 Each rule reads its block, puts what is wrong into `problems`, and gives back the names that other
 parts of the contract may refer to.
@@ -15,7 +15,7 @@ from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
-    """The mapping under `name`; None, with a problem if it is something else, when absent."""
+    """Return the mapping under `name`; None if it is absent, or anything else: a problem."""
     found = Record(root, what="contract", known=(), problems=problems).present(name)
     if found is None or isinstance(found, MapNode):
         return found
@@ -24,12 +24,12 @@ def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
 
 
 def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]:
-    """The mappings of the top-level list `name`."""
+    """Return the mappings of the top-level list `name`."""
     return Record(root, what="contract", known=(), problems=problems).maps(name)
 
 
 def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
-    """The metadata as plain data, `version` and `created` as the text that was written.
+    """Return the metadata as plain data, `version` and `created` as the text that was written.
 
     A file that has no block of that name may have its keys at the top.
     """
@@ -64,7 +64,7 @@ def _metadata_at_the_top(root: MapNode) -> MapNode:
 
 
 def _version(record: Record, root: MapNode, problems: Problems) -> str:
-    """The version of the metadata, or the one at the top of the file."""
+    """Return the version of the metadata, or the one at the top of the file."""
     if record.present("version") is None and "version" in root.fields:
         return Record(root, what="contract", known=(), problems=problems).filled(
             "version", rule="SCHEMA-002"
@@ -73,7 +73,7 @@ def _version(record: Record, root: MapNode, problems: Problems) -> str:
 
 
 def note_blocks(root: MapNode, problems: Problems) -> None:
-    """A note on the blocks in which nothing is looked at: they are kept as data."""
+    """Note the blocks in which nothing is looked at: they are kept as data."""
     with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
     with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
     told = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
@@ -94,7 +94,7 @@ _RULES_ON_IDS = {
 
 
 def unique_ids(root: MapNode, problems: Problems) -> None:
-    """Clauses, tests, obligations, harnesses and the gate share one space of ids."""
+    """Require that clauses, tests, obligations, harnesses and the gate have distinct ids."""
     quiet = Problems()  # the shape of these blocks is reported by who reads them
     gate = block(root, "qa_gate", quiet)
     nodes = [("", node) for _, node in layout.clauses(root)]
@@ -115,7 +115,7 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
 
 
 def scenarios(root: MapNode, problems: Problems) -> None:
-    """Every entry of every clause expands to valid scenarios, SCENARIOS_MAX in all."""
+    """Require that every entry of every clause expands to valid scenarios, SCENARIOS_MAX in all."""
     room = scenario_counts.Room(problems)
     quiet = Problems()  # the shape of a clause is reported by who reads it
     clauses = [(None, node) for _, node in layout.clauses(root)]

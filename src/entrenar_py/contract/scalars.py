@@ -28,7 +28,7 @@ _BUILDERS: dict[str, Callable[[yaml.ScalarNode], Any]] = {
 
 
 def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
-    """The scalar of a `yaml.ScalarEvent`; text that a tag can't read stays text, with a problem.
+    """Return the scalar of a `yaml.ScalarEvent`; as text, with a problem, if its tag doesn't fit.
 
     Dates and other YAML 1.1 kinds beside str, int, float, bool and null stay the text they are.
     """
@@ -48,7 +48,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
 
 
 def tag_message(tag: str) -> str:
-    """What to tell about a tag that is not allowed."""
+    """Return the message on a tag that is not allowed."""
     return (
         f"tag {tag!r}: no tag builds an object here; allowed are !!str !!int !!float !!bool !!null"
     )

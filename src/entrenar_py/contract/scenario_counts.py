@@ -22,7 +22,7 @@ class Room:
         self._left = SCENARIOS_MAX
 
     def take(self, node: MapNode, record: Mapping[str, Any], what: str) -> None:
-        """Tells where an entry, `record` as plain data, is no scenario, or there is no room."""
+        """Tell where an entry, `record` as plain data, is no scenario, or there is no room."""
         if self._left < 0:
             return  # it was told
         num = 0

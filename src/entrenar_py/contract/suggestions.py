@@ -42,7 +42,7 @@ _COMMON = {
 
 
 def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
-    """A file of bindings, as text with a line end, for what no check and no binding tries yet."""
+    """Return the text of a file of bindings for what no check and no binding tries yet."""
     bound = {
         (one.binding.kind, one.binding.item)
         for one in contract.invariants
@@ -85,7 +85,7 @@ def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """As a double-quoted YAML scalar, which JSON's texts are."""
+    """Return `text` as a double-quoted YAML scalar, which JSON's texts are."""
     return json.dumps(" ".join(text.split()), ensure_ascii=True)
 
 
@@ -113,12 +113,12 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
 
 
 def _number_of(name: str) -> str:
-    """`DP-001` of `FALSIFY-DP-001` and of `F-DP-001`."""
+    """Return `DP-001` of `FALSIFY-DP-001` and of `F-DP-001`."""
     return "-".join(name.upper().split("-")[1:])
 
 
 def words(text: str) -> set[str]:
-    """The words of `text` that tell something, in one form each."""
+    """Return the words of `text` that tell something, in one form each."""
     found = re.findall(r"[a-z]{3,}", text.lower().replace("-", ""))
     return {_stemmed(word) for word in found if word not in _COMMON}
 
@@ -136,6 +136,6 @@ def _words_of(check: CheckTerms) -> set[str]:
 
 
 def _weights(checks: Sequence[CheckTerms]) -> Mapping[str, float]:
-    """Word -> how much it tells: the fewer checks use it, the more."""
+    """Return word -> how much it tells: the fewer checks use it, the more."""
     used = Counter(word for check in checks for word in _words_of(check))
     return {word: math.log2(1 + len(checks) / count) for word, count in used.items()}

@@ -41,7 +41,7 @@ class MapNode(Node):
 
 
 def plain(node: Node) -> Any:
-    """The data under `node` as dicts, lists and scalars."""
+    """Return the data under `node` as dicts, lists and scalars."""
     if isinstance(node, MapNode):
         return {key: plain(child) for key, child in node.fields.items()}
     if isinstance(node, ListNode):

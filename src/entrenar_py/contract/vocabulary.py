@@ -1,4 +1,4 @@
-"""What a clause may name that stands outside its contract: checks, tolerance kinds, planted bugs.
+"""The names outside its contract that a clause may use: checks, tolerance kinds, planted bugs.
 
 A contract knows neither the checks nor the bugs; whoever loads one hands in their names.
 """
@@ -45,7 +45,7 @@ class Vocabulary:
     mutants: Callable[[], Collection[str] | None]
 
     def check_of(self, clause: Invariant) -> CheckTerms | None:
-        """The check that decides `clause`: the one it names, or the one with its id; or none."""
+        """Return the check that decides `clause`, by its `check` or its id; None if none does."""
         if clause.check is not None:
             return next((check for check in self.checks if check.name == clause.check), None)
         return next((check for check in self.checks if check.id == clause.id), None)
@@ -54,7 +54,7 @@ class Vocabulary:
 def check_names(
     record: Record, clause: Invariant, vocabulary: Vocabulary, problems: Problems
 ) -> None:
-    """A check or a mutant that is not there is an error."""
+    """Record an error for a check or a mutant that is not there."""
     check = vocabulary.check_of(clause)
     if check is not None:
         _check_tolerance(record, clause, check, problems)
@@ -70,7 +70,7 @@ def check_names(
 def tell_unbound(
     clauses: Collection[Invariant], vocabulary: Vocabulary, start: Position, problems: Problems
 ) -> None:
-    """Tells, in one line, of the clauses that no check decides; at `start` if there is no clause.
+    """Tell, in one line, of the clauses that no check decides; at `start` if there is no clause.
 
     It is a warning where others of the clauses have one, and a note in a contract that was written
     for other tools.

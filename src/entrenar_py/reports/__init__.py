@@ -1,1 +1,1 @@
-"""What a run found, and how people and machines read it: terminal, JSON, JUnit XML."""
+"""The report of a run, as people and machines read it: terminal, JSON, JUnit XML and more."""

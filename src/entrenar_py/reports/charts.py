@@ -43,7 +43,7 @@ class _Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where `value` is drawn."""
+        """Return where `value` is drawn."""
         if self.log:
             value = math.log10(value) if value > 0 else self.low
         share = (value - self.low) / (self.high - self.low)
@@ -51,7 +51,7 @@ class _Axis:
 
 
 def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) -> str:
-    """A figure with these lines over steps, with its legend; `unit` is what the values are.
+    """Return a figure with these lines over steps, with its legend; `unit` is what the values are.
 
     With `log` the values are drawn by their magnitude, and must not be negative.
     """
@@ -125,7 +125,7 @@ def _value_ticks(axis: _Axis, values: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _round(span: float) -> float:
-    """The 1, 2 or 5 times a power of ten that `span` holds at most _TICKS times."""
+    """Return the 1, 2 or 5 times a power of ten that `span` holds at most _TICKS times."""
     least = span / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(one * power for one in (1, 2, 5, 10) if one * power >= least * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""What a report keeps of the runs that were judged: losses step by step, and how far each run went
+"""The curves that a report keeps of judged runs: losses step by step, and the distance of each run
 from the one with a single worker beside it. Whole traces are not kept.
 """
 
@@ -54,7 +54,7 @@ class Curves:
         return tuple(self._found.values())
 
     def see(self, traces: Sequence[Trace]) -> None:
-        """Keeps the first of `traces`, judged beside the others, and those others, too."""
+        """Keep the first of `traces`, judged beside the others, and those others, too."""
         for trace in traces:
             own = trace.scenario
             curve = self._found.get(own) or _curve(trace)
@@ -69,7 +69,7 @@ class Curves:
 
 
 def training(scenario: Scenario) -> str:
-    """What is trained, as text; the same for all runs that should end at the same weights."""
+    """Return what is trained, as text: the same for runs that should end at the same weights."""
     fields = scenario.to_dict()
     return json.dumps({name: fields[name] for name in fields if name not in _FREE}, sort_keys=True)
 
@@ -88,7 +88,7 @@ def _curve(trace: Trace) -> Curve | None:
 
 
 def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
-    """The undisturbed run of the same training with one worker; None for that run itself."""
+    """Return the undisturbed run of the same training with one worker; None for that run itself."""
     if curve.scenario.world_size == 1:
         return None
     for one in others:
@@ -99,7 +99,7 @@ def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
 
 
 def _losses(trace: Trace) -> dict[int, float]:
-    """Step -> the loss that the lowest rank reports."""
+    """Return step -> the loss that the lowest rank reports."""
     steps = evidence.updates(evidence.with_losses(trace.standing))
     reported = {step: evidence.any_rank(by_rank).loss for step, by_rank in sorted(steps.items())}
     return {step: loss for step, loss in reported.items() if loss is not None}
@@ -124,7 +124,7 @@ def _loss_distances(alone: Trace, trace: Trace) -> Points:
 
 
 def _largest(expected: Tensors, got: Tensors) -> float | None:
-    """The largest difference of any element; None where values that differ were not kept."""
+    """Return the largest difference of any element; None where values that differ were not kept."""
     largest = 0.0
     for name in expected.keys() | got.keys():
         left, right = expected.get(name), got.get(name)

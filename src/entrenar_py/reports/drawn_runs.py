@@ -1,4 +1,4 @@
-"""Which of the runs behind a report are drawn, what is drawn together, and what is said of it."""
+"""The drawings of runs in a report: which runs, which together, and what is said of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES_MAX = 6
 
 
 def section(report: Report) -> Iterator[str]:
-    """The section on losses and distances, as HTML; nothing if no run was recorded."""
+    """Yield the section on losses and distances, as HTML; nothing if no run was recorded."""
     groups = _groups(report)
     if not groups:
         return
@@ -57,7 +57,7 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
 
 
 def _line(curves: Sequence[Curve], one: Curve, points: Points, broken: frozenset[Scenario]) -> Line:
-    """A line that has the same colour in every chart of these `curves`."""
+    """Return a line that has the same colour in every chart of these `curves`."""
     return Line(label=_label(one, broken), points=points, colour=curves.index(one))
 
 
@@ -77,7 +77,7 @@ def _groups(report: Report) -> dict[str, list[Curve]]:
 
 
 def _broken(report: Report) -> frozenset[Scenario]:
-    """The scenarios of the counterexamples."""
+    """Return the scenarios of the counterexamples."""
     found = [entry.finding.counterexample for entry in report.entries]
     return frozenset(
         Scenario.from_dict(one.scenario)
@@ -93,7 +93,7 @@ def _rank(curves: Sequence[Curve], broken: frozenset[Scenario]) -> tuple[int, in
 
 
 def _chosen(curves: Sequence[Curve], broken: frozenset[Scenario]) -> list[Curve]:
-    """At most LINES_MAX: the counterexample, then an undisturbed run of each system and size."""
+    """Return at most LINES_MAX curves: the counterexample, then one for each system and size."""
     first: dict[tuple[str, int], Curve] = {}
     for one in sorted(curves, key=lambda one: (_disturbed(one), not one.distances)):
         first.setdefault((one.scenario.system, one.scenario.world_size), one)

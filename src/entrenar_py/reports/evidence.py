@@ -17,7 +17,7 @@ TEXT_CHARS_MAX = 400
 
 
 def one_line(text: str) -> str:
-    """`text`, visible, on one line, and cut where it gets longer than a reader wants."""
+    """Return `text`, visible, on one line, and cut where it gets longer than a reader wants."""
     line = escaping.line(text)
     if len(line) <= TEXT_CHARS_MAX:
         return line
@@ -25,7 +25,7 @@ def one_line(text: str) -> str:
 
 
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
-    """(label, text) pairs that say where an entry broke, what that could mean, and where to look.
+    """Return (label, text) pairs: where an entry broke, what that could mean, and where to look.
 
     Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `could mean`
     (a guess, one for each falsification test), `contract`, `bound` (by which binding, and why),
@@ -45,7 +45,7 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
 
 
 def detail_lines(report: Report, entry: Entry) -> list[str]:
-    """`label: text` for all of `describe`, what the clause demands, and the command to replay."""
+    """Return `label: text` for all of `describe`, the statement, and the command to replay."""
     rows = describe(report, entry)
     rows.append(("statement", one_line(entry.invariant.statement)))
     command = report.replay_command(entry)
@@ -55,7 +55,7 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
 
 
 def bound(clause: Invariant) -> str:
-    """To which check a file of bindings ties a clause, where and why; empty if none does."""
+    """Return to which check a file of bindings ties a clause, where and why; "" if none does."""
     binding = clause.binding
     if binding is None or binding.position is None:
         return ""
@@ -66,7 +66,7 @@ def bound(clause: Invariant) -> str:
 
 
 def note_lines(entry: Entry) -> list[str]:
-    """`note ID: text` for each fact worth printing beside the verdict, whatever that is.
+    """Return `note ID: text` for each fact worth printing beside the verdict, whatever that is.
 
     Of what held also the binding: what did not is described at length.
     """
@@ -77,7 +77,7 @@ def note_lines(entry: Entry) -> list[str]:
 
 
 def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The entries in which nothing was compared, by the reason that several of them share.
+    """Return the entries in which nothing was compared, by the reason that several of them share.
 
     What stands before the reason, the clause's place, is left out of it.
     """
@@ -90,7 +90,7 @@ def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def describe_scenario(record: Mapping[str, Any]) -> str:
-    """A scenario's record (`Scenario.to_dict`) as `name=value, ...`.
+    """Return a scenario's record (`Scenario.to_dict`) as `name=value, ...`.
 
     Only the fields that every scenario must give and those that differ from their defaults.
     """
@@ -102,7 +102,7 @@ def describe_scenario(record: Mapping[str, Any]) -> str:
 
 
 def flatten(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, text) pairs of `environment`; lists and mappings in it on one line, `[cpu, cuda]`."""
+    """Return (name, text) pairs of `environment`; its lists and mappings on one line."""
     return [(one_line(str(name)), one_line(_value(value))) for name, value in environment.items()]
 
 

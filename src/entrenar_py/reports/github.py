@@ -31,7 +31,7 @@ _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # every one of these may follow
 
 
 def summary_path(environment: Mapping[str, str]) -> Path:
-    """Where the runner wants the summary; UsageError where this is no step of a workflow."""
+    """Return where the runner wants the summary; raise UsageError outside of a workflow's step."""
     if not environment.get(SUMMARY):
         raise UsageError(
             f"--github: {SUMMARY} is not set: this is no step of a GitHub workflow", field="github"
@@ -42,7 +42,7 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 
 
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
-    """A line for each entry that did not hold, worst first: a runner shows the first ten a kind.
+    """Yield a line for each entry that did not hold, worst first: a runner shows ten a kind.
 
     `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
     """
@@ -63,7 +63,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
 
 
 def command(level: str, text: str, *, title: str, at: Position | None, root: Path) -> str:
-    """One annotation: `level` is error, warning or note, `text` printable lines."""
+    """Return one annotation: `level` is error, warning or note, `text` printable lines."""
     path = None if at is None else places.below(at.file, root)
     facts: dict[str, object] = {}
     if at is not None and path is not None:
@@ -74,7 +74,7 @@ def command(level: str, text: str, *, title: str, at: Position | None, root: Pat
 
 
 def summary(report: Report) -> str:
-    """The Markdown page, with a line end."""
+    """Return the Markdown page, with a line end."""
     contract = report.contract
     heading = f"{contract.name} {contract.version}, system {report.system}, seed {report.seed}"
     lines = [f"### {markdown(heading)}", ""]
@@ -102,7 +102,7 @@ def summary(report: Report) -> str:
 
 
 def append(text: str, path: Path) -> None:
-    """Adds `text` to the file at `path`; UsageError if that can't be done."""
+    """Add `text` to the file at `path`; UsageError if that can't be done."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -117,19 +117,19 @@ def _row(entry: Entry) -> str:
 
 
 def markdown(text: str) -> str:
-    """`text` on one line, none of it Markdown or HTML."""
+    """Return `text` on one line, none of it Markdown or HTML."""
     return _PUNCTUATION.sub(r"\\\1", evidence.one_line(text))
 
 
 def _fenced(lines: list[str]) -> str:
-    """`lines` as they are, behind a fence longer than any in them."""
+    """Return `lines` as they are, behind a fence longer than any in them."""
     text = "\n".join(lines)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
 
 def _data(text: str) -> str:
-    """`text` as a runner takes it, whatever is in it; its lines stay lines."""
+    """Return `text` as a runner takes it, whatever is in it; its lines stay lines."""
     return escaping.text(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

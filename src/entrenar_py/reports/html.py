@@ -26,12 +26,12 @@ _WORDS = {
 
 
 def render(report: Report) -> str:
-    """The document, with a line end."""
+    """Return the document, with a line end."""
     return "\n".join(_document(report)) + "\n"
 
 
 def write(report: Report, path: Path) -> None:
-    """Writes the document to `path`; UsageError if that can't be done."""
+    """Write the document to `path`; UsageError if that can't be done."""
     output_file.write(render(report), path)
 
 
@@ -129,7 +129,7 @@ def _evidence(report: Report, entry: Entry) -> Iterator[str]:
 
 
 def _planted(entries: Sequence[Entry]) -> Iterator[str]:
-    """The bugs that each clause must be broken by: what is known of the checks themselves."""
+    """Yield the bugs that each clause must be broken by: what is known of the checks themselves."""
     try:
         known = mutants.catalogue()
     except UsageError:  # a package without the attempts to break it
@@ -173,5 +173,5 @@ def _text(text: str) -> str:
 
 
 def _long(text: str) -> str:
-    """A command: all of it."""
+    """Return all of a command."""
     return escaping.html(text)

@@ -21,7 +21,7 @@ _UNSHOWN = ("invariant", "vacuous")  # of a finding: the first is the result's i
 
 
 def dump(report: Report) -> dict[str, Any]:
-    """The report as plain data that strict JSON can hold.
+    """Return the report as plain data that strict JSON can hold.
 
     A number that is not finite becomes its text ("nan"), and so does a value of the environment
     that JSON has no type for.
@@ -51,7 +51,7 @@ def dump(report: Report) -> dict[str, Any]:
 
 
 def write(report: Report, path: Path) -> None:
-    """Writes the report to `path`; UsageError if that can't be done."""
+    """Write the report to `path`; UsageError if that can't be done."""
     output_file.write(escaping.dump_json(dump(report), indent=2) + "\n", path)
 
 
@@ -148,7 +148,7 @@ def _binding(clause: Invariant) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as strict JSON can hold it: as text what it has no type for, and NaN and Inf."""
+    """Return `value` as strict JSON can hold it; as text if it is NaN, Inf or of no JSON type."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -161,5 +161,5 @@ def plain(value: Any) -> Any:
 
 
 def _text(value: object) -> str:
-    """`value` as text that UTF-8 can hold: a path may bring lone surrogates."""
+    """Return `value` as text that UTF-8 can hold: a path may bring lone surrogates."""
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")

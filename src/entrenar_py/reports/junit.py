@@ -26,7 +26,7 @@ from entrenar_py.verdict import Verdict
 
 
 def render(report: Report, *, allow_inconclusive: bool) -> str:
-    """The XML document, with its declaration and a line end; any text is made fit for XML 1.0."""
+    """Return the XML document with its declaration; any text is made fit for XML 1.0."""
     suite = Element("testsuite", name=escaping.exact(report.contract.name))
     _add_properties(suite, report)
     inconclusive = "skipped" if allow_inconclusive else "error"
@@ -50,7 +50,7 @@ def render(report: Report, *, allow_inconclusive: bool) -> str:
 
 
 def write(report: Report, path: Path, *, allow_inconclusive: bool) -> None:
-    """Writes the document to `path`; UsageError if that can't be done."""
+    """Write the document to `path`; UsageError if that can't be done."""
     output_file.write(render(report, allow_inconclusive=allow_inconclusive), path)
 
 
@@ -72,7 +72,7 @@ def _add_properties(suite: Element, report: Report) -> None:
 
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
-    """The clauses left out, all at once; then each with its reason."""
+    """Return the clauses left out, all at once; then each with its reason."""
     ids = [one.invariant.id for one in report.not_applying]
     if ids:
         yield "not_applying", " ".join(ids)
@@ -82,7 +82,7 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -> Element:
-    """Adds the test case of `clause`, with nothing in it."""
+    """Add the test case of `clause`, with nothing in it."""
     return SubElement(
         suite,
         "testcase",
@@ -119,7 +119,7 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
 
 
 def _add_alarm(suite: Element, report: Report, name: str, message: str, tag: str) -> None:
-    """Adds a case that keeps a suite red for a reason that belongs to no single invariant.
+    """Add a case that keeps a suite red for a reason that belongs to no single invariant.
 
     The `tag` is `error`, or `skipped` where the person running it said that it is good enough.
     """

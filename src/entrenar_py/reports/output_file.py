@@ -49,7 +49,7 @@ def _folder_problem(folder: Path) -> str:
 
 
 def write(text: str, path: Path) -> None:
-    """Writes `text` to `path` as UTF-8; UsageError, with the system's words, if that fails."""
+    """Write `text` to `path` as UTF-8; UsageError, with the system's words, if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

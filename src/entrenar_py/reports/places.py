@@ -1,4 +1,4 @@
-"""Where a clause stands, as services that show findings beside a file want it, and how loudly.
+"""The place of a clause, as services that show findings beside a file want it, and its level.
 
 SARIF viewers and GitHub alike: a path below the checkout, and one of three levels.
 """
@@ -12,7 +12,7 @@ from entrenar_py.verdict import Verdict
 
 
 def below(path: str, root: Path) -> str | None:
-    """`path` as seen from the folder `root`, with forward slashes; None where it lies elsewhere."""
+    """Return `path` relative to the folder `root`, with forward slashes; None if it isn't below."""
     found = Path(path).resolve()
     return (
         found.relative_to(root.resolve()).as_posix()
@@ -22,8 +22,8 @@ def below(path: str, root: Path) -> str | None:
 
 
 def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
-    """`error` for what is falsified, `warning` for what is inconclusive, or `note` where that is
-    good enough for who ran it; None for what held.
+    """Return `error` for what is falsified, `warning` for what is inconclusive, or `note` where the
+    user allows that; None for what held.
     """
     if entry.verdict is Verdict.FALSIFIED:
         return "error"

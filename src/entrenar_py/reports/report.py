@@ -25,7 +25,7 @@ EXIT_NOTHING_SELECTED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a run found about one invariant.
+    """The result of a run for one invariant.
 
     `num_scenarios` counts the scenarios the clause asked for, `num_explored` the examples that
     Hypothesis tried around them. `replay` is the path of the saved counterexample, as text; None
@@ -102,7 +102,7 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a run found about a contract.
+    """The result of a run over a contract.
 
     `entries` stand in the contract's order, one per invariant that was selected. `contract_given`
     and `bindings_given` are what finds the contract again (`--contract`, `--bind`), `command` what
@@ -154,13 +154,13 @@ class Report:
 
     @property
     def counts(self) -> dict[Verdict, int]:
-        """How many entries have each verdict, worst verdict first, zeros included."""
+        """The number of entries with each verdict, worst verdict first, zeros included."""
         verdicts = [entry.verdict for entry in self.entries]
         return {verdict: verdicts.count(verdict) for verdict in _WORST_FIRST}
 
     @property
     def num_compared(self) -> int:
-        """How many comparisons were made in all."""
+        """The number of comparisons that were made in all."""
         return sum(entry.finding.compared for entry in self.entries)
 
     @property
@@ -196,7 +196,7 @@ class Report:
 
     @property
     def gate_passed(self) -> bool | None:
-        """Whether every clause the gate demands held.
+        """True if every clause that the gate demands held, False if one did not.
 
         None is undecided: the contract has no gate or its gate demands nothing, or none of what it
         demands broke but the run was interrupted, left demanded clauses out, or could not decide
@@ -244,7 +244,7 @@ class Report:
         return f"the gate is undecided: no clause decides {', '.join(self.gate_unresolved)}"
 
     def exit_code(self, *, allow_inconclusive: bool) -> int:
-        """The process's exit code; an interrupted run never gives 0."""
+        """Return the process's exit code; an interrupted run never gives 0."""
         if self.verdict is Verdict.FALSIFIED:
             return EXIT_FALSIFIED
         if self.interrupted:
@@ -267,7 +267,7 @@ class Report:
         return ""
 
     def replay_command(self, entry: Entry) -> str | None:
-        """The shell command that replays the counterexample of `entry`; None if none was saved."""
+        """Return the shell command that replays what broke `entry`; None if nothing was saved."""
         if entry.replay is None:
             return None
         bound = [word for file in self.bindings_given for word in ("--bind", file)]
@@ -275,7 +275,7 @@ class Report:
         return shlex.join((*words, "--replay", entry.replay))
 
     def meanings(self, entry: Entry) -> tuple[str, ...]:
-        """What the contract says that it means if `entry` was falsified; none if it was not.
+        """Return what the contract says that it means if `entry` was falsified; () if it was not.
 
         The `if_fails` of every falsification test that attacks the clause, or is it.
         """

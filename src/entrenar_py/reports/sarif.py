@@ -32,7 +32,7 @@ _LEVELS = {"P0": "error", "P1": "warning", "P2": "note"}
 
 
 def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, Any]:
-    """The SARIF log; `root` is the folder that the paths in it are relative to, if below it."""
+    """Return the SARIF log. Paths below the folder `root` are relative to it."""
     results = [
         _result(report, entry, number, level, root)
         for number, entry in enumerate(report.entries)
@@ -59,7 +59,7 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
 
 
 def write(report: Report, path: Path, *, root: Path, allow_inconclusive: bool) -> None:
-    """Writes the log to `path`; UsageError if that can't be done."""
+    """Write the log to `path`; UsageError if that can't be done."""
     log = dump(report, root=root, allow_inconclusive=allow_inconclusive)
     output_file.write(escaping.dump_json(log, indent=2) + "\n", path)
 
@@ -73,7 +73,7 @@ def _driver(report: Report) -> dict[str, Any]:
 
 
 def _clauses(report: Report) -> list[Invariant]:
-    """Those with an entry, in its order, then those that are excluded, or do not apply."""
+    """Return the clauses with an entry, then those that are excluded or do not apply."""
     clauses = [entry.invariant for entry in report.entries]
     clauses += [one.invariant for one in report.excluded]
     return clauses + [one.invariant for one in report.not_applying]
@@ -148,7 +148,7 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
 
 
 def location(at: Position, root: Path) -> dict[str, Any]:
-    """A SARIF physicalLocation, its path relative to `root` if it lies below."""
+    """Return a SARIF physicalLocation, its path relative to `root` if it lies below."""
     path = places.below(at.file, root)
     artifact = {"uri": Path(at.file).resolve().as_uri()}
     if path is not None:

@@ -36,7 +36,7 @@ _PIPE_CHARS_MAX = 100_000
 
 
 def render(report: Report, console: Console, *, quiet: bool) -> None:
-    """Prints the report to `console`, worst first, the replay commands as its last lines.
+    """Print the report to `console`, worst first, the replay commands as its last lines.
 
     `quiet` leaves out what held, the notes and the environment.
     """
@@ -93,7 +93,7 @@ class Progress:
         self._bar.stop()
 
     def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
-        """Shows that `done` of `planned` pieces of work on an invariant are done, now `what`.
+        """Show that `done` of `planned` pieces of work on an invariant are done, now `what`.
 
         `planned` 0 means that it is not known.
         """
@@ -107,7 +107,7 @@ class Progress:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints `table`: folded to fit a terminal, but in a pipe a row is a line, however long.
+    """Print `table`: folded to fit a terminal; in a pipe a row is one line, however long.
 
     Sets the table's width.
     """
@@ -134,7 +134,7 @@ def _print_entries(console: Console, entries: list[Entry]) -> None:
 
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
-    """What the table says of an entry, by the titles of its columns."""
+    """Return what the table says of an entry, by the titles of its columns."""
     clause, (word, style) = entry.invariant, _WORDS[entry.verdict]
     return {
         "verdict": Text(word, style=style),
@@ -148,7 +148,7 @@ def _cells(console: Console, entry: Entry) -> dict[str, Text]:
 
 
 def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
-    """Title -> characters of each column that is shown.
+    """Return title -> characters of each column that is shown.
 
     A terminal too narrow for all of them, and for a name that can be read, shows fewer: no other
     column is squeezed for it. In a pipe a row may be as long as it likes.
@@ -165,7 +165,7 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 
 
 def _print_alike(console: Console, why: str, entries: list[Entry]) -> None:
-    """Prints in one paragraph what many clauses may share: none has a check, no run succeeded."""
+    """Print in one paragraph what many clauses may share: none has a check, no run succeeded."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
     _line(console, "")
     _line(console, f"{len(entries)} clauses {word}: {why}", style=style)
@@ -251,7 +251,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    """Prints `text` as it is, to be copied: no line is broken, no space is dropped."""
+    """Print `text` as it is, to be copied: no line is broken, no space is dropped."""
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 
@@ -261,7 +261,7 @@ def _labelled(console: Console, label: str, value: str) -> None:
 
 
 def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
-    """`text` in lines as wide as the terminal, later ones indented; one line in a pipe."""
+    """Return `text` in lines as wide as the terminal, later ones indented; one line in a pipe."""
     text = _fit(console, text)
     if not console.is_terminal:
         return [text]
@@ -272,6 +272,6 @@ def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
 
 
 def _fit(console: Console, text: str) -> str:
-    """`text` with what the console's encoding lacks spelled out."""
+    """Return `text` with what the console's encoding lacks spelled out."""
     encoding = console.encoding
     return escaping.text(text).encode(encoding, "backslashreplace").decode(encoding)

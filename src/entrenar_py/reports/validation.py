@@ -17,12 +17,12 @@ EXIT_VALID, EXIT_INVALID = 0, 2
 
 
 def exit_code(validation: Validation) -> int:
-    """0 where nothing counts as an error, else 2."""
+    """Return 0 where nothing counts as an error, else 2."""
     return EXIT_VALID if validation.is_valid else EXIT_INVALID
 
 
 def lines(validation: Validation) -> Iterator[str]:
-    """`file:line:column: level: RULE: message` for each finding; those put aside say why."""
+    """Yield `file:line:column: level: RULE: message` for each finding; those put aside say why."""
     for finding in validation.findings:
         place = finding.item if finding.at is None else str(finding.at)
         by = finding.suppressed
@@ -33,7 +33,7 @@ def lines(validation: Validation) -> Iterator[str]:
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
-    """A line for each contract: `FILE: valid, 6 invariants, 0 warnings`; one on suppressions."""
+    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract; a line on suppressions."""
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
@@ -52,7 +52,7 @@ def verdicts(validation: Validation) -> Iterator[str]:
 
 
 def dump(validation: Validation, *, command: str) -> dict[str, Any]:
-    """Plain data that strict JSON can hold."""
+    """Return the validation as plain data that strict JSON can hold."""
     record = {
         "schema": SCHEMA,
         "tool": {"name": "entrenar-check", "version": entrenar_py.__version__},
@@ -66,7 +66,7 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 
 
 def write(validation: Validation, path: Path, *, command: str) -> None:
-    """Writes the JSON to `path`; UsageError if that can't be done."""
+    """Write the JSON to `path`; UsageError if that can't be done."""
     record = dump(validation, command=command)
     output_file.write(escaping.dump_json(record, indent=2) + "\n", path)
 

@@ -12,7 +12,7 @@ _LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note"}
 
 
 def annotate(found: Validation, *, root: Path) -> Iterator[str]:
-    """A line for each finding that counts, worst first: a runner shows the first ten a kind.
+    """Yield a line for each finding that counts, worst first: a runner shows ten a kind.
 
     `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
     """
@@ -28,7 +28,7 @@ def annotate(found: Validation, *, root: Path) -> Iterator[str]:
 
 
 def summary(found: Validation) -> str:
-    """The Markdown page, with a line end: a verdict for each contract, a row for each finding."""
+    """Return the Markdown page: a verdict for each contract, a row for each finding."""
     lines = []
     for line in validation.verdicts(found):
         lines += [f"### {github.markdown(line)}", ""]

@@ -21,7 +21,7 @@ _INDEX = {rule.id: number for number, rule in enumerate(RULES)}
 
 
 def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
-    """The SARIF log; `root` is the folder that the paths in it are relative to, if below it."""
+    """Return the SARIF log. Paths below the folder `root` are relative to it."""
     run = {
         "tool": {
             "driver": {
@@ -47,7 +47,7 @@ def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
 
 
 def write(found: Validation, path: Path, *, root: Path, command: str) -> None:
-    """Writes the log to `path`; UsageError if that can't be done."""
+    """Write the log to `path`; UsageError if that can't be done."""
     log = dump(found, root=root, command=command)
     output_file.write(escaping.dump_json(log, indent=2) + "\n", path)
 

@@ -1,1 +1,3 @@
-"""What others wrote (contracts, ledgers, paths, peers): opened within bounds, printed visibly."""
+"""Texts and files of others (contracts, ledgers, paths, peers): opened within bounds, printed
+visibly.
+"""

@@ -34,17 +34,17 @@ _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)")
 
 
 def text(given: object) -> str:
-    r"""`given` as text in which everything is seen; its tabs and line ends stay."""
+    r"""Return `given` as text in which everything is seen; its tabs and line ends stay."""
     return _UNSEEN.sub(_spelled, str(given))
 
 
 def line(given: object) -> str:
-    """`given` on one line: white space is one space, and no runner takes it for a command."""
+    """Return `given` on one line, single spaces in it; no runner takes it for a command."""
     return _COMMAND.sub(_disarmed, _joined(given))
 
 
 def exact(given: object) -> str:
-    """`given` on one line with all its spaces, its tabs and line ends spelled out: a command."""
+    """Return a command on one line, all its spaces kept, tabs and line ends spelled out."""
     shown = text(given).replace("\t", r"\t").replace("\n", r"\n")
     return _COMMAND.sub(_disarmed, shown)
 
@@ -62,13 +62,14 @@ def shortened(given: str, *, chars_max: int = 400) -> str:
 
 
 def html(given: object) -> str:
-    """`given` on one line, all its spaces there and none of it markup."""
+    """Return `given` on one line, all its spaces there and none of it markup."""
     return escape(exact(given))
 
 
 def dump_json(record: Any, *, indent: int | None = None) -> str:
-    """`record` as strict JSON whose texts are what they were: hidden characters stand in it as
-    JSON's own escapes, and a lone surrogate, which many readers refuse, spelled out as in `text`.
+    """Return `record` as strict JSON whose texts are what they were: hidden characters stand in it
+    as JSON's own escapes, and a lone surrogate, which many readers refuse, spelled out as in
+    `text`.
 
     ValueError for numbers that are not finite.
     """
@@ -89,7 +90,7 @@ def _disarmed(found: re.Match[str]) -> str:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """As JSON has it; `json.dumps` has left nothing of these but in texts."""
+    """Return a character as JSON has it; `json.dumps` has left none of these but in texts."""
     code = ord(found[0])
     if 0xD800 <= code <= 0xDFFF:
         return rf"\\u{code:04x}"

@@ -29,7 +29,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
-    """The regular file at `path`, opened to be read; OSError for anything else, without waiting.
+    """Open the regular file at `path` for reading; OSError at once for anything else.
 
     A file larger than `bytes_max` is an OSError, too; None where its lines are read one by one.
     """
@@ -47,7 +47,7 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
 
 
 def read(path: Path, *, bytes_max: int) -> bytes:
-    """All that is in the file at `path`; OSError if it is none, or larger than `bytes_max`.
+    """Return all that is in the file at `path`; OSError if it is none, or larger than `bytes_max`.
 
     A pipe (`<(command)` in a shell) is read to its end, within PIPE_S.
     """
@@ -70,7 +70,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
 
 
 def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]:
-    """The lines of `file`, each with its end, one in memory at a time.
+    """Yield the lines of `file`, each with its end, one in memory at a time.
 
     OSError for a line longer than `bytes_max`.
     """

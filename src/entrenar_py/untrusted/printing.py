@@ -17,29 +17,29 @@ _lost: list[str] = []
 
 
 def say(given: object, *, indent: int = 0) -> None:
-    """Prints `given` as one line on standard output, at once, behind `indent` spaces."""
+    """Print `given` as one line on standard output, at once, behind `indent` spaces."""
     _print(" " * indent + escaping.line(given), sys.stdout)
 
 
 def say_lines(given: str) -> None:
-    """Prints the lines of `given` on standard output, each by itself: a file for a person."""
+    """Print the lines of `given` on standard output, each by itself: a file for a person."""
     _print(escaping.text(given), sys.stdout)
 
 
 def warn(given: object) -> None:
-    """Prints `given` as one line on standard error."""
+    """Print `given` as one line on standard error."""
     _print(escaping.line(given), sys.stderr)
 
 
 def warn_lines(given: str) -> None:
-    """Prints the lines of `given` on standard error, each by itself: a list of problems, or a
+    """Print the lines of `given` on standard error, each by itself: a list of problems, or a
     traceback, of which the line ends are ours.
     """
     _print(escaping.text(given), sys.stderr)
 
 
 def give_up(error: OSError) -> None:
-    """Nothing more is printed on standard output, also not by the interpreter at its end.
+    """Print nothing more on standard output, also not by the interpreter at its end.
 
     A full disk is told of on standard error, once; a reader that has gone did so on purpose.
     """

@@ -50,7 +50,7 @@ def policy(
     suppressed: Iterable[Suppression] = (),
     strict: bool = False,
 ) -> Policy:
-    """The policy of a command line and a configuration: `rules` are levels by rule id.
+    """Return the policy of a command line and a configuration: `rules` are levels by rule id.
 
     Under `strict` every warning is an error. Raises UsageError for unknown rules and levels.
     """

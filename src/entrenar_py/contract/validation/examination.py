@@ -31,7 +31,7 @@ def examine(
     bind: Sequence[Path],
     unrunnable: Callable[[Invariant], str],
 ) -> Examined:
-    """The contract at `path`, and everything that its reader has to say; raises nothing of it."""
+    """Return the contract at `path` and what its reader says of it; raise none of that."""
     problems = Problems()
     root, loaded = None, None
     try:

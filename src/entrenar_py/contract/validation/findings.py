@@ -53,7 +53,7 @@ def judge(
     suppressions: Sequence[Suppression],
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
-    """Every finding in one contract, in the order of the file; none of a rule that is off."""
+    """Return the findings in one contract, in the file's order; none of a rule that is off."""
     active = [one for one in suppressions if not one.is_over(today)]
     path = str(examined.path)
 
@@ -81,7 +81,7 @@ def stale(
     levels: Mapping[str, Level],
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
-    """A finding for each suppression that is over, or that suppressed none of `findings`.
+    """Return a finding for each suppression that is over, or that suppressed none of `findings`.
 
     `paths` are the files that were looked at, and whether rules could be applied to each: what is
     suppressed in others is nobody's matter now. Nor is a suppression of a rule that is off.

@@ -22,7 +22,7 @@ _SHORT = {"warn": Level.WARNING}
 
 
 def parse(text: str) -> Level:
-    """The level that `text` names (`warn` is `warning`); UsageError if it names none."""
+    """Return the level that `text` names (`warn` is `warning`); UsageError if it names none."""
     word = text.strip().lower()
     if word in _SHORT:
         return _SHORT[word]
@@ -39,7 +39,7 @@ def resolve(
     fixed: Collection[str] = (),
     strict: bool = False,
 ) -> dict[str, Level]:
-    """Rule id -> level: of `given` where it names the rule, else of `defaults`.
+    """Return rule id -> level: that in `given` if it names the rule, else that in `defaults`.
 
     Under `strict` each warning is an error then, one that was asked for by name too. Raises
     UsageError for an id that `defaults` lacks, a `fixed` one, and a level that is none.

@@ -43,7 +43,7 @@ class Item:
     node: Node
 
     def find(self, key: str) -> Node | None:
-        """The value of `key`, or of another name for it; None if it is empty."""
+        """Return the value of `key`, or of another name for it; None if it is empty."""
         if not isinstance(self.node, MapNode):
             return None
         for name in (key, *_ALSO.get(key, ())):
@@ -53,7 +53,7 @@ class Item:
         return None
 
     def text(self, key: str) -> str:
-        """The text of `key`; "" if it is empty, or no text."""
+        """Return the text of `key`; "" if it is empty, or no text."""
         found = self.find(key)
         return found.text.strip() if isinstance(found, ScalarNode) else ""
 
@@ -91,7 +91,7 @@ class Outline:
 
 
 def outline(root: MapNode) -> Outline:
-    """The outline of the contract whose tree is `root`."""
+    """Return the outline of the contract whose tree is `root`."""
     node = root.fields.get("metadata", root)
     has_metadata = isinstance(root.fields.get("metadata"), MapNode)
     # A layout without metadata holds the version at the top of the file.
@@ -110,7 +110,7 @@ def outline(root: MapNode) -> Outline:
 
 
 def is_filled(node: Node) -> bool:
-    """Whether something is said: a text that isn't blank, a list with such an item, a mapping."""
+    """Return whether something is said: by a text, a mapping, or a list with an item that does."""
     if isinstance(node, ScalarNode):
         return node.value is not None and bool(node.text.strip())
     if isinstance(node, ListNode):

@@ -32,7 +32,7 @@ NOTE = "ENTRENAR-002"
 
 
 def _known_kind(contract: Outline) -> Iterator[Breach]:
-    """ENTRENAR-001: a kind that the format knows; what else is so named comes from the reader."""
+    """ENTRENAR-001: the kind is one that the format knows; another name for one is the reader's."""
     if contract.declared and contract.kind not in KINDS:
         hint = did_you_mean(contract.kind, KINDS)
         message = f"metadata.kind {contract.kind!r} is unknown: judged as a kernel; {hint}"

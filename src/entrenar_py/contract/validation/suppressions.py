@@ -48,7 +48,7 @@ class Suppression:
         return is_end or any(fnmatchcase(given, f"{start}{self.file}") for start in ("", "*/"))
 
     def covers(self, rule: str, path: str, item: str) -> bool:
-        """Whether a finding of `rule` in the contract at `path`, at `item`, is one of its own."""
+        """Return whether it suppresses a finding of `rule` at `item` of the contract at `path`."""
         if rule != self.rule or not self.covers_file(path):
             return False
         below = item == self.item or item.startswith((f"{self.item}.", f"{self.item}["))
@@ -64,7 +64,7 @@ class Suppression:
 
 
 def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -> Suppression:
-    """The suppression that a table of a configuration describes by KEYS.
+    """Return the suppression that a table of a configuration describes by KEYS.
 
     `until` is a date, or the text of one; `source` says in words where the table stands, `at` is
     its place. Raises UsageError for an unknown key or rule, one that nothing suppresses, and a
@@ -90,7 +90,7 @@ def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -
 
 
 def parse(text: str) -> Suppression:
-    """The suppression that is written as FORM says, as on a command line.
+    """Return the suppression that is written as FORM says, as on a command line.
 
     Behind `in` a name with the ending of a YAML file is a file, any other an item. Raises
     UsageError where `read` does, and for a text of another form.
