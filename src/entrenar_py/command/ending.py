@@ -1,4 +1,4 @@
-"""How a run of a command ended, and why: by its exit code, its output and its ranks' files.
+"""The end of a run of a command, and its reason: by exit code, output and ranks' files.
 
 An exit code says little where the work was done: a process group may fail, or hang, when it is
 taken down. So a run has completed if its ranks came to their end, or if one did and all others

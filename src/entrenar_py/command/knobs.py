@@ -10,7 +10,7 @@ from entrenar_py.errors import UsageError, did_you_mean
 
 def beside(name: str, given: Collection[str]) -> tuple[tuple[str, str], ...]:
     """Return the knobs among `given` that are turned with knob `name`, and what to."""
-    return tuple((one, KNOBS[one].others[0]) for one in KNOBS[name].beside if one in given)
+    return tuple((other, KNOBS[other].others[0]) for other in KNOBS[name].beside if other in given)
 
 
 def require_spelled(spelled: Mapping[str, Mapping[str, str]], given: Collection[str]) -> None:

@@ -30,7 +30,7 @@ LEAVING_S = 15.0  # from the end of training to that of the process: some hang t
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended.
+    """The end of a command.
 
     - `code`: its exit code (negative: the signal), None if the deadline ended it.
     - `tail`: the last lines that it printed.

@@ -27,7 +27,7 @@ PATIENCE = 100  # steps in which a tensor that should move has to move, by defau
 
 
 class Observation:
-    """What `observe` returns: a script tells it what no hook can see. This class ignores it all.
+    """The result of `observe`: a script tells it what no hook can see. This class ignores it.
 
     `watch` is the watch of the training, None where `every=` was not given.
     """

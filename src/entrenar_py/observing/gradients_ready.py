@@ -27,7 +27,7 @@ class GradientHooks:
     def __init__(
         self, tensors: Sequence[Tensor], begin: Callable[[], None], tell: Tell, add: Tell
     ) -> None:
-        self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in tensors]
+        self._nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
         self._begins, self._tell, self._add = begin, tell, add
         # The outer pass begins at the model's output. Passes are numbered by autograd.
         self._outer: int | None = None
@@ -35,8 +35,8 @@ class GradientHooks:
         self._expected: dict[int, int] = {}  # pass -> how many gradients it gives
         self._found: dict[int, dict[int, Tensor]] = {}  # pass -> index of a tensor -> gradient
         self._handles: list[Any] = [
-            one.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
-            for index, one in enumerate(tensors)
+            tensor.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
+            for index, tensor in enumerate(tensors)
         ]
 
     def expect(self, output: Any) -> None:

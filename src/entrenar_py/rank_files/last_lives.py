@@ -1,4 +1,4 @@
-"""How the ranks of a run ended, as far as their files tell."""
+"""The end of a run, as far as its ranks' files tell."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LastLives:
 
     @property
     def met_a_planted_value(self) -> bool:
-        """Whether a value that isn't finite was planted: training may stop on purpose then."""
+        """True if a value that isn't finite was planted: training may stop on purpose then."""
         return any(kind.startswith("non_finite") for kind in self.struck)
 
     def all_made_the_same(self, world_size: int) -> bool:

@@ -26,7 +26,7 @@ SHARING = ("tp", "dp_shard", "fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks of a run are arranged.
+    """The arrangement of a run's ranks.
 
     `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. `tied` are names
     of one tensor of which several ranks hold copies.

@@ -24,7 +24,7 @@ _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 @dataclass(frozen=True)
 class Watched:
-    """How often a `clause` was looked at by its `check`: in `steps`, with `comparisons` in all.
+    """The looks at a `clause` by its `check`: in `steps`, with `comparisons` in all of them.
 
     `note` says what is not looked at, and why; "" for nothing.
     """
