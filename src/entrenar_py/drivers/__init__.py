@@ -1,1 +1,1 @@
-"""What brings the protocol's machines clocks, connections and hands: simulated, or real."""
+"""Drivers give the protocol's machines clocks, connections and hands: simulated, or real."""

@@ -50,7 +50,7 @@ def unnoticed(effect: Effect) -> None:
 
 
 class Wire(Protocol):
-    """Where an end's bytes go."""
+    """The way of an end's bytes."""
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends `message`, which `buffers` are, after everything before."""
@@ -62,7 +62,7 @@ class Wire(Protocol):
 
 
 class Beside(Protocol):
-    """Where an end leaves work that takes a while, and goes on (`beside`, `timeline`)."""
+    """A thread, or a simulated one, to which an end leaves work that takes a while."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
         """Calls `work`, and tells the end later what came of it; all in the order given."""
@@ -146,11 +146,11 @@ class CoordinatorEnd:
 
     @property
     def num_streams(self) -> int:
-        """How many connections are open."""
+        """The number of open connections."""
         return len(self._streams)
 
     def buffer(self, peer: Peer) -> memoryview | None:
-        """Where the next bytes of `peer` go; None if they go nowhere any more."""
+        """Return where the next bytes of `peer` go; None if they go nowhere any more."""
         stream = self._streams.get(peer)
         return None if stream is None else stream.decoder.buffer()
 
@@ -293,7 +293,7 @@ class WorkerEnd:
         self._do(self.machine.connected(peer, nonce, self._clock()))
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """Return where the next bytes go."""
         return self._stream.decoder.buffer()
 
     def filled(self, num_bytes: int) -> None:
@@ -315,7 +315,7 @@ class WorkerEnd:
         self._do(self.machine.lost(reason))
 
     def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
-        """What came of `asked`."""
+        """Take what came of `asked`."""
         self._do(self.machine.computed(asked, outcome))
 
     def tick(self) -> None:

@@ -361,7 +361,7 @@ class Link:
 
 
 def _is_ready(sock: socket.socket, event: int) -> bool:
-    """Whether `sock` is ready within PATIENCE_MS."""
+    """Return whether `sock` is ready within PATIENCE_MS."""
     poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(PATIENCE_MS))

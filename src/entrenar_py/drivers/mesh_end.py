@@ -101,7 +101,7 @@ class MeshEnd(WorkerEnd):
         self._do(self.machine.accepted(peer, nonce, self._clock()))
 
     def dialed(self, peer: Peer, dial: do.Dial, nonce: str) -> None:
-        """What was asked for is connected."""
+        """Take a connection that was asked for."""
         self._links[peer] = self._link(TO_COORDINATOR, FROM_COORDINATOR)
         self._do(self.machine.dialed(peer, dial, nonce, self._clock()))
 
@@ -110,7 +110,7 @@ class MeshEnd(WorkerEnd):
         self._do(self.machine.undialable(dial, reason))
 
     def buffer_of(self, peer: Peer) -> memoryview | None:
-        """Where the next bytes of another worker go; None if they go nowhere any more."""
+        """Return where the next bytes of another worker go; None if they go nowhere any more."""
         link = self._links.get(peer)
         return None if link is None else link.decoder.buffer()
 

@@ -1,4 +1,4 @@
-"""What can befall a worker or a message on purpose: the same in virtual and in real time."""
+"""Faults that befall a worker or a message on purpose: the same in virtual and in real time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.protocol.messages import Message
 
 
 class Fate(StrEnum):
-    """What can happen to a message on its way."""
+    """The fates of a message on its way."""
 
     KILL = "kill"  # the worker dies: half of what it sends has left, none of what it gets arrives
     CUT = "cut"  # the connection breaks in the middle of it, and both ends hear of it
@@ -28,7 +28,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Meddling:
-    """What happens to one message; None is nothing."""
+    """The fate of one message; None is none."""
 
     fate: Fate | None
     seconds: float = 0.0
@@ -53,7 +53,7 @@ def unmeddled(rank: int | None, up: bool, message: Message) -> None:
 
 
 def bent(meddling: Meddling, data: bytes, rng: random.Random) -> bytes:
-    """What is sent for `data`, of the fates that change bytes; `data` itself of all others."""
+    """Return what is sent for `data`: other bytes for fates that change them, else `data`."""
     match meddling.fate:
         case Fate.DUPLICATE:
             return data + data

@@ -33,7 +33,7 @@ SCENARIO_BYTES_MAX = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a coordinator that knows the secret says of its run: a JSON object, and seconds."""
+    """The run as a coordinator that knows the secret tells of it: a JSON object, and seconds."""
 
     scenario: bytes
     heartbeat_s: float
@@ -50,7 +50,7 @@ async def ask(
     patience_s: float,
     alone: Callable[[str], None],
 ) -> Told | do.Finish:
-    """What the coordinator says; `failed` if it refuses, or none has answered after `patience_s`.
+    """Return what the coordinator says; `failed` if it refuses, or none answers in `patience_s`.
 
     With `context` over TLS. `alone` is told why there is no answer, each time that it tries again.
     """

@@ -183,8 +183,9 @@ class Simulation:
         self.later(takes_s, lambda: self._to(node, done))
 
     def _beside(self, process: Callable[[Action], None]) -> Later:
-        """Where a process reduces blocks. The times have a source of their own: what else is drawn
-        is the same, however many blocks there are."""
+        """Return where a process reduces blocks. The times have a source of their own: what else is
+        drawn is the same, however many blocks there are.
+        """
         drawn = random.Random(f"{self._seed} {self._num_started}")
         return Later(self._time, drawn, REDUCING_S, process)
 
@@ -372,7 +373,7 @@ class Simulation:
 
     @property
     def num_connections(self) -> int:
-        """How many connections workers have, as far as the coordinator knows."""
+        """The number of workers' connections, as far as the coordinator knows."""
         return len(self._connections)
 
 

@@ -1,4 +1,4 @@
-"""What a simulation knows of its workers and of the connections between them, as plain records."""
+"""The workers of a simulation and the connections between them, as plain records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
-    """Where an end of a simulation writes to: `send` gets a message's bytes in one piece."""
+    """The way of a simulated end's bytes: `send` gets a message's in one piece."""
 
     send: Callable[[Peer, Message, bytes], None]
     close: Callable[[Peer, str], None]

@@ -33,7 +33,7 @@ async def resolve(host: str, port: int) -> list[Address]:
 
 
 def is_loopback(address: Address) -> bool:
-    """Whether only this machine can connect there."""
+    """Return whether only this machine can connect there."""
     return ipaddress.ip_address(address[1][0].partition("%")[0]).is_loopback
 
 

@@ -23,7 +23,7 @@ class Count:
 
 
 class Meter:
-    """What went over connections, by the name of the message.
+    """Counts of what went over connections, by the name of the message.
 
     Counted where frames meet the socket: what was sent when its bytes are taken for writing, what
     was got when they were read. A message that was not whole is in no count but that of bytes.
@@ -41,7 +41,7 @@ class Meter:
             self.sent[type(message).__name__].bytes += num_bytes
 
     def wrote(self, message: Message, payload_bytes: int) -> None:
-        """That was all of it."""
+        """Count a message as whole."""
         with self._lock:
             count = self.sent[type(message).__name__]
             count.messages += 1

@@ -20,7 +20,7 @@ BYTES_MAX = 2**24  # a bundle of all public CAs has a quarter of a MiB
 
 
 def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
-    """What a coordinator shows itself with; with `ca`, whom it takes up (mutual TLS).
+    """Return a coordinator's context; with `ca` it takes up only workers that show a certificate.
 
     All are PEM files: `cert` a certificate and those between it and a CA's, `key` its private key
     without a passphrase. UsageError, naming the file, for one that is missing or unfit.
@@ -37,7 +37,7 @@ def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLC
 def client_context(
     *, ca: Path, cert: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """Whom a worker believes to be its coordinator, and what it shows itself with, if anything.
+    """Return a worker's context: which coordinator it believes, and what it shows, if anything.
 
     PEM files as for a server. The coordinator's certificate must name the host, or the address,
     that the worker connects to. UsageError as there, and for one of `cert` and `key` alone.
@@ -53,7 +53,7 @@ def client_context(
 
 
 def proves_identity(context: ssl.SSLContext) -> bool:
-    """Whether nobody gets through the handshake who has no certificate that is trusted."""
+    """Return whether only peers with a trusted certificate get through the handshake."""
     return context.verify_mode == ssl.CERT_REQUIRED
 
 

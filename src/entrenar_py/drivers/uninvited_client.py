@@ -16,7 +16,7 @@ CHUNK_BYTES = 2**16
 
 
 class Guest:
-    """What it says to the challenge, all at once or a byte every `pace_s` seconds.
+    """One visitor, which answers the challenge all at once or by a byte every `pace_s` seconds.
 
     `let_in` is whether it was spoken to as a worker is, `answer` what it was told.
     """

@@ -21,7 +21,7 @@ class Timeline:
         self._queue: list[tuple[float, int, Action]] = []
 
     def clock(self) -> float:
-        """What time it is."""
+        """Return the time."""
         return self.now
 
     def at(self, when: float, action: Action) -> None:
@@ -38,7 +38,7 @@ class Timeline:
         action()
 
     def has_until(self, when: float) -> bool:
-        """Whether something is to be done up to then."""
+        """Return whether something is to be done up to then."""
         return bool(self._queue) and self._queue[0][0] <= when
 
 
@@ -71,6 +71,6 @@ class Later:
         self._timeline.at(self._free_at, lambda: self._process(finish))
 
     def forget(self) -> None:
-        """Of what was given, nothing more will be heard."""
+        """Forget what was given: nothing more of it will be heard."""
         self._epoch += 1
         self._free_at = 0.0

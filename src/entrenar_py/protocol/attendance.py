@@ -1,4 +1,4 @@
-"""Who is connected to a coordinator, who of them takes part, and who is silent for too long.
+"""The peers of a coordinator: those connected, those that take part, those silent for too long.
 
 How the run goes on is the coordinator's own affair.
 """

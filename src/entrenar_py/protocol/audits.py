@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Audit:
-    """Who computes one shard now, and whose `copies` are whole, in that order.
+    """The ranks that compute one shard now, and those whose `copies` are whole, in that order.
 
     A worker may have given several copies, where nobody else is left to ask. `disputed` is who gave
     copies on which no two agreed, whoever of them is gone by now. `alike` is what was found when
@@ -37,11 +37,11 @@ class Audit:
         return True
 
     def is_one_word(self) -> bool:
-        """Whether all copies are of one worker, and another one had another: it may be wrong."""
+        """Return whether all copies are of one worker, and another had another: it may be wrong."""
         return len(set(self.copies)) == 1 and self.disputed.issuperset(self.copies)
 
     def second(self, present: Collection[int], turn: int) -> int | None:
-        """Whom to ask beside who is asked already; None where nobody else is `present`.
+        """Return a rank to ask besides those that were; None where no other is `present`.
 
         `turn` is another for each shard and step, so that everyone audits everyone in time.
         """
@@ -49,7 +49,7 @@ class Audit:
         return others[turn % len(others)] if others else None
 
     def another(self, present: Collection[int], turn: int) -> int | None:
-        """Whom to ask when no two workers agree: a third one, or each once more; None: nobody."""
+        """Return a rank to ask if no two agree: a third, or each once more; None: there is none."""
         if len(set(self.copies)) > 2:
             return None
         third = self.second(present, turn)
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """What two workers agree on, and who does not; None if that can't be said.
+    """Return what two workers agree on, and which does not; None if that can't be said.
 
     Of each copy `copies` is the rank, `alike` the number of the first copy with the same bits. A
     worker that is alone, since nobody else is there, counts unaudited.

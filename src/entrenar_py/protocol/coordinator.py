@@ -133,7 +133,7 @@ class Coordinator(Dealing):
     def compared(
         self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
     ) -> list[Effect]:
-        """Which copies of an audited shard have the same bits; `ranks` gave them (`audits`)."""
+        """Take which copies of an audited shard have the same bits; `ranks` gave them."""
         audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
         if audit is None or audit.asked or audit.copies != list(ranks):
             return []  # somebody was dropped in between, and it was asked for anew
@@ -152,7 +152,7 @@ class Coordinator(Dealing):
         return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
-        """What was reduced is not finite: nobody makes `step`."""
+        """Halt: what was reduced is not finite, and nobody makes `step`."""
         return self._halt(do.Stop(step, None, reason))
 
     def tick(self, now: float) -> list[Effect]:
@@ -174,7 +174,7 @@ class Coordinator(Dealing):
         return self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
 
     def _loads(self) -> bool:
-        """Whether somebody loads the state that came in time: it has as long for that, too."""
+        """Return whether a worker that came in time loads the state: it has as long again."""
         until = self._gathering_since + self.timing.gather_s
         return any(
             one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
@@ -273,7 +273,7 @@ class Coordinator(Dealing):
         return None
 
     def _is_staged(self) -> bool:
-        """Whether everything that is to be held has gone to everyone."""
+        """Return whether everything that is to be held has gone to everyone."""
         return self.stage is Stage.STAGING
 
     def _commit(self) -> list[Effect]:
@@ -318,7 +318,7 @@ class Coordinator(Dealing):
         return self._hand_out(members)
 
     def _has_state(self, step: int) -> bool:
-        """Whether the state before `step` is here."""
+        """Return whether the state before `step` is here."""
         return True
 
     def _fetch(self, now: float) -> list[Effect] | None:

@@ -1,4 +1,4 @@
-"""What a machine wants done. A driver does it, in order, and tells the machine what came of it.
+"""The effects that a machine wants. A driver does them in order and tells what came of them.
 
 `Peer` is the driver's own name for a connection; a machine only compares and hands it back.
 """
@@ -78,7 +78,7 @@ class Keep(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Effect):
-    """What `rank` began to deliver with its last Computed is whole: it stays, whoever dies."""
+    """Keep what `rank` began to deliver with its last Computed: it is whole, whichever dies."""
 
     rank: int
 
@@ -239,7 +239,7 @@ class Combine(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Regroup(Effect):
-    """What other workers sent of the step in work is void, and `round` begins, or goes on."""
+    """Forget what other workers sent of the step in work; `round` begins, or goes on."""
 
     round: int
 

@@ -142,12 +142,13 @@ class Decoder:
 
     @property
     def num_frames(self) -> int:
-        """How many whole frames came. Bytes alone are no progress: a damaged length may ask for any
-        number of them."""
+        """The number of whole frames that came. Bytes alone are no progress: a damaged length may
+        ask for any number of them.
+        """
         return self._number
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Return where the next bytes go; never empty."""
         return self._rest
 
     def filled(self, num_bytes: int) -> Received | None:
@@ -243,7 +244,7 @@ class Decoder:
 
 
 def header_bytes_max(kind: type[Message]) -> int:
-    """How long the header of a message of this kind may be."""
+    """Return how long the header of a message of this kind may be."""
     return UNKEYED_HEADER_BYTES_MAX if kind in UNKEYED else HEADER_BYTES_MAX
 
 

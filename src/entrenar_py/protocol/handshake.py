@@ -1,4 +1,4 @@
-"""Who may join: a shared secret, proved by both ends without being sent, and the session's key.
+"""Proofs of a shared secret by both ends, without sending it, and the session's key.
 
 HMAC-SHA256 over what both sides said first (the nonces are fresh, so no proof is worth anything a
 second time), with a word that tells the directions and the uses apart. Without a secret the proofs

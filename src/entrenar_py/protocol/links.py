@@ -79,12 +79,12 @@ class Links:
         return []
 
     def rank_of(self, peer: Peer) -> int | None:
-        """Who is at the other end, if that is proved."""
+        """Return the rank at the other end, if that is proved."""
         link = self._links.get(peer)
         return link.rank if link is not None and link.ready else None
 
     def has(self, peer: Peer) -> bool:
-        """Whether `peer` is one of these."""
+        """Return whether `peer` is one of these."""
         return peer in self._links
 
     # --- what is told to it -----------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Member:
         came.update(under)
 
     def is_whole(self, block: int) -> bool:
-        """Whether all of `block` of its first delivery came."""
+        """Return whether all of `block` of its first delivery came."""
         return len(self.covered.get(block, ())) == len(self.assigned[0])
 
     def end_delivery(self) -> tuple[int, ...]:

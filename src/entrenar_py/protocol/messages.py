@@ -1,4 +1,4 @@
-"""What peers say to each other: one record a message, one table of them all.
+"""The messages that peers exchange: one record a message, one table of them all.
 
 A message is a small record of plain fields, and for some a payload of raw bytes (tensors in the
 manifest's order, little-endian, or trace events as JSON lines). The table `MESSAGES` is the only

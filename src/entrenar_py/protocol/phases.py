@@ -1,4 +1,4 @@
-"""Where a peer can stand, what it may say there, and what follows: the only tables of legal moves.
+"""The phases of a peer, what it may say in each, and what follows: the only tables of moves.
 
 The machines read what is legal, and the tables and diagrams in the docs are drawn from all of it.
 """
@@ -38,7 +38,7 @@ from entrenar_py.protocol.messages import (
 
 
 class Stage(StrEnum):
-    """Where a run stands."""
+    """The stage of a run."""
 
     GATHERING = "gathering"  # between two steps
     COMPUTING = "computing"  # and reducing, a block at a time
@@ -48,7 +48,7 @@ class Stage(StrEnum):
 
 
 class PeerPhase(StrEnum):
-    """Where one peer stands, as the coordinator sees it."""
+    """The phase of one peer, as the coordinator sees it."""
 
     CHALLENGED = "challenged"  # connected; nothing but a hello is looked at
     WAITING = "waiting"  # may join at the next boundary between steps
@@ -99,7 +99,7 @@ MEMBERS = (
 
 
 class WorkerPhase(StrEnum):
-    """Where a worker stands."""
+    """The phase of a worker."""
 
     AWAY = "away"  # not connected
     CONNECTED = "connected"  # waits to be challenged
@@ -132,7 +132,7 @@ MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 
 
 class ApplicantPhase(StrEnum):
-    """Where one stands who asks what the run is, before it can be a worker."""
+    """The phase of an applicant, which asks what the run is before it can be a worker."""
 
     CONNECTED = "connected"  # waits to be challenged
     ASKING = "asking"  # said hello, without terms

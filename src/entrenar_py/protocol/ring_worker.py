@@ -24,7 +24,7 @@ class RingWorker(MeshWorker):
     _combined: frozenset[int] = frozenset()  # blocks that have passed here
 
     def combined(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """What came of `block` up to here is there."""
+        """Take what came of `block` up to here."""
         assert self._group is not None
         if self._owner(block) == self.rank:
             return [Reduce(step, block)]
@@ -75,7 +75,7 @@ class RingWorker(MeshWorker):
         return [] if following == self._owner(average.block) else self.links.say(following, average)
 
     def _hops(self, block: int) -> int:
-        """How many workers a block passes before it comes here; its owner is the last of all."""
+        """Return how many workers a block passes before this one; its owner is the last of all."""
         assert self._group is not None
         ranks = self._group.ranks
         return (self._place() - block - 1) % len(ranks)

@@ -1,4 +1,4 @@
-"""Who computes which shards of the step in work, and what of it is there.
+"""The shards of the step in work: which worker computes which, and what of it is there.
 
 A shard that is audited is given to two workers, and counts when two agree on it. Until every audit
 of the step is over nothing is averaged, and what a worker delivered goes with it: what it said may
@@ -87,7 +87,7 @@ class Dealing(Attendance):
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
-        """Who can be asked: another backend would round differently, and be in the right."""
+        """Return the ranks that can be asked: another backend rounds differently, and is right."""
         members = {member.in_rank(): member for member in self._members().values()}
         parts = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
         return [rank for rank, one in members.items() if not parts or one.backend in parts]
@@ -161,14 +161,14 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """What `member` delivered stays, whoever dies; while an audit is open it may not."""
+        """Keep what `member` delivered, whichever worker dies; not while an audit is open."""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()
         return [do.Deliver(member.in_rank())]
 
     def _ranks(self) -> dict[int, Peer]:
-        """Who takes part, by rank."""
+        """Return the peers that take part, by rank."""
         return {member.in_rank(): peer for peer, member in self._members().items()}
 
     def _require_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What everyone in a run agrees on, how long each waits for the other, and who may come in."""
+"""The terms of a run: what all agree on, how long each waits, and which peers may come in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN.maxstring = 70
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a run is: names and digests that everyone who takes part must have, too."""
+    """The identity of a run: names and digests that all that take part must have, too."""
 
     run: str
     manifest: str
@@ -61,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long is waited, in seconds.
+    """The times to wait, in seconds.
 
     Either end says something every `heartbeat_s`, whatever it does, and is dead after
     `dead_after_s` of silence. A connection has `hello_s` to be made, and as long to prove itself.
@@ -89,7 +89,7 @@ class Timing:
 
 
 def offer(timing: Timing, proof: str) -> Offer:
-    """What one who asks is told; the scenario is its payload."""
+    """Return what an applicant is told; the scenario is its payload."""
     heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
     return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, proof=proof)
 
@@ -121,7 +121,7 @@ def admit(
     taken: Collection[int | None],
     barred: Collection[int] = (),
 ) -> Admission | Answer | Refuse:
-    """What to answer to `hello`: the secret comes first, so that a stranger learns nothing else.
+    """Return the answer to `hello`: the secret comes first, so a stranger learns nothing else.
 
     `taken` are the ranks of those who are there, `barred` those that nobody may have. One who does
     not care gets the lowest free rank.

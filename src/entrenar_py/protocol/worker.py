@@ -134,11 +134,11 @@ class Worker:
         return [*said, *self._end(Finish("failed", f"left: {reason}"))]
 
     def wants(self, asked: Compute) -> bool:
-        """Whether `asked` is still to be done: not if the stay in which it was asked is over."""
+        """Return whether `asked` is still to be done: not if the stay that it is of is over."""
         return bool(self._work) and self._work[0] == asked
 
     def computed(self, asked: Compute, outcome: Sequence[TreeNode] | NonFinite) -> list[Effect]:
-        """What came of `asked`: tree nodes in all their blocks, or a shard that is not finite."""
+        """Take what came of `asked`: tree nodes in all blocks, or a shard that isn't finite."""
         if not self.wants(asked):
             return []
         self._work.popleft()

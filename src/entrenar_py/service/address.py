@@ -1,4 +1,4 @@
-"""Where a coordinator listens: `host:port`, an IPv6 host in brackets."""
+"""The address at which a coordinator listens: `host:port`, an IPv6 host in brackets."""
 
 from __future__ import annotations
 

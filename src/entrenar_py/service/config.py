@@ -34,7 +34,7 @@ SECRET_BYTES_MAX = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Where the state is kept, and after how many steps it is written again."""
+    """The file that keeps the state, and after how many steps it is written again."""
 
     path: Path
     every_steps: int
@@ -42,8 +42,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What one coordinator does; `context` is None without TLS. Paths are seen from the file's own
-    folder.
+    """The work of one coordinator; `context` is None without TLS. Paths are seen from the file's
+    own folder.
     """
 
     scenario: Scenario
@@ -277,7 +277,7 @@ class _Reader:
 
 
 def _value(name: str, node: Node) -> Any:
-    """What a field of a scenario is given: YAML 1.1 takes 1e-3, without a point, for text."""
+    """Return the value of a scenario's field: YAML 1.1 takes 1e-3, without a point, for text."""
     value = plain(node)
     if not isinstance(value, str) or "float" not in str(Scenario.__dataclass_fields__[name].type):
         return value

@@ -17,7 +17,7 @@ from entrenar_py.untrusted import files
 
 @dataclass
 class Account:
-    """What a whole ledger says: the weights after each step, and who computed them.
+    """The account of a whole ledger: the weights after each step, and who computed them.
 
     `weights` are digests by step (`digest.of`). `devices` are the backends that served, each with
     its device. `quarrel` says where two workers hold different weights after one step.

@@ -61,5 +61,5 @@ def say(gap: trace.Gap) -> str:
 
 
 def unchecked(gap: trace.Gap) -> str:
-    """That the ledger was only compared with the checkpoint by the number of steps."""
+    """Say that the ledger was only compared with the checkpoint by the number of steps."""
     return f"whether the ledger is the one of the checkpoint was not checked: {gap.reason}"

@@ -39,7 +39,7 @@ def verify(path: Path, *, replay: bool) -> int:
 
 
 def _stands(account: Account) -> str:
-    """How far the run came."""
+    """Return in words how far the run came."""
     if not account.weights:
         return "no step in it"
     first, last = min(account.weights), max(account.weights)

@@ -36,7 +36,7 @@ class Pace:
         self._shown: dict[str, float] = {}
 
     def allows(self, happening: Happening) -> bool:
-        """Whether to show `happening` now: steps and checkpoints wait for their turn."""
+        """Return whether to show `happening` now: steps and checkpoints wait for their turn."""
         what = happening.what if isinstance(happening, Noted) else "step"
         if what not in ("step", "saved"):
             return True

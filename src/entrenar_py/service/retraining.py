@@ -79,7 +79,7 @@ def _difference(account: Account, path: Path, backend: str) -> str | None:
 
 
 def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace.Update]:
-    """What one worker holds after each of the first `num_steps` steps, or until it halts."""
+    """Yield what one worker holds after each of the first `num_steps` steps, or until it halts."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     alone = scenario.with_(
         system="reference", world_size=1, backends=(backend,), stops=(), options={}
@@ -92,7 +92,7 @@ def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace
 
 
 def _first_tensor(path: Path, again: trace.Update) -> str:
-    """Where the ledger differs from `again`; its update is looked for in the file once more."""
+    """Return where the ledger differs from `again`; its update is looked up in the file again."""
     with files.open_file(path) as file:
         theirs = next(
             event
@@ -109,7 +109,7 @@ def _first_tensor(path: Path, again: trace.Update) -> str:
 
 
 def _explanation(account: Account, backend: str, device: str) -> str | None:
-    """What about this machine may have made the difference; None if nothing is known."""
+    """Return what about this machine may have made the difference; None if nothing is known."""
     others = {other for _, other in account.devices} - {device}
     if others:
         return f"it was computed on {', '.join(sorted(others))}, this is {device}"

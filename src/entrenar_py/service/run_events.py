@@ -1,4 +1,4 @@
-"""What a coordinator tells of its run while it goes on: records, for whoever listens."""
+"""Records of what a coordinator tells of its run while it goes on, for all that listen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """Of several workers that delivered, the last, and how long after the median of them all."""
+    """The last of several workers that delivered, and how long after the median of them all."""
 
     rank: int
     behind_ms: float

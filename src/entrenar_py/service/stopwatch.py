@@ -70,7 +70,7 @@ class Stopwatch:
         )
 
     def last(self) -> Last | None:
-        """Who delivered last in this step; None where fewer than two did."""
+        """Return the rank that delivered last in this step; None where fewer than two did."""
         if len(self._delivered) < 2:
             return None
         rank = max(self._delivered, key=self._delivered.__getitem__)

@@ -83,7 +83,7 @@ class Stay:
         self._problem = ""
 
     async def take_part(self) -> Finish:
-        """How the run ended for this worker; `stopped` if a signal said so."""
+        """Take part to the end, and return how it ended; `stopped` if a signal said so."""
         signals.deliver(self._leave)
         finish = await self._take_part()
         signals.ignore()

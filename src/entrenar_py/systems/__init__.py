@@ -1,4 +1,4 @@
-"""What can be run: `run(scenario) -> Trace`; systems know nothing of contracts.
+"""The systems that can be run: `run(scenario) -> Trace`; they know nothing of contracts.
 
 A crash inside a system is a record, not an exception: the trace then ends `failed`.
 """
@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """Where a system is, what it is, whether it trains, what it takes of a scenario.
+    """One system: where it is, what it is, whether it trains, what it takes of a scenario.
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
     the names it knows, `only` the backends where it does not take them all, each by this very name;

@@ -33,7 +33,7 @@ class Devices:
 
     @property
     def alike(self) -> bool:
-        """Whether all workers compute on one backend; kernels of two round differently."""
+        """Return whether all workers compute on one backend; kernels of two round differently."""
         return len({backend.name for backend in self._opened.values()}) == 1
 
     def _open(self, name: str) -> Backend:

@@ -1,4 +1,4 @@
-"""Where a run took place: the part of a trace that explains a difference between two machines."""
+"""The place of a run: the part of a trace that explains a difference between two machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers take part in which step, as a scenario's faults say."""
+"""The workers that take part in each step, as a scenario's faults say."""
 
 from __future__ import annotations
 

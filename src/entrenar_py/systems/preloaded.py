@@ -1,5 +1,5 @@
-"""What the parent of all worker processes has loaded, whichever system starts it: there is one for
-a process, and what it lacks every worker would have to import for itself.
+"""Modules that the parent of all worker processes has loaded, whichever system starts it: there is
+one for a process, and what it lacks every worker would have to import for itself.
 """
 
 MODULES = (

@@ -92,7 +92,7 @@ class Replicas:
 
     @property
     def terms(self) -> Terms:
-        """What everyone who takes part must have, too."""
+        """Return what every process that takes part must have, too."""
         return Terms(
             run=self.scenario.digest,
             manifest=self.layout.digest,
@@ -105,7 +105,7 @@ class Replicas:
         return 4 * self.layout.num_elements
 
     def initial(self) -> dict[str, Array]:
-        """What every replica starts from."""
+        """Return the tensors that every replica starts from."""
         return self.workload.initial(self.scenario.rng("initial"))
 
     def batch(self) -> sharding.Ids:
@@ -162,7 +162,7 @@ class Replicas:
         )
 
     def averaged(self, mean: Array, loss: float, weight: float) -> Average:
-        """What all workers step with: `mean` is the reduced vector, divided; clipped here, once.
+        """Return what all step with: `mean`, the reduced vector, divided, is clipped here once.
 
         `loss` is summed over what `weight` counts.
         """

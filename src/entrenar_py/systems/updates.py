@@ -1,4 +1,4 @@
-"""Who makes the steps of a star: every worker, or the server alone, which sends the new weights."""
+"""The maker of a star's steps: every worker, or the server alone, which sends new weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STATELESS = "sgd"
 
 
 def by_server(scenario: Scenario) -> bool:
-    """Whether the server makes the steps; the workers do where the scenario does not say."""
+    """Return whether the server makes the steps; the workers do where the scenario doesn't say."""
     who = scenario.options.get(OPTION, WORKERS)
     if who not in (WORKERS, SERVER):
         raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")

@@ -74,7 +74,7 @@ class Trainer(Replicas):
         return True
 
     def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
-        """Who computes which shards of this step; a worker that dies in it hands its run on."""
+        """Yield workers with their shards of this step; one that dies in it hands its run on."""
         run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
         for fault in self._faults("leave", step):
             orphaned = run_of.pop(self._leave(fault, step))

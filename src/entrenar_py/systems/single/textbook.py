@@ -69,7 +69,7 @@ def order_rng(scenario: Scenario, epoch: int) -> np.random.Generator:
 
 
 def local_batch(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """What the rank at `index` of `num_ranks` takes of the global batch."""
+    """Return what the rank at `index` of `num_ranks` takes of the global batch."""
     return split(ids, num_ranks)[index]
 
 
@@ -170,7 +170,7 @@ def backward(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> No
 
 
 def gradients_finite(setup: Setup, replica: Replica) -> bool:
-    """Whether the gradients accumulated so far hold no NaN or Inf."""
+    """Return whether the gradients accumulated so far hold no NaN or Inf."""
     grads = [replica.tensors[name].grad for name in setup.trainable]
     return all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
 

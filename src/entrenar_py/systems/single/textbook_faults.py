@@ -1,4 +1,4 @@
-"""What goes wrong in a run of the textbook trainer: ranks that leave or join, values planted.
+"""Faults in a run of the textbook trainer: ranks that leave or join, values planted.
 
 Ranks of this trainer have micro-batches and no logical shards. A fault at logical shard `shard` of
 the scenario strikes the micro-batch that holds the shard's first sample, and is recorded under that

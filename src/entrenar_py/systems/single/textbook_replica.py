@@ -31,7 +31,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Setup:
-    """What does not change during a run."""
+    """The part of a run that does not change."""
 
     scenario: Scenario
     model: workload.Workload

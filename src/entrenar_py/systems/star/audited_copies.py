@@ -1,4 +1,4 @@
-"""What several workers computed of the same shards, kept apart until it is known which counts."""
+"""Copies of a shard by several workers, kept apart until it is known which counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Copy:
     nodes: dict[int, tuple[Node, Buffer]] = field(default_factory=dict)
 
     def equals(self, other: Copy) -> bool:
-        """Whether all blocks, losses and weights have the same bits."""
+        """Return whether all blocks, losses and weights have the same bits."""
         if self is other:
             return True
         return self.nodes.keys() == other.nodes.keys() and all(
@@ -104,7 +104,7 @@ class Copies:
 
 
 def alike(copies: Sequence[Copy]) -> list[int]:
-    """Of each copy the number of the first with the same bits."""
+    """Return for each copy the number of the first one with the same bits."""
     return [next(n for n, one in enumerate(copies) if one.equals(each)) for each in copies]
 
 
@@ -118,5 +118,5 @@ def _bits(vector: Vector) -> NDArray[np.uint32]:
 
 
 def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
-    """What befell a worker: it did, also where nothing that it computed is used."""
+    """Return the faults that befell a worker: they did, also if nothing it computed is used."""
     return [event for event in events if isinstance(event, trace.Injected)]

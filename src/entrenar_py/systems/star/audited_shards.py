@@ -1,4 +1,4 @@
-"""Which logical shards of a step a second worker computes, too; the scenario draws them."""
+"""The logical shards of a step that a second worker computes, too; the scenario draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker adds and averages blocks that come from other workers: by the tree, or on a ring."""
+"""The addition of blocks that come from other workers: by the tree, or around a ring."""
 
 from __future__ import annotations
 

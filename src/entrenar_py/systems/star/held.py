@@ -12,7 +12,7 @@ from entrenar_py.training.reduction import Vector
 
 
 class Held:
-    """What one worker holds of one step, never in the memory that training uses.
+    """The part of one step that a worker holds, never in the memory that training uses.
 
     `vector` is float32 [num_elements] in the parts that `blocks` cuts, `there` the blocks that are
     in it, `total` the step's summed loss and its weight. `round` is that of a mesh.

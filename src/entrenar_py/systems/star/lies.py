@@ -15,7 +15,7 @@ _TOO_MUCH = bytes(4)
 
 
 class Liar:
-    """What one worker says: the truth, but for the lies in `planned`, each once.
+    """The messages of one worker: the truth, but for the lies in `planned`, each once.
 
     `told` is called with each before it is said.
     """
@@ -27,7 +27,7 @@ class Liar:
         self._said: dict[tuple[type[Message], int], Said] = {}  # what came first, by step
 
     def speak(self, message: Message, payload: Buffer) -> list[Said]:
-        """What is said for `message` and `payload`."""
+        """Return what is said for `message` and `payload`."""
         step = getattr(message, "step", None)
         lies = [one for one in self._planned() if (one.step, one.at) == (step, _name(message))]
         if step is None:

@@ -1,4 +1,4 @@
-"""What a worker does besides talking: takes the state, computes shards, makes steps, records it."""
+"""A worker's hands: it takes the state, computes shards, makes steps and records it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def crew() -> Crew:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker's process ended its stay: `after_s` the coordinator knew that the run is over.
+    """The end of a worker process's stay: `after_s` the coordinator knew that the run is over.
 
     That may be negative: a worker that halts because of itself knows before.
     """

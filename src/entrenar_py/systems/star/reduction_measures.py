@@ -1,4 +1,4 @@
-"""What is measured of a reduction whose terms are known (workload `vectors`): error and traffic."""
+"""Measurements of a reduction whose terms are known (workload `vectors`): error and traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNIT_ROUNDOFF = 2.0**-24
 def reduced(
     step: int, rank: int, mean: Array, model: GivenVectors, ids: sharding.Ids
 ) -> trace.Reduced:
-    """How far `mean`, which `rank` holds, is from the mean of `ids` in float64.
+    """Return how far `mean`, which `rank` holds, is from the mean of `ids` in float64.
 
     `roundings` belongs to `element`, the one that is off by most of its size: of the sum of the
     terms' absolute values, divided by the weight, in units of 2^-24. See docs/numerics.md. `error`
@@ -55,7 +55,7 @@ def reduced(
 
 
 def traffic(end: CoordinatorEnd | WorkerEnd, rank: int | None) -> Iterator[trace.Traffic]:
-    """What went over the connections of `rank`, or of the coordinator (None), by kind."""
+    """Yield what went over the connections of `rank`, or of the coordinator (None), by kind."""
     yield from _rows(end.meter, rank, "coordinator" if rank is not None else "worker")
     if isinstance(end, MeshEnd):
         yield from _rows(end.links_meter, rank, "worker")

@@ -30,7 +30,7 @@ from entrenar_py.training.vectors import GivenVectors
 
 
 class Transport(Protocol):
-    """How the processes of a run are started and reached, in real time or in a simulation's.
+    """The means to start and reach the processes of a run, in real time or in a simulation's.
 
     `secret` is what they know of each other.
     """

@@ -1,4 +1,4 @@
-"""What a parameter server does besides talking: adds, averages, keeps the state and the record."""
+"""A coordinator's hands: it adds and averages, and keeps the state and the record."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Server(Replicas):
         self._ids = self.batch()
 
     def _num_blocks(self) -> int:
-        """In how many parts the reduced vector travels: none is longer than `block_bytes`."""
+        """Return in how many parts the vector travels: none is longer than `block_bytes`."""
         if "block_bytes" not in self.scenario.options:
             owners = self._topology.num_owners(self.scenario.world_size)
             return blocks.num_blocks(self.layout.num_elements, owners)
@@ -166,7 +166,7 @@ class Server(Replicas):
             self._record(map(self._completed, events) if self._updates else events)
 
     def deliver(self, rank: int) -> None:
-        """What `rank` has told and sent of its last delivery counts."""
+        """Count what `rank` has told and sent of its last delivery."""
         self._sums.deliver(rank)
         self._record(self._events.pop(rank, []))
 
@@ -182,7 +182,7 @@ class Server(Replicas):
         self._copies.end(rank, shard)
 
     def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
-        """What says, in any thread, whose copies of `shard` are there, and which are the same."""
+        """Return what says, in any thread, which ranks gave copies of `shard`, and which agree."""
         whole = self._copies.of(shard)
         return lambda: ([one.rank for one in whole], audited_copies.alike(whole))
 
@@ -337,7 +337,7 @@ class Server(Replicas):
             )
 
     def payload(self, message: Message) -> Buffer:
-        """What `message` carries: a state, the average or the new weights, or the scenario."""
+        """Return what `message` carries: a state, the average, new weights, or the scenario."""
         if isinstance(message, Welcome):
             return self.dump(self.replica)
         if isinstance(message, Offer):

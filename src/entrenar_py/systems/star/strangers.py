@@ -1,4 +1,4 @@
-"""Who comes uninvited, as a scenario's faults say, and what each says when it is challenged."""
+"""The strangers that a scenario's faults send, and what each says when it is challenged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way gradients go in a run over the protocol, and which parts such a run is made of.
+"""The ways that gradients go in a run over the protocol, and the parts of a run of each.
 
 The one place that knows it of a system by its name, for harness and service alike.
 """

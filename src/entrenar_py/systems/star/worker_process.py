@@ -1,4 +1,4 @@
-"""What a worker process runs: one job after the other, each a stay in one run, over TCP.
+"""The main function of a worker process: one job after the other, each a stay in one run.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
 `timing`, `socket_bytes`, and `faults`, those that this process is to suffer, each noted

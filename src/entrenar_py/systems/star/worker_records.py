@@ -1,4 +1,4 @@
-"""What a worker records of itself: read from the messages that bring it, and refused if odd."""
+"""Events that a worker records of itself: read from the messages that bring them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of torch's trainers takes of a step's samples, and what all of them make together.
+"""The samples of a step that each rank of torch's trainers takes, and what all make together.
 
 Every rank shuffles alike, by seed and epoch, and takes its own part: nothing is sent for that.
 """
@@ -21,13 +21,13 @@ def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Id
 
 
 def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
-    """What rank `index` takes of a global batch, in micro-batches; some may be empty."""
+    """Return what rank `index` takes of a global batch, in micro-batches; some may be empty."""
     local = sharding.cut(ids, rank.world_size)[index]
     return sharding.cut(local, rank.scenario.accumulation)
 
 
 def total_weight(rank: Rank, model: Model, ids: sharding.Ids) -> float:
-    """What the global batch counts: ranks hold other numbers of samples, and of tokens."""
+    """Return what the global batch counts: ranks differ in numbers of samples, and of tokens."""
     local = sharding.cut(ids, rank.world_size)[rank.index]
     weight = torch.tensor(model.count(local), device=rank.device)
     dist.all_reduce(weight)

@@ -36,7 +36,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def train(rank: Rank) -> None:
-    """What one rank does, from its start or the last checkpoint to its last step.
+    """Train one rank, from its start or the last checkpoint to its last step.
 
     Raises NotFinite where that is why training stops.
     """
@@ -146,7 +146,7 @@ def load(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> tuple[sharding.Position, int]:
-    """Where to go on, and the next step; who was not there when it was saved draws its own."""
+    """Return where to go on, and the next step; a rank that the checkpoint lacks draws its own."""
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

@@ -34,7 +34,7 @@ def num_leaves(scenario: Scenario) -> int:
 
 
 def train(rank: Rank) -> None:
-    """What one rank does, from its start or the last checkpoint to its last step.
+    """Train one rank, from its start or the last checkpoint to its last step.
 
     Raises NotFinite where that is why training stops.
     """
@@ -106,5 +106,5 @@ def accumulate(
 
 
 def seed(scenario: Scenario, step: int, shard: int) -> int:
-    """What dropout draws from in a leaf: the same on whichever rank it is computed."""
+    """Return what dropout draws from in a leaf: the same on whichever rank it is computed."""
     return int(scenario.rng("torch", step, shard).integers(2**63))

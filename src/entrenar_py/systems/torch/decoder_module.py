@@ -135,9 +135,9 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
     ) -> Tensor:
-        """What comes out of `units`, all that are here if None: bytes int64 [n, t] go into the
-        first, scores [n, t, VOCABULARY] come out of the last, in between [n, t, d]; with `targets`
-        their loss.
+        """Return what comes out of `units`, all that are here if None: bytes int64 [n, t] go into
+        the first, scores [n, t, VOCABULARY] come out of the last, in between [n, t, d]; with
+        `targets` their loss.
         """
         for unit in self.units if units is None else units:
             if unit == 0:

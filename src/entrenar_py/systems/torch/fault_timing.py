@@ -1,4 +1,4 @@
-"""Where a scenario's faults strike in trainers that torch.distributed carries: at which ranks of a
+"""The places at which faults strike in trainers that torch.distributed carries: at which ranks of a
 life, in which of their micro-batches.
 """
 
@@ -14,7 +14,7 @@ from entrenar_py.training import sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How the ranks of one life share the work.
+    """The division of the work among the ranks of one life.
 
     Each has `micro_batches` a step; `group_size` of them, one after the other, compute one batch:
     together, or `in_stages`, each with parameters of its own.

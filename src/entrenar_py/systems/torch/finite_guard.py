@@ -70,8 +70,8 @@ class FiniteGuard:
                 raise error
 
     def found(self, rank: int) -> NotFinite | None:
-        """What this rank has found, without asking the others: of its first micro-batch that is
-        bad, the first tensor.
+        """Return what this rank has found, without asking the others: of its first micro-batch that
+        is bad, the first tensor.
         """
         return self._error(rank, int(self._first()))
 

@@ -43,7 +43,7 @@ FROM_RANK_0 = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_r
 
 
 class Sharded(FSDPModule, workload_module.Model):
-    """What `fully_shard` makes of the model."""
+    """The model as `fully_shard` makes it."""
 
 
 def run(scenario: Scenario) -> trace.Trace:
@@ -52,7 +52,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def train(rank: Rank) -> None:
-    """What one rank does, from its start or the last checkpoint to its last step.
+    """Train one rank, from its start or the last checkpoint to its last step.
 
     Raises NotFinite where that is why training stops.
     """
@@ -194,7 +194,7 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
 ) -> tuple[sharding.Position, int]:
-    """Where to go on, and the next step; who was not there when it was saved draws its own."""
+    """Return where to go on, and the next step; a rank that the checkpoint lacks draws its own."""
     saved = torch.load(rank.checkpoint, map_location="cpu", mmap=True, weights_only=True)
     state_dict.set_model_state_dict(model, saved["model"], options=FROM_RANK_0)
     if saved["optimizer"]:

@@ -37,7 +37,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 @dataclass(frozen=True)
 class Bad:
-    """What a worker found that is not finite, in which of its steps."""
+    """A value that a worker found not finite, and the step it was in."""
 
     step: int
     ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Bad:
 
 @dataclass
 class Round:
-    """Where a worker stands: `step` is its next, `begun` the first after the last outer step.
+    """A worker's position: `step` is its next, `begun` the first after the last outer step.
 
     The global batch is cut for `members`, also for one that has died since: nobody hears of that
     before the round is over. `weight` is what the worker's samples of this round count.
@@ -60,7 +60,7 @@ class Round:
 
 
 class Worker:
-    """What one worker holds: the model it trains alone, and the outer weights of all."""
+    """The state of one worker: the model it trains alone, and the outer weights of all."""
 
     def __init__(self, rank: Rank) -> None:
         scenario = rank.scenario
@@ -87,7 +87,7 @@ def outer_optimizer_of(rule: Outer, weights: Sequence[Tensor]) -> torch.optim.Op
 
 
 def train(rank: Rank) -> None:
-    """What one worker does, from its start or its checkpoint to its last step.
+    """Train one worker, from its start or its checkpoint to its last step.
 
     Raises NotFinite where that is why training stops.
     """
@@ -154,7 +154,7 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
 
 
 def samples(worker: Worker) -> list[sharding.Ids]:
-    """What this worker takes of the global batch, in micro-batches; some may be empty."""
+    """Return what this worker takes of the global batch, in micro-batches; some may be empty."""
     ids = global_batch(worker.rank.scenario, worker.round.position)
     members = worker.round.members
     local = sharding.cut(ids, len(members))[members.index(worker.rank.worker)]
@@ -185,7 +185,7 @@ def trained_with_gradients(worker: Worker) -> list[Any]:
 
 
 def is_due(worker: Worker) -> bool:
-    """Whether a round is over, and its outer step not made."""
+    """Return whether a round is over, and its outer step not made."""
     now, num_steps = worker.round, worker.rank.scenario.num_steps
     return now.step > now.begun and worker.rule.ends_round(now.step - 1, num_steps)
 
@@ -211,7 +211,7 @@ def synchronise(worker: Worker) -> bool:
 
 
 def pseudo_gradient(worker: Worker) -> list[Tensor]:
-    """How far this worker has come from the outer weights, per tensor, against its direction."""
+    """Return this worker's distance from the outer weights, per tensor, against its direction."""
     return [outer - worker.trained[name].detach() for name, outer in worker.outer.items()]
 
 
@@ -283,7 +283,7 @@ def begin(worker: Worker) -> None:
 
 
 def outer_state(worker: Worker) -> dict[str, Any]:
-    """What all workers have in common, and who comes is given."""
+    """Return what all workers have in common, and one that comes is given."""
     now = worker.round
     return {
         "weights": on_cpu(worker.outer),
@@ -295,7 +295,7 @@ def outer_state(worker: Worker) -> dict[str, Any]:
 
 
 def momentum_of(worker: Worker) -> dict[str, Tensor]:
-    """What the outer optimizer remembers, per tensor; nothing before its first step."""
+    """Return what the outer optimizer remembers, per tensor; nothing before its first step."""
     states = {name: worker.outer_optimizer.state[one] for name, one in worker.outer.items()}
     found = {name: state.get("momentum_buffer") for name, state in states.items()}
     return {name: one for name, one in found.items() if one is not None}
@@ -356,7 +356,7 @@ def save(worker: Worker) -> None:
 
 
 def load(worker: Worker) -> bool:
-    """Whether the worker was there until now, and goes on where it stood."""
+    """Return whether the worker was there until now, and goes on where it stood."""
     rank = worker.rank
     if not rank.resumes or not checkpoint(rank).exists():
         return False
@@ -372,5 +372,5 @@ def load(worker: Worker) -> bool:
 
 
 def is_current(rank: Rank, life: int) -> bool:
-    """Whether a checkpoint of that life is of now: one of a worker that was away is stale."""
+    """Return whether a checkpoint of that life is current: that of a worker that was away isn't."""
     return life == rank.life - 1

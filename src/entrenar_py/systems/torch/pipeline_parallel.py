@@ -56,8 +56,8 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
-    """How many ranks share the model; UsageError for a schedule, and for a number of ranks, that
-    there can't be.
+    """Return how many ranks share the model; UsageError for a schedule, and for a number of ranks,
+    that there can't be.
     """
     size, name = scenario.options.get("pp"), scenario.options.get("schedule", "1f1b")
     if name not in SCHEDULES:
@@ -79,14 +79,14 @@ def degree(scenario: Scenario, world_size: int) -> int:
 
 
 def stages_of(scenario: Scenario, size: int) -> list[list[range]]:
-    """Of each of `size` ranks its stages, which are units of the model: 0, 1, .. 0, 1, .."""
+    """Return the stages of each of `size` ranks, which are units of the model: 0, 1, .. 0, 1, .."""
     per_rank = SCHEDULES[scenario.options.get("schedule", "1f1b")][1] if size > 1 else 1
     cuts = sharding.cut(range(workload_layers.num_units(scenario)), size * per_rank)
     return [[range(c[0], c[-1] + 1) if c else range(0) for c in cuts[i::size]] for i in range(size)]
 
 
 def _can_share(scenario: Scenario, size: int) -> bool:
-    """Whether there is something in each stage, and something to train on each of `size` ranks."""
+    """Return whether each stage holds something, and each of `size` ranks something to train."""
     stages = stages_of(scenario, size)
     adapters_only = scenario.workload == "decoder"  # in attention, which is every second unit
     return all(all(own) for own in stages) and all(
@@ -102,7 +102,7 @@ class Stage(nn.Module):
         self.model, self._units = model, units
 
     def forward(self, x: Tensor) -> Tensor:
-        """What comes out of the units."""
+        """Return what comes out of the units."""
         out: Tensor = self.model(x, units=self._units)
         return out
 
@@ -123,16 +123,16 @@ class Pipeline:
 
     @property
     def index(self) -> int:
-        """Which rank of its group it is."""
+        """Its rank in its group."""
         return self.mesh.get_local_rank("pp")
 
     @property
     def size(self) -> int:
-        """How many ranks a group has."""
+        """The number of ranks in a group."""
         return self.mesh["pp"].size()
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What this rank trains."""
+        """The parameters that this rank trains."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def counted(self) -> Iterable[Tensor]:
@@ -202,7 +202,7 @@ def _ends(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def train(rank: Rank) -> None:
-    """What one rank does, from its start or the last checkpoint to its last step.
+    """Train one rank, from its start or the last checkpoint to its last step.
 
     Raises NotFinite where that is why training stops.
     """

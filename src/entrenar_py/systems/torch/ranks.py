@@ -44,7 +44,7 @@ PARTING_S = 5.0  # for the others, once a rank has failed: their collectives fai
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one process is told: it is rank `index` of those `workers`, in life `life` of a run.
+    """The job of one process: it is rank `index` of those `workers`, in life `life` of a run.
 
     It trains until step `until`, and `saves` a checkpoint after every step if anything is to happen
     after which a run goes on from one.
@@ -61,17 +61,17 @@ class Rank:
 
     @property
     def resumes(self) -> bool:
-        """Whether it goes on from the checkpoint."""
+        """Return whether it goes on from the checkpoint."""
         return self.life > 0
 
     @property
     def world_size(self) -> int:
-        """How many ranks this life has."""
+        """The number of ranks in this life."""
         return len(self.workers)
 
     @property
     def worker(self) -> int:
-        """Which of the scenario's workers it is, the same in all lives."""
+        """The scenario's worker that it is, the same in all lives."""
         return self.workers[self.index]
 
     @property
@@ -80,11 +80,11 @@ class Rank:
         return self.seed_of(self.worker)
 
     def seed_of(self, worker: int) -> int:
-        """That of another worker."""
+        """Return that of another worker."""
         return int(self.scenario.rng("torch", worker, self.life).integers(2**63))
 
     def random_states(self) -> list[Tensor]:
-        """Where the generators stand that this rank draws from: the CPU's, and its GPU's."""
+        """Return where the generators stand that this rank draws from: the CPU's, and its GPU's."""
         states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))
@@ -212,8 +212,8 @@ class _Lives:
             self._joins.remove(fault)
 
     def _one_life(self, life: int, until: int) -> tuple[list[dict[str, Any] | None], set[int]]:
-        """What each rank answered, None of one that died or was stuck; and the workers that died
-        by themselves.
+        """Return what each rank answered, None of one that died or was stuck; and the workers that
+        died by themselves.
         """
         folder = self._folder / f"life-{life:03}"
         folder.mkdir()

@@ -31,7 +31,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def train(rank: Rank) -> None:
-    """What one rank does, from its start or the last checkpoint to its last step."""
+    """Train one rank, from its start or the last checkpoint to its last step."""
     tensor_parallel.train_with(rank, parallelize)
 
 

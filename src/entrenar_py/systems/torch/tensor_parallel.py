@@ -43,12 +43,12 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def train(rank: Rank) -> None:
-    """What one rank does, from its start or the last checkpoint to its last step."""
+    """Train one rank, from its start or the last checkpoint to its last step."""
     train_with(rank, parallelize)
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
-    """How many ranks share a layer; UsageError for a number that its heads can't be split by."""
+    """Return how many ranks share a layer; UsageError if its heads can't be split so."""
     size = scenario.options.get("tp", 2)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UsageError(f"option tp={size!r} on system {scenario.system}: use a number of ranks")
@@ -206,7 +206,7 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
 
 
 def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids:
-    """What the group of ranks at `place` takes of a global batch: there are as many parts as
+    """Return what the group of ranks at `place` takes of a global batch: there are as many parts as
     groups, not as ranks.
     """
     return sharding.cut(ids, mesh["dp"].size())[place]
@@ -233,7 +233,7 @@ def accumulate(
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of the gradient, not a copy; zeros where there was none."""
+    """Return what this rank holds of the gradient, not a copy; zeros where there was none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad

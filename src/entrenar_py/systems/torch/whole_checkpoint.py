@@ -49,7 +49,7 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR
 ) -> tuple[sharding.Position, int]:
-    """Where to go on, and the next step; who was not there when it was saved draws its own."""
+    """Return where to go on, and the next step; a rank that the checkpoint lacks draws its own."""
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     step: int = saved["step"]
     with torch.no_grad():
@@ -75,7 +75,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def global_name(name: str) -> str:
-    """What a tensor that this rank calls `name` is called in the file: the same, in all stages."""
+    """Return the name in the file of what this rank calls `name`: the same in all stages."""
     return name
 
 

@@ -66,8 +66,8 @@ class Classifier(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
     ) -> Tensor:
-        """What comes out of `units`, all that are here if None: pixels float32 [n, 64] go into the
-        first, scores [n, 10] come out of the last; with `targets` their loss.
+        """Return what comes out of `units`, all that are here if None: pixels float32 [n, 64] go
+        into the first, scores [n, 10] come out of the last; with `targets` their loss.
         """
         for unit in self.units if units is None else units:
             if unit == 0:
@@ -142,12 +142,12 @@ class Data:
         return inputs.to(self.device), targets.to(self.device)
 
     def count(self, ids: Sequence[int]) -> float:
-        """What `ids` count in the mean: samples, or tokens."""
+        """Return what `ids` count in the mean: samples, or tokens."""
         return float(self._workload.weight(ids)) if ids else 0.0
 
     def example(self, unit: int, num_rows: int) -> Tensor:
-        """What goes into `unit`, or out of the last one if there is none of that number: a tensor
-        without values.
+        """Return what goes into `unit`, or out of the last one if there is none of that number: a
+        tensor without values.
         """
         shape = self._shapes()[unit]
         kind = self._workload.batch([0])[0].dtype if unit == 0 else torch.float32

@@ -45,7 +45,7 @@ class Model(nn.Module):
         return self.workload.loss_of(tensors, batch, linear=_linear, drop=self._drop)
 
     def count(self, ids: Sequence[int]) -> float:
-        """What `ids` count in the mean: samples, or tokens."""
+        """Return what `ids` count in the mean: samples, or tokens."""
         return float(self.workload.weight(ids)) if ids else 0.0
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Tensor]:
