@@ -50,11 +50,11 @@ class Schema(Generic[T]):
     ) -> None:
         self.kind, self._what = kind, what
         known = {**FORMS, **(forms or {})}
-        of_field = {one.name: _composed(str(one.type), known) for one in fields(kind)}  # type: ignore[arg-type]
+        of_field = {field.name: _composed(str(field.type), known) for field in fields(kind)}  # type: ignore[arg-type]
         self._readers = {name: form.read for name, form in of_field.items()}
         self._writers = [(name, form.write) for name, form in of_field.items()]
-        self._usual = {one.name: one.default for one in fields(kind)} if sparse else None  # type: ignore[arg-type]
-        self._required = {one.name for one in fields(kind) if not _has_default(one)}  # type: ignore[arg-type]
+        self._usual = {field.name: field.default for field in fields(kind)} if sparse else None  # type: ignore[arg-type]
+        self._required = {field.name for field in fields(kind) if not _has_default(field)}  # type: ignore[arg-type]
 
     def dump(self, value: T) -> dict[str, Any]:
         """Return the fields of `value` as JSON can hold them, in their order."""
@@ -153,7 +153,7 @@ def _exactly(*items: Form) -> Form:
     def read(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ValueError(f"use a list of {len(items)}")
-        return tuple(item.read(one) for item, one in zip(items, value, strict=True))
+        return tuple(item.read(element) for item, element in zip(items, value, strict=True))
 
     return Form(read, plain)
 
@@ -162,16 +162,16 @@ def _mapping(item: Form) -> Form:
     def read(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise ValueError("use a mapping")
-        return {name: item.read(one) for name, one in value.items()}
+        return {name: item.read(element) for name, element in value.items()}
 
     write = item.write
     if write is None:
         return Form(read, dict)
-    return Form(read, lambda value: {name: write(one) for name, one in value.items()})
+    return Form(read, lambda value: {name: write(element) for name, element in value.items()})
 
 
 def _write_items(write: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    return list if write is None else lambda value: [write(one) for one in value]
+    return list if write is None else lambda value: [write(element) for element in value]
 
 
 def _write_float(value: float) -> float | str:

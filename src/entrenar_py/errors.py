@@ -111,5 +111,7 @@ def did_you_mean(given: object, allowed: Collection[str], *, otherwise: str | No
 def _nearest(name: str, allowed: Collection[str]) -> list[str]:
     if not _NAME_CHARS_MIN <= len(name) <= _NAME_CHARS_MAX:
         return []
-    longer = [one for one in allowed if name in one]  # steps: num_steps rather than stops
+    longer = [
+        candidate for candidate in allowed if name in candidate
+    ]  # steps: num_steps rather than stops
     return longer if 1 <= len(longer) <= 2 else get_close_matches(name, allowed, n=1)

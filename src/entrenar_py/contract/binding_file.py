@@ -105,7 +105,7 @@ def for_contract(
     given: Sequence[Path], contract: str, contracts: Collection[str]
 ) -> tuple[Path, ...]:
     """Return the files `given` that are not, by name, for another one of `contracts`."""
-    others = {stem(Path(one).name) for one in contracts} - {stem(Path(contract).name)}
+    others = {stem(Path(name).name) for name in contracts} - {stem(Path(contract).name)}
     return tuple(path for path in given if not others or _contract_of(path) not in others)
 
 
@@ -202,8 +202,8 @@ def _scenarios(record: Record, problems: Problems) -> tuple[Mapping[str, Any], .
         message = "options are those of its scenarios, and it has none; write scenarios"
         problems.error(options.at, f"{record.what}: {message}")
     else:
-        for one in scenarios:
-            own = one.get("options", {})
+        for scenario in scenarios:
+            own = scenario.get("options", {})
             if isinstance(own, dict):  # else the scenario itself says what is wrong
-                one["options"] = {**plain(options), **own}
+                scenario["options"] = {**plain(options), **own}
     return tuple(scenarios)

@@ -71,7 +71,7 @@ def bind(
         bound = chosen.get((item.kind, item.id), ())
         if not bound and item.counts:
             made.append(item.clause)
-        made += [bound_clauses.clause(item, one, terms, room, problems) for one in bound]
+        made += [bound_clauses.clause(item, binding, terms, room, problems) for binding in bound]
     return tuple(made)
 
 
@@ -126,12 +126,14 @@ def _shipped(
     found: dict[tuple[str, str], list[Bound]] = {}
     if loaded is not None:
         _collect(loaded, known, found, quiet)
-    if all(one.stale for bound in found.values() for one in bound):
+    if all(binding.stale for bound in found.values() for binding in bound):
         return {}
     for bound in found.values():
-        for one in bound:
-            if one.stale:
-                problems.warn(one.entry.position, f"{one.entry.record.what}: {one.stale}")
+        for binding in bound:
+            if binding.stale:
+                problems.warn(
+                    binding.entry.position, f"{binding.entry.record.what}: {binding.stale}"
+                )
     return found
 
 
@@ -143,7 +145,7 @@ def _collect(
 ) -> None:
     """Add the bindings of `file` to those found, each under the item that it names."""
     for entry in file.entries:
-        named = [one for one in known if one.kind == entry.kind and _has(one, entry.name)]
+        named = [item for item in known if item.kind == entry.kind and _has(item, entry.name)]
         if len(named) != 1:
             _refuse(entry, named, known, problems)
             continue
@@ -176,12 +178,12 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item], problems
 def _require_parts(bound: Sequence[Bound], problems: Problems) -> None:
     """Require that several bindings of one statement are parts of it, each with its own name."""
     parts: dict[str, Position] = {}
-    for one in bound:
-        part, what = one.entry.part, one.entry.record.what
+    for binding in bound:
+        part, what = binding.entry.part, binding.entry.record.what
         if len(bound) > 1 and not part:
             message = "is bound more than once: give each binding a part, or remove one"
-            problems.error(one.entry.position, f"{what}: {message}")
+            problems.error(binding.entry.position, f"{what}: {message}")
         elif part in parts:
             message = f"part {part!r} stands at {parts[part]} too; rename one"
-            problems.error(one.entry.record.place("part"), f"{what}: {message}")
-        parts.setdefault(part, one.entry.position)
+            problems.error(binding.entry.record.place("part"), f"{what}: {message}")
+        parts.setdefault(part, binding.entry.position)

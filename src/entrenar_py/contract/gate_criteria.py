@@ -41,7 +41,7 @@ class Demands:
 
 def read(text: str, names: Names) -> Demands:
     """Return what the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
-    prefixes = {_prefix(one) for one in names.ids} - {""}
+    prefixes = {_prefix(clause_id) for clause_id in names.ids} - {""}
     found: dict[str, None] = {}
     unresolved = []
     given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
@@ -52,12 +52,16 @@ def read(text: str, names: Names) -> Demands:
         found.update(dict.fromkeys(ids))
         if not ids:
             unresolved.append(given)
-    severities = {one for told in _ALL_OF.findall(text) for one in _SEVERITY.findall(told.upper())}
+    severities = {
+        severity for told in _ALL_OF.findall(text) for severity in _SEVERITY.findall(told.upper())
+    }
     is_all = _ALL_CLAUSES.search(text) is not None
     clauses = names.clauses.values()
-    found.update(dict.fromkeys(one.id for one in clauses if is_all or one.severity in severities))
+    found.update(
+        dict.fromkeys(clause.id for clause in clauses if is_all or clause.severity in severities)
+    )
     if _ALL_TESTS.search(text):
-        found.update(dict.fromkeys(one for ids in names.tests.values() for one in ids))
+        found.update(dict.fromkeys(clause_id for ids in names.tests.values() for clause_id in ids))
         unresolved += [test for test, ids in names.tests.items() if not ids]
     if _KANI.search(text):
         unresolved.append("Kani harnesses (pass_criteria)")

@@ -38,7 +38,7 @@ class Names:
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
         """Return the clauses that `test` attacks, or those that it was bound as."""
-        return [one for name in (test.id, test.target) for one in self.of_id(name)]
+        return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
         """Return the clause with an id, or the parts that a statement with it is bound in."""

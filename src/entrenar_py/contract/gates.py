@@ -81,7 +81,7 @@ def demands(contract: Contract) -> Demands:
         return Demands()
     names = Names(contract)
     criteria = gate_criteria.read(gate.pass_criteria, names)
-    described = Described([names.clauses[one] for one in criteria.clauses])
+    described = Described([names.clauses[clause_id] for clause_id in criteria.clauses])
     found: dict[str, None] = {}
     unresolved = []
     for name in (*gate.checks, *gate.required_tests):
@@ -92,6 +92,8 @@ def demands(contract: Contract) -> Demands:
     found.update(dict.fromkeys(criteria.clauses))
     if not (gate.checks or gate.required_tests or found):
         clauses = contract.invariants
-        found = dict.fromkeys(one.id for one in clauses if one.severity == "P0" or one.critical)
+        found = dict.fromkeys(
+            clause.id for clause in clauses if clause.severity == "P0" or clause.critical
+        )
     named = (*unresolved, *criteria.unresolved, *gate.other_demands)
     return Demands(clauses=tuple(found), unresolved=tuple(dict.fromkeys(named)))

@@ -57,11 +57,11 @@ def items(
     others; where it has not these either, its tests count.
     """
     own = tuple(clauses)
-    counting = {one.id: one for one in own if one.group == OBLIGATIONS}
+    counting = {clause.id: clause for clause in own if clause.group == OBLIGATIONS}
     return (
-        *(_clause(one) for one in own if one.group != OBLIGATIONS),
-        *(_obligation(one, counts=one.id in counting) for one in obligations),
-        *(_test(one, counts=not own) for one in tests),
+        *(_clause(clause) for clause in own if clause.group != OBLIGATIONS),
+        *(_obligation(obligation, counts=obligation.id in counting) for obligation in obligations),
+        *(_test(test, counts=not own) for test in tests),
         *map(_equation, equations),
     )
 
@@ -69,9 +69,9 @@ def items(
 def of(contract: Contract) -> tuple[Item, ...]:
     """Return every item of a contract that has been loaded, but for the clauses that are bound."""
     clauses = [
-        one
-        for one in contract.invariants
-        if one.binding is None and one.group not in (TESTS, EQUATIONS)
+        clause
+        for clause in contract.invariants
+        if clause.binding is None and clause.group not in (TESTS, EQUATIONS)
     ]
     tests, obligations = contract.falsification_tests, contract.obligations
     return items(clauses, tests, obligations, contract.equations)

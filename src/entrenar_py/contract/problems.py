@@ -116,12 +116,12 @@ class Problems:
         """
         levels = ("error", "warning") if strict else ("error",)
         errors = [
-            Problem(one.at, "error", one.message, one.rule)
-            for one in self._found
-            if one.level in levels
+            Problem(problem.at, "error", problem.message, problem.rule)
+            for problem in self._found
+            if problem.level in levels
         ]
         if errors:
-            raise ContractError(list(dict.fromkeys(one.line for one in sorted(errors))))
+            raise ContractError(list(dict.fromkeys(problem.line for problem in sorted(errors))))
         return self.all
 
     def _notes_on_keys(self) -> list[Problem]:

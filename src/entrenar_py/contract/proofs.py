@@ -117,16 +117,16 @@ def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:
     """Return the obligations as the clauses of a contract that has no others."""
     return tuple(
         Invariant(
-            id=one.id,
-            name=one.property,
-            statement=one.formal or one.property,
-            position=one.position,
+            id=obligation.id,
+            name=obligation.property,
+            statement=obligation.formal or obligation.property,
+            position=obligation.position,
             group=OBLIGATIONS,
-            description=one.property,
-            tolerance=one.tolerance,
-            extra=one.extra,
+            description=obligation.property,
+            tolerance=obligation.tolerance,
+            extra=obligation.extra,
         )
-        for one in stated
+        for obligation in stated
     )
 
 

@@ -215,9 +215,9 @@ class Contract:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The lines `file:line:column: warning: ...`, in the order of the file."""
-        return tuple(one.line for one in self.problems if one.level == "warning")
+        return tuple(problem.line for problem in self.problems if problem.level == "warning")
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The lines `file:line:column: note: ...`, in the order of the file."""
-        return tuple(one.line for one in self.problems if one.level == "note")
+        return tuple(problem.line for problem in self.problems if problem.level == "note")

@@ -101,7 +101,9 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
     nodes += [(name, node) for name in _RULES_ON_IDS for node in entries(root, name, quiet)]
     nodes += [("", gate)] if gate else []
     given = [(block_name, node.fields.get("id")) for block_name, node in nodes]
-    ids = [(name, one.text.strip(), one.at) for name, one in given if isinstance(one, ScalarNode)]
+    ids = [
+        (name, node.text.strip(), node.at) for name, node in given if isinstance(node, ScalarNode)
+    ]
     ids += [("", name, node.at) for name, node in layout.named_invariants(root)]
     first: dict[str, tuple[str, Position]] = {}
     for name, text, here in ids:

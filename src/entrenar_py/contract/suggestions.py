@@ -44,9 +44,9 @@ _COMMON = {
 def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
     """Return the text of a file of bindings for what no check and no binding tries yet."""
     bound = {
-        (one.binding.kind, one.binding.item)
-        for one in contract.invariants
-        if one.binding is not None
+        (clause.binding.kind, clause.binding.item)
+        for clause in contract.invariants
+        if clause.binding is not None
     }
     lines = []
     for item in items.of(contract):
@@ -64,7 +64,7 @@ def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) ->
         return item.clause.check is not None or item.id in {check.id for check in checks}
     targets = {test.id: test.target for test in contract.falsification_tests}
     stated = (OBLIGATIONS, items.TESTS, items.EQUATIONS)
-    own = {one.item for one in contract.invariants if one.group not in stated}
+    own = {clause.item for clause in contract.invariants if clause.group not in stated}
     return item.kind == "test" and targets.get(item.id) in own
 
 

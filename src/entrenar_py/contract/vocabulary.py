@@ -78,13 +78,13 @@ def tell_unbound(
     if not clauses:
         problems.note(start, f"no clause and no proof obligation: nothing is checked ({_PAGE})")
     unbound = [
-        one
-        for one in clauses
-        if one.check is None and one.binding is None and vocabulary.check_of(one) is None
+        clause
+        for clause in clauses
+        if clause.check is None and clause.binding is None and vocabulary.check_of(clause) is None
     ]
     if not unbound:
         return
-    ids = ", ".join(one.id for one in unbound[:_NAMES_MAX])
+    ids = ", ".join(clause.id for clause in unbound[:_NAMES_MAX])
     more = f" and {len(unbound) - _NAMES_MAX} more" if len(unbound) > _NAMES_MAX else ""
     verb = "has" if len(unbound) == 1 else "have"
     noun = "clause" if len(unbound) == 1 else "clauses"

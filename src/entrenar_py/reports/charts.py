@@ -128,7 +128,7 @@ def _round(span: float) -> float:
     """Return the 1, 2 or 5 times a power of ten that `span` holds at most _TICKS times."""
     least = span / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
-    return next(one * power for one in (1, 2, 5, 10) if one * power >= least * (1 - 1e-9))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _step_ticks(low: int, high: int) -> range:

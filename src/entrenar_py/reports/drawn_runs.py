@@ -40,31 +40,35 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
     heading = evidence.describe_scenario(json.loads(curves[0].training))
     yield f"<h3>{escaping.html(evidence.one_line(heading))}</h3>"
     yield '<div class="charts">'
-    if any(one.losses for one in curves):
-        yield chart("Loss", "loss", [_line(curves, one, one.losses, broken) for one in curves])
-    compared = [one for one in curves if one.distances]
-    apart = [one for one in compared if any(value for _, value in one.distances)]
+    if any(curve.losses for curve in curves):
+        yield chart(
+            "Loss", "loss", [_line(curves, curve, curve.losses, broken) for curve in curves]
+        )
+    compared = [curve for curve in curves if curve.distances]
+    apart = [curve for curve in compared if any(value for _, value in curve.distances)]
     if apart:
-        lines = [_line(curves, one, one.distances, broken) for one in apart]
+        lines = [_line(curves, curve, curve.distances, broken) for curve in apart]
         yield chart("Distance from the run with one worker", _unit(apart), lines, log=True)
     yield "</div>"
-    same = [one for one in compared if one not in apart]
+    same = [curve for curve in compared if curve not in apart]
     if same:
-        names = ", ".join(escaping.html(_label(one, broken)) for one in same)
+        names = ", ".join(escaping.html(_label(curve, broken)) for curve in same)
         yield f"<p>At no distance from the run with one worker, at any step: {names}.</p>"
     if not compared:
         yield "<p>None was judged beside a run of the same with one worker.</p>"
 
 
-def _line(curves: Sequence[Curve], one: Curve, points: Points, broken: frozenset[Scenario]) -> Line:
+def _line(
+    curves: Sequence[Curve], curve: Curve, points: Points, broken: frozenset[Scenario]
+) -> Line:
     """Return a line that has the same colour in every chart of these `curves`."""
-    return Line(label=_label(one, broken), points=points, colour=curves.index(one))
+    return Line(label=_label(curve, broken), points=points, colour=curves.index(curve))
 
 
 def _unit(curves: Sequence[Curve]) -> str:
-    if all(one.of_weights for one in curves):
+    if all(curve.of_weights for curve in curves):
         return "max |w − w₁|"
-    if not any(one.of_weights for one in curves):
+    if not any(curve.of_weights for curve in curves):
         return "|loss − loss₁|"
     return "of weights, or else of losses"
 
@@ -87,16 +91,16 @@ def _broken(report: Report) -> frozenset[Scenario]:
 
 
 def _rank(curves: Sequence[Curve], broken: frozenset[Scenario]) -> tuple[int, int, int]:
-    sizes = {one.scenario.world_size for one in curves}
-    steps = max(len(one.losses) for one in curves)
-    return -sum(one.scenario in broken for one in curves), -len(sizes), -steps
+    sizes = {curve.scenario.world_size for curve in curves}
+    steps = max(len(curve.losses) for curve in curves)
+    return -sum(curve.scenario in broken for curve in curves), -len(sizes), -steps
 
 
 def _chosen(curves: Sequence[Curve], broken: frozenset[Scenario]) -> list[Curve]:
     """Return at most LINES_MAX curves: the counterexample, then one for each system and size."""
     first: dict[tuple[str, int], Curve] = {}
-    for one in sorted(curves, key=lambda one: (_disturbed(one), not one.distances)):
-        first.setdefault((one.scenario.system, one.scenario.world_size), one)
+    for curve in sorted(curves, key=lambda known: (_disturbed(known), not known.distances)):
+        first.setdefault((curve.scenario.system, curve.scenario.world_size), curve)
     kept = list(dict.fromkeys([*(o for o in curves if o.scenario in broken), *first.values()]))
     return sorted(kept[:LINES_MAX], key=lambda one: (one.scenario.world_size, one.scenario.system))
 

@@ -37,9 +37,11 @@ def dump(report: Report) -> dict[str, Any]:
         "counts": report.counts,
         "num_compared": report.num_compared,
         "num_traces": report.num_traces,
-        "not_applying": [one.invariant.id for one in report.not_applying],
-        "why_not_applying": {one.invariant.id: one.reason for one in report.not_applying},
-        "excluded": [_excluded(one) for one in report.excluded],
+        "not_applying": [skipped.invariant.id for skipped in report.not_applying],
+        "why_not_applying": {
+            skipped.invariant.id: skipped.reason for skipped in report.not_applying
+        },
+        "excluded": [_excluded(exclusion) for exclusion in report.excluded],
         "configuration": _configuration(report.configuration),
         "gate": _gate(report),
         "results": [_result(report, entry) for entry in report.entries],
@@ -66,25 +68,25 @@ def _contract(contract: Contract) -> dict[str, Any]:
     }
 
 
-def _excluded(one: Excluded) -> dict[str, Any]:
+def _excluded(exclusion: Excluded) -> dict[str, Any]:
     return {
-        "id": one.invariant.id,
-        "name": one.invariant.name,
-        "severity": one.invariant.severity,
-        "reason": one.reason,
-        "until": one.until.isoformat(),
-        "place": one.place,
+        "id": exclusion.invariant.id,
+        "name": exclusion.invariant.name,
+        "severity": exclusion.invariant.severity,
+        "reason": exclusion.reason,
+        "until": exclusion.until.isoformat(),
+        "place": exclusion.place,
     }
 
 
-def _configuration(one: Configuration | None) -> dict[str, Any] | None:
-    if one is None:
+def _configuration(configuration: Configuration | None) -> dict[str, Any] | None:
+    if configuration is None:
         return None
     return {
-        "place": one.place,
-        "used": one.used,
-        "overruled": one.overruled,
-        "command": one.command,
+        "place": configuration.place,
+        "used": configuration.used,
+        "overruled": configuration.overruled,
+        "command": configuration.command,
     }
 
 

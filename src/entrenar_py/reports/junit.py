@@ -73,12 +73,12 @@ def _add_properties(suite: Element, report: Report) -> None:
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
     """Return the clauses left out, all at once; then each with its reason."""
-    ids = [one.invariant.id for one in report.not_applying]
+    ids = [skipped.invariant.id for skipped in report.not_applying]
     if ids:
         yield "not_applying", " ".join(ids)
-    for one in report.not_applying:
-        clause = one.invariant
-        yield evidence.one_line(f"not_applying {clause.id} {clause.name}"), one.reason
+    for skipped in report.not_applying:
+        clause = skipped.invariant
+        yield evidence.one_line(f"not_applying {clause.id} {clause.name}"), skipped.reason
 
 
 def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -> Element:

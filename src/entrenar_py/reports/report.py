@@ -136,10 +136,10 @@ class Report:
         a line for each reason.
         """
         clauses: dict[str, list[str]] = {}
-        for one in self.not_applying:
-            named = f"{one.invariant.id} ({one.invariant.name})"
-            clauses.setdefault(one.reason, []).append(named)
-        excluded = (f"excluded: {one.named} {one.why}" for one in self.excluded)
+        for skipped in self.not_applying:
+            named = f"{skipped.invariant.id} ({skipped.invariant.name})"
+            clauses.setdefault(skipped.reason, []).append(named)
+        excluded = (f"excluded: {exclusion.named} {exclusion.why}" for exclusion in self.excluded)
         applied = (f"not applied: {', '.join(ids)}: {why}" for why, ids in clauses.items())
         return (*excluded, *applied)
 
@@ -217,8 +217,8 @@ class Report:
         if self.contract.gate is None or self.gate_passed:
             return ""
         if self.gate_broken:
-            return ", ".join(f"{one.invariant.id} {one.verdict}" for one in self.gate_broken)
-        excluded = {one.invariant.id: " (excluded)" for one in self.excluded}
+            return ", ".join(f"{entry.invariant.id} {entry.verdict}" for entry in self.gate_broken)
+        excluded = {exclusion.invariant.id: " (excluded)" for exclusion in self.excluded}
         left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
         undecided = ", ".join(self.gate_unresolved)
         parts = (
@@ -235,9 +235,9 @@ class Report:
         A run of some of the clauses leaves the gate aside: then it is empty too. A clause that the
         configuration excludes makes no such run of the others.
         """
-        seen = {one.invariant.id for one in self.entries}
-        seen |= {one.invariant.id for one in self.not_applying}
-        seen |= {one.invariant.id for one in self.excluded}
+        seen = {entry.invariant.id for entry in self.entries}
+        seen |= {skipped.invariant.id for skipped in self.not_applying}
+        seen |= {exclusion.invariant.id for exclusion in self.excluded}
         whole = all(clause.id in seen for clause in self.contract.invariants)
         if not self.entries or not whole or self.gate_broken or not self.gate_unresolved:
             return ""

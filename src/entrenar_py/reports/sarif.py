@@ -75,8 +75,8 @@ def _driver(report: Report) -> dict[str, Any]:
 def _clauses(report: Report) -> list[Invariant]:
     """Return the clauses with an entry, then those that are excluded or do not apply."""
     clauses = [entry.invariant for entry in report.entries]
-    clauses += [one.invariant for one in report.excluded]
-    return clauses + [one.invariant for one in report.not_applying]
+    clauses += [exclusion.invariant for exclusion in report.excluded]
+    return clauses + [skipped.invariant for skipped in report.not_applying]
 
 
 def _rule(clause: Invariant) -> dict[str, Any]:
@@ -121,8 +121,10 @@ def _notes(report: Report) -> Iterator[dict[str, Any]]:
     notes = [evidence.note_lines(entry) for entry in report.entries]
     for excluded in report.excluded:
         notes.append([evidence.one_line(f"{excluded.named} excluded {excluded.why}")])
-    for one in report.not_applying:
-        line = f"{one.invariant.id} ({one.invariant.name}) was not applied: {one.reason}"
+    for skipped in report.not_applying:
+        line = (
+            f"{skipped.invariant.id} ({skipped.invariant.name}) was not applied: {skipped.reason}"
+        )
         notes.append([evidence.one_line(line)])
     for number, (clause, lines) in enumerate(zip(_clauses(report), notes, strict=True)):
         rule = {"id": escaping.exact(clause.id), "index": number}

@@ -43,7 +43,7 @@ def verdicts(validation: Validation) -> Iterator[str]:
         facts.append(counted(count(judged.findings, Level.WARNING), "warning"))
         infos = count(judged.findings, Level.INFO)
         facts += [counted(infos, "note")] if infos else []
-        aside = sum(not one.counts for one in judged.findings)
+        aside = sum(not finding.counts for finding in judged.findings)
         facts += [f"{aside} suppressed"] if aside else []
         yield escaping.line(f"{judged.path.name}: {word}, {', '.join(facts)}")
     if validation.stale:
@@ -79,7 +79,7 @@ def _contract(judged: Judged) -> dict[str, Any]:
         "digest": None if loaded is None else loaded.digest,
         "judged_as": judged.kind or None,
         "valid": not counts["error"],
-        "counts": counts | {"suppressed": sum(not one.counts for one in judged.findings)},
+        "counts": counts | {"suppressed": sum(not finding.counts for finding in judged.findings)},
         "findings": [_finding(finding) for finding in judged.findings],
     }
 

@@ -79,7 +79,7 @@ class Validation:
     @property
     def findings(self) -> tuple[RuleFinding, ...]:
         """All of them, contract by contract; the suppressed ones too."""
-        return (*(one for judged in self.contracts for one in judged.findings), *self.stale)
+        return (*(finding for judged in self.contracts for finding in judged.findings), *self.stale)
 
     @property
     def is_valid(self) -> bool:
@@ -89,7 +89,7 @@ class Validation:
 
 def count(findings: Iterable[RuleFinding], level: Level) -> int:
     """Return the number of `findings` that count, at this level."""
-    return sum(one.counts and one.level is level for one in findings)
+    return sum(finding.counts and finding.level is level for finding in findings)
 
 
 def _any_runs(clause: Invariant) -> str:
@@ -122,8 +122,8 @@ def validate(
         levels=policy.levels,
         stale=stale(
             policy.suppressions,
-            [one for contract in judged for one in contract.findings],
-            paths={str(one.path): bool(one.kind) for one in judged},
+            [finding for contract in judged for finding in contract.findings],
+            paths={str(contract.path): bool(contract.kind) for contract in judged},
             levels=policy.levels,
             today=day,
         ),

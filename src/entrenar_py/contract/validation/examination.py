@@ -40,7 +40,7 @@ def examine(
         at = Position(str(path), 1, 1)
         for line in error.problems:
             problems.error(at, line.removeprefix(f"{at}: error: "))
-    if any(one.level == "error" for one in problems.all):
+    if any(problem.level == "error" for problem in problems.all):
         loaded = None
     for clause in () if loaded is None else loaded.invariants:
         if why := unrunnable(clause):

@@ -54,11 +54,13 @@ def judge(
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
     """Return the findings in one contract, in the file's order; none of a rule that is off."""
-    active = [one for one in suppressions if not one.is_over(today)]
+    active = [suppression for suppression in suppressions if not suppression.is_over(today)]
     path = str(examined.path)
 
     def finding(rule: Rule, breach: Breach) -> RuleFinding:
-        covers = (one for one in active if one.covers(rule.id, path, breach.item))
+        covers = (
+            suppression for suppression in active if suppression.covers(rule.id, path, breach.item)
+        )
         return RuleFinding(
             rule=rule,
             level=levels[rule.id],
@@ -88,21 +90,27 @@ def stale(
     """
     if levels[STALE] is Level.OFF:
         return ()
-    used = {id(one.suppressed) for one in findings}
+    used = {id(finding.suppressed) for finding in findings}
     told = []
-    for one in suppressions:
-        if levels[one.rule] is Level.OFF or not any(map(one.covers_file, paths)):
+    for suppression in suppressions:
+        if levels[suppression.rule] is Level.OFF or not any(map(suppression.covers_file, paths)):
             continue
-        if one.is_over(today):
-            why = f"ended with {one.until}, so its findings count again; correct them"
-        elif id(one) not in used and all(paths[path] for path in paths if one.covers_file(path)):
+        if suppression.is_over(today):
+            why = f"ended with {suppression.until}, so its findings count again; correct them"
+        elif id(suppression) not in used and all(
+            paths[path] for path in paths if suppression.covers_file(path)
+        ):
             why = "suppresses nothing; remove it"
         else:
             continue
-        message = f"the suppression of {one} ({one.reason}) {why}"
+        message = f"the suppression of {suppression} ({suppression.reason}) {why}"
         told.append(
             RuleFinding(
-                rule=BY_ID[STALE], level=levels[STALE], at=one.at, item=one.source, message=message
+                rule=BY_ID[STALE],
+                level=levels[STALE],
+                at=suppression.at,
+                item=suppression.source,
+                message=message,
             )
         )
     return tuple(told)
@@ -115,11 +123,18 @@ def _of_reader(
 
     What makes the contract unreadable stays said, unless a rule says it as loudly.
     """
-    said = {_what(one) for one in by_rules}
-    said_loudly = {_what(one) for one in by_rules if one.level is Level.ERROR and one.counts}
-    for one in problems:
-        if (one.rule, one.at.line) not in (said_loudly if one.level == "error" else said):
-            yield BY_ID[_READER[one.level]], Breach(at=one.at, item="", message=one.message)
+    said = {_what(finding) for finding in by_rules}
+    said_loudly = {
+        _what(finding) for finding in by_rules if finding.level is Level.ERROR and finding.counts
+    }
+    for problem in problems:
+        if (problem.rule, problem.at.line) not in (
+            said_loudly if problem.level == "error" else said
+        ):
+            yield (
+                BY_ID[_READER[problem.level]],
+                Breach(at=problem.at, item="", message=problem.message),
+            )
 
 
 def _what(finding: RuleFinding) -> tuple[str, int]:
