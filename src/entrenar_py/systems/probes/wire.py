@@ -14,7 +14,7 @@ from blake3 import blake3
 from entrenar_py import trace
 from entrenar_py.protocol import effects, frames, handshake, headers, messages
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.frames import CHUNK_BYTES, Decoder, Encoder, Received
+from entrenar_py.protocol.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received
 from entrenar_py.protocol.messages import Challenge, Heartbeat, Hello, Message, TreeNode
 from entrenar_py.protocol.terms import Run, Terms, Timing
 from entrenar_py.scenario import Scenario
@@ -66,7 +66,8 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
         if message.carries:
             yield message, ODD_FLOATS
             for num_bytes in (CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 5):
-                yield message, (ODD_FLOATS * (num_bytes // 4))[:num_bytes]
+                repeats = num_bytes // len(ODD_FLOATS) + 1
+                yield message, (ODD_FLOATS * repeats)[:num_bytes]
 
 
 def _carried(message: Message, payload: bytes, most: int, rng: random.Random) -> trace.Carried:
@@ -81,13 +82,13 @@ def _carried(message: Message, payload: bytes, most: int, rng: random.Random) ->
         payload_bytes=len(payload),
         pieces=len(pieces),
         sent=_digest(message, payload),
-        got=_digest(got[0].message, bytes(got[0].payload)) if got else None,
+        got=_digest(got[0].message, got[0].payload) if got else None,
         allocated_bytes=allocated_bytes,
     )
 
 
-def _digest(message: Message, payload: bytes) -> str:
-    return str(blake3(headers.dump(message) + b"\n" + payload).hexdigest(16))
+def _digest(message: Message, payload: Buffer) -> str:
+    return str(blake3(headers.dump(message) + b"\n").update(payload).hexdigest(16))
 
 
 def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
