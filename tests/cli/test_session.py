@@ -214,7 +214,9 @@ def test_names_of_mutants_are_judged_where_they_are_installed(
     extra = "  - {id: F-DP-003, invariant: finite, mutants: [nan-to-nun]}\n"
     path = contract_file(tmp_path, extra=extra)
     assert check("--contract", path, "--validate") == 2
-    assert "'nan-to-nun' is no planted bug; did you mean 'nan-to-num'?" in capsys.readouterr().err
+    assert (
+        "'nan-to-nun' is not a planted bug; did you mean 'nan-to-num'?" in capsys.readouterr().err
+    )
 
     def missing() -> NoReturn:
         raise UsageError("the falsification folder was not installed")

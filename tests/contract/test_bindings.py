@@ -190,7 +190,9 @@ def test_what_is_wrong_is_said_where_it_stands(tmp_path: Path) -> None:
 def test_a_file_of_bindings_is_for_one_contract_and_says_that_it_is_one(tmp_path: Path) -> None:
     """The contract's name is checked; a registry of functions is refused, and so is a contract."""
     found = _errors(tmp_path, OF_TEST, head=HEAD.replace("c.yaml", "d.yaml"))
-    assert found == ["2:11: error: bindings: contract is 'c' here; given is 'd'"]
+    assert found == [
+        "2:11: error: bindings: contract='d': the file was read for 'c'; correct the name"
+    ]
     (error,) = _errors(tmp_path, OF_TEST, head="version: 1\ncontract: c\nbindings:\n")
     assert "no entrenar_bindings: 1, so that this is no file of bindings of ours" in error
     with pytest.raises(ContractError, match="these are bindings, and no contract: give them with"):

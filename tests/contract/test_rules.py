@@ -44,7 +44,7 @@ def test_every_error_comes_out_at_once() -> None:
         ("15:16:", "given is '1/3'"),
         ("16:15:", "critical is true or false; given is 'perhaps'"),
         ("17:12:", "check 'replica_identiy' is unknown; did you mean 'replica_identity'?"),
-        ("18:15:", "mutants: 'ddp-bypas' is no planted bug; did you mean 'ddp-bypass'"),
+        ("18:15:", "mutants: 'ddp-bypas' is not a planted bug; did you mean 'ddp-bypass'"),
         ("19:17:", "world_size=0: use a whole number >= 1"),
         ("22:5:", "key 'name' stands twice, on lines 21 and 22"),
         ("23:9:", "id 'X-1' stands twice, on lines 12 and 23"),

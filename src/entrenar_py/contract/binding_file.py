@@ -90,7 +90,7 @@ def read(path: Path, problems: Problems) -> BindingFile | None:
     name = file.filled("contract")
     entries = tuple(_entries(file, problems))
     if not file.maps("bindings"):
-        problems.error(file.place("bindings"), "bindings: there are none; write one down")
+        problems.error(file.place("bindings"), "bindings: the list is empty; add a binding")
     return BindingFile(
         path=path, contract=stem(name), contract_at=file.place("contract"), entries=entries
     )
@@ -138,7 +138,9 @@ def _entries(file: Record, problems: Problems) -> Iterator[Entry]:
         value = node.fields[kind]
         name = " ".join(value.text.split()) if isinstance(value, ScalarNode) else ""
         if not name:
-            problems.error(value.at, f"binding: {kind} is one text: its id or name")
+            problems.error(
+                value.at, f"binding: {kind} takes one text, the id or the name of the {kind}"
+            )
             continue
         yield _entry(kind, name, _record(node, f"binding of {name}", problems), problems)
 
@@ -165,7 +167,7 @@ def _entry(kind: str, name: str, record: Record, problems: Problems) -> Entry:
         record.filled("reason")
     for key in _TRIED if not_tried and not check else ():
         if key in record.node.fields:
-            message = f"{key} means nothing beside not_tried; remove it"
+            message = f"{key} has no effect with not_tried; remove it"
             problems.error(record.node.keys[key], f"{record.what}: {message}")
     statement = record.text("statement")
     if statement and not _is_digest(statement):
@@ -199,7 +201,7 @@ def _scenarios(record: Record, problems: Problems) -> tuple[Mapping[str, Any], .
     if not isinstance(options, MapNode):
         problems.error(options.at, f"{record.what}: options is a mapping")
     elif not scenarios:
-        message = "options are those of its scenarios, and it has none; write scenarios"
+        message = "options are added to its scenarios, and it has none; add scenarios"
         problems.error(options.at, f"{record.what}: {message}")
     else:
         for scenario in scenarios:

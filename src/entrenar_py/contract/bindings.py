@@ -107,7 +107,7 @@ def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
     if file.contract in ("", wanted):
         return True
     given = escaping.shortened(file.contract, chars_max=80)
-    message = f"bindings: contract is {wanted!r} here; given is {given!r}"
+    message = f"bindings: contract={given!r}: the file was read for {wanted!r}; correct the name"
     problems.error(file.contract_at, message)
     return False
 
@@ -167,7 +167,7 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item], problems
     at = entry.record.place(entry.kind)
     if named:
         ids = ", ".join(item.id for item in named)
-        problems.error(at, f"{entry.record.what}: so are called {ids}; use one of these")
+        problems.error(at, f"{entry.record.what}: the name stands for {ids}; use one of these")
         return
     names = [name for item in known if item.kind == entry.kind for name in item.names]
     none = f"the contract has no {entry.kind}"

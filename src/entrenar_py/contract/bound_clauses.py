@@ -108,9 +108,9 @@ def _check_tolerance(
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)
-        message = f"check {check.name} judges by {honoured}, not by {entry.tolerance_kind}"
+        message = f"check {check.name} has no tolerance_kind {entry.tolerance_kind}; use {honoured}"
         problems.error(entry.record.place("tolerance_kind"), f"{entry.record.what}: {message}")
     if clause.tolerance is not None and clause.tolerance_kind is None and len(kinds) > 1:
-        message = f"tolerance {clause.tolerance:g} is of which kind? add tolerance_kind: "
+        message = f"tolerance {clause.tolerance:g} has no tolerance_kind; add "
         at = entry.record.place("tolerance")
         problems.error(at, f"{entry.record.what}: {message}{' or '.join(kinds)}")

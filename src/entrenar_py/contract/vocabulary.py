@@ -101,16 +101,16 @@ def _check_tolerance(
     kind, honoured = clause.tolerance_kind, " or ".join(check.tolerance_kinds)
     if kind is not None and kind not in check.tolerance_kinds:
         key = "tolerance" if record.present("tolerance_kind") is None else "tolerance_kind"
-        message = f"check {check.name} knows no tolerance_kind {kind!r}; it judges by {honoured}"
+        message = f"check {check.name} has no tolerance_kind {kind!r}; use {honoured}"
         problems.warn(record.place(key), f"{record.what}: {message}")
     elif clause.tolerance and not check.takes_tolerance:
-        message = f"tolerance {clause.tolerance:g} is not looked at: check {check.name}"
+        message = f"tolerance {clause.tolerance:g} has no effect: check {check.name}"
         problems.warn(
             record.place("tolerance"),
             f"{record.what}: {message} judges by {honoured} and allows no difference; use 0",
         )
     elif clause.tolerance is not None and kind is None and _needs_kind(check):
-        message = f"tolerance {clause.tolerance:g} is not looked at: of which kind is it?"
+        message = f"tolerance {clause.tolerance:g} has no effect without a kind;"
         problems.warn(
             record.place("tolerance"),
             f"{record.what}: {message} add tolerance_kind: {honoured}",
@@ -129,4 +129,4 @@ def _check_mutants(record: Record, planted: Collection[str] | None, problems: Pr
         name = item.text.strip()
         if name not in planted:
             hint = problems.hint(name, planted, otherwise="docs/kill-matrix.md has the list")
-            problems.error(item.at, f"{record.what}: mutants: {name!r} is no planted bug{hint}")
+            problems.error(item.at, f"{record.what}: mutants: {name!r} is not a planted bug{hint}")
