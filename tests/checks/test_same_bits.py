@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.checks.needs import COUNTS
 from entrenar_py.faults import Fault
 from entrenar_py.harness import companions
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Attempt, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario, without
@@ -137,6 +137,15 @@ def test_without_the_promise_nothing_is_said() -> None:
     finding = traces.judge("worker_count", runs)
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "promises rounding, not bits" in finding.reason
+
+
+def test_the_devices_that_served_are_named() -> None:
+    """A service's scenario says cpu, whatever its workers compute on."""
+    run = traces.run(scenario(world_size=2))
+    served = Attempt(backend="wgpu", served=True, device="a GPU")
+    ledger = replace(run, promises=(), events=(served, *run.events))
+    finding = traces.judge("worker_count", [ledger])
+    assert finding.reason.startswith("reference on wgpu promises rounding")
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -11,7 +11,7 @@ from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import COUNTS, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Shard, Trace
+from entrenar_py.trace import Attempt, Shard, Trace
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -21,9 +21,10 @@ def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
         if "bitwise" not in trace.promises:
-            scenario = trace.scenario
+            served = {one.backend for one in trace.of(Attempt) if one.served}
+            names = ", ".join(sorted(served) or trace.scenario.backends)
             tally.miss(
-                f"{scenario.system} on {', '.join(scenario.backends)} promises rounding, not bits: "
+                f"{trace.scenario.system} on {names} promises rounding, not bits: "
                 'if it does give the same bits, record its trace with promises=("bitwise",)'
             )
     compare_worker_counts(tally, runs.own)
