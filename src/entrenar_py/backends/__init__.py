@@ -1,4 +1,4 @@
-"""Where arithmetic runs: `cpu`, `cuda` and `wgpu` behind one interface.
+"""The backends that arithmetic runs on: `cpu`, `cuda` and `wgpu` behind one interface.
 
 Tensors are float32 on the CPU on both sides of the interface; a backend moves them itself.
 """
@@ -35,10 +35,10 @@ class Backend(Protocol):
     def unit_roundoff(self) -> float: ...
 
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """What computes the loss and the gradients of `workload` at `tensors`, which the caller
-        changes between steps, but for the frozen ones.
+        """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        Whoever steps: BackendUnavailable, in the device library's words, when the device fails.
+        The caller changes `tensors` between steps, but for the frozen ones. The function raises
+        BackendUnavailable, in the device library's words, when the device fails.
         """
         ...
 
@@ -86,7 +86,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def open_backend(name: str) -> Backend:
-    """The backend called `name`; never another one.
+    """Open the backend called `name`, and never another one.
 
     Raises UsageError for an unknown name, BackendUnavailable (in the device library's own words)
     when it is not there or does not start.
@@ -98,7 +98,7 @@ def open_backend(name: str) -> Backend:
 
 
 def kind_of(name: str) -> str:
-    """The kind of backend that `name` names: `wgpu` for `wgpu` and `wgpu:1`.
+    """Return the kind of backend that `name` selects: `wgpu` for `wgpu` and `wgpu:1`.
 
     Raises UsageError for a name that can't be one.
     """
@@ -110,6 +110,6 @@ def kind_of(name: str) -> str:
 
 
 def allowed(kinds: Iterable[str]) -> str:
-    """How the backends of `kinds` can be named, for a message."""
+    """Return the names that select a backend of `kinds`, for a message."""
     indexed = [f"{kind}:N" for kind in kinds if kind in INDEXED]
     return ", ".join([*kinds, *indexed])

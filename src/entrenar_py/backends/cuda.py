@@ -46,7 +46,7 @@ class CudaBackend:
 
     @property
     def place(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of its tensors."""
         return torch.device("cuda", self.index)
 
     @contextmanager

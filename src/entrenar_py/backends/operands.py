@@ -1,4 +1,4 @@
-"""What every backend accepts as the operands of a product."""
+"""The check that every backend makes of the operands of a product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a float32 matrix product may lie from the exact one, and how far this one does.
+"""The error of a float32 matrix product, and the largest one that rounding explains.
 
 The bound is derived in docs/numerics.md.
 """

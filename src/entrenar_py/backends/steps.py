@@ -1,4 +1,4 @@
-"""What a backend and a workload must know of each other, so that the one can step the other."""
+"""The interface between a backend and the workload whose steps it computes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Spec(Protocol):
 
 
 class Model(Protocol):
-    """What a backend must know of a workload (`training.workload.Workload` says more)."""
+    """The part of a workload that a backend uses (`training.workload.Workload` says more)."""
 
     @property
     def specs(self) -> Sequence[Spec]: ...
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """What the samples `ids` bring to the loss, on the CPU."""
+        """Return the tensors of the samples `ids`, on the CPU."""
         ...
 
     def loss_of(

@@ -1,4 +1,4 @@
-"""What the canonical all-reduce can be promised for; the rest is refused before training starts."""
+"""Admission to the canonical all-reduce: what it can't promise is refused before training."""
 
 from __future__ import annotations
 

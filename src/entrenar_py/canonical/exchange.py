@@ -1,4 +1,4 @@
-"""What ranks do with a buffer so that all of them hold the tree's sum of theirs.
+"""The exchange after which all ranks hold the tree's sum of their buffers.
 
 `all_reduce` is the algorithm, readable and blocking: it is what runs on CPUs, and the reference for
 `pipeline.py`, which does the same on GPUs without ever waiting.

@@ -21,7 +21,7 @@ class Counter:
         self._levels: list[Gradients] = []
 
     def push(self, node: Gradients) -> None:
-        """Takes the next micro-batch's gradients: from here on the counter's, who adds to them."""
+        """Take over the next micro-batch's gradients; the counter adds to them in place."""
         for level, older in enumerate(self._levels):
             if not older:
                 self._levels[level] = node
@@ -31,20 +31,20 @@ class Counter:
         self._levels.append(node)
 
     def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Adds to the last micro-batch's `gradients` of `parameters` all that waits for them."""
+        """Add all that waits to the last micro-batch's `gradients`, shaped as `parameters`."""
         parameters = list(parameters)
         for waiting in self._levels:
             add(gradients, [waiting.pop(one) for one in parameters])
 
     def clear(self) -> None:
-        """Drops what waits."""
+        """Drop what waits."""
         self._levels.clear()
 
 
 def take(parameters: Iterable[Tensor]) -> Gradients:
-    """The `.grad` of `parameters`, taken from them, so that the next is its own micro-batch's.
+    """Take the `.grad` of `parameters` from them, so that the next one is its own micro-batch's.
 
-    What has none is left out.
+    A parameter without one is left out.
     """
     taken = {}
     for one in parameters:

@@ -15,7 +15,7 @@ _ELEMENTS = 1024  # of one program, a row: eight or sixteen bytes a thread
 
 
 def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
-    """Puts `scale` times the tree's sum of `rows` [num_rows, n] into `out` [n], both contiguous.
+    """Put `scale` times the tree's sum of `rows` [num_rows, n] into `out` [n], both contiguous.
 
     `num_rows` is a power of two. Runs on the current stream; the host does not wait.
     """
@@ -55,7 +55,7 @@ def _node(rows, columns, inside, stride, FIRST: tl.constexpr, SPAN: tl.constexpr
 
 
 def add_tree_of_put(put: Tensor, *, mine: Tensor, rank: int, scale: float, sums: Tensor) -> None:
-    """Puts the scaled tree's sum into `mine` and into `sums`, [n] each.
+    """Put the scaled tree's sum into `mine` and into `sums`, [n] each.
 
     The row of `rank` is `mine`; those of the other ranks are the heads of the rows of `put`, uint8
     [num_ranks, row_bytes]. All are aligned to 16 bytes.

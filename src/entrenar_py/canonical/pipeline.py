@@ -59,7 +59,7 @@ class Pipeline:
         self._slots = deque(_Slot.open(piece_bytes, device) for _ in range(_NUM_SLOTS))
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
-        """What `buffer` becomes; it may be touched again once the future was waited for.
+        """Start the sum of `buffer` over all ranks, in place; wait before you touch it again.
 
         Every piece is as long on all ranks: all make the same calls, in the same order.
         """

@@ -26,7 +26,7 @@ PIECE_BYTES = 128 << 20
 
 
 class Reducer:
-    """What `canonical_all_reduce` gives back; see there.
+    """The result of `canonical_all_reduce`; see there.
 
     `shards` are the global indices of this rank's micro-batches, in order. What is random in one
     must be drawn from (seed, step, `shard`), or it depends on the world size.

@@ -45,7 +45,7 @@ def require_deterministic() -> None:
 
 
 def switches() -> dict[str, object]:
-    """What is set in this process that decides between kernels; cheap enough for every step."""
+    """Return this process's settings that decide between kernels; cheap enough for every step."""
     backends: Any = torch.backends  # half of it has no types
     cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
     return {
@@ -71,7 +71,7 @@ def switches() -> dict[str, object]:
 
 
 def surroundings(device: torch.device) -> dict[str, object]:
-    """What else decides between kernels, and stays as it is while a process lives."""
+    """Return what else decides between kernels, and is fixed while a process lives."""
     found: dict[str, object] = {
         "torch.__version__": str(torch.__version__),
         "torch.version.cuda": torch.version.cuda,
@@ -102,8 +102,9 @@ def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
 
 
 def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` have GPUs of one host, each reached by every other: the same
-    answer on all.
+    """Return whether all ranks of `group` have GPUs of one host, each reached by every other.
+
+    All ranks get the same answer.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return False

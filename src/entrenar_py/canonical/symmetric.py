@@ -38,7 +38,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is done for a piece of a buffer: pairs (to, from) that are copied, and what is added."""
+    """The work for a piece of a buffer: pairs (to, from) that are copied, and what is added."""
 
     puts: list[tuple[Tensor, Tensor]]
     takes: list[tuple[Tensor, Tensor]]
@@ -49,9 +49,11 @@ class _Piece:
 
 @dataclass
 class _Plan:
-    """What is done for a bucket, and in which call it was last. The first time it is started piece
-    by piece, the second time recorded, and from then on the recording is started: that is one thing
-    for the host to do instead of fifty, and a small bucket takes no longer than that.
+    """The work for a bucket, and the call in which it was done last.
+
+    The first time it is started piece by piece, the second time recorded, and from then on the
+    recording is started: that is one thing for the host to do instead of fifty, and a small bucket
+    takes no longer than that.
     """
 
     pieces: list[_Piece]
@@ -90,7 +92,7 @@ class Symmetric:
         self._calls = 0
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
-        """What `buffer` becomes; it may be touched again once the future was waited for."""
+        """Start the sum of `buffer` over all ranks, in place; wait before you touch it again."""
         self._copying.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copying):
             plan = self._plan(buffer)
@@ -106,7 +108,7 @@ class Symmetric:
         return future
 
     def _recorded(self, pieces: Sequence[_Piece]) -> torch.cuda.CUDAGraph:
-        """What `_start` would start, in one. Other threads go on as if nothing were recorded."""
+        """Record what `_start` would start. Other threads go on as if nothing were recorded."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -157,7 +159,7 @@ class Symmetric:
         )
 
     def _plan(self, buffer: Tensor) -> _Plan:
-        """What to do for `buffer`, in slots that follow on those of the call before."""
+        """Return the work for `buffer`, in slots that follow those of the call before."""
         self._calls += 1
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:

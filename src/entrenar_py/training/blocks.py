@@ -45,19 +45,19 @@ class Blocks:
         self._num_elements = num_elements
 
     def part(self, block: int) -> slice:
-        """Where `block` lies in the vector."""
+        """Return the place of `block` in the vector."""
         return slice(
             block * self._num_elements // self.count, (block + 1) * self._num_elements // self.count
         )
 
     def num_bytes(self, block: int) -> int:
-        """How long `block` is on its way."""
+        """Return the length of `block` on its way."""
         part = range(self._num_elements)[self.part(block)]
         return 4 * len(part)
 
     @property
     def num_bytes_max(self) -> int:
-        """How long the longest one is."""
+        """The length of the longest block."""
         return 4 * -(-self._num_elements // self.count)
 
     def order(self) -> range:
@@ -109,7 +109,7 @@ class Sums:
             self._whole.setdefault(block, []).extend(nodes)
 
     def forget(self, rank: int) -> None:
-        """What `rank` has begun to deliver will never be whole."""
+        """Forget the blocks that `rank` began to deliver, which will never be whole."""
         self._open.pop(rank, None)
 
     def clear(self) -> None:

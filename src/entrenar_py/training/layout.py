@@ -1,4 +1,4 @@
-"""Where each tensor lies in the flat vector that is reduced.
+"""The place of each tensor in the flat vector that is reduced.
 
 The vector holds the gradients of the trainable tensors in manifest order, then the statistics of
 the buffers, so that both travel along the same tree.

@@ -29,7 +29,7 @@ STATE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Which optimizer, and its constants. `decayed` is 1 where weight decay applies."""
+    """The kind of an optimizer, and its constants. `decayed` is 1 where weight decay applies."""
 
     kind: str
     weight_decay: float
@@ -37,7 +37,7 @@ class Rule:
 
 
 def initial_state(kind: str, num_trainable: int) -> State:
-    """Zeroed state for optimizer `kind`."""
+    """Return zeroed state for optimizer `kind`: float32 [num_trainable] each."""
     shapes = initial_shapes(kind, num_trainable)
     return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
@@ -48,17 +48,17 @@ def initial_shapes(kind: str, num_trainable: int) -> dict[str, tuple[int]]:
 
 
 def mean(total: Vector, weight: float) -> Vector:
-    """`total` divided once by `weight` (samples or tokens), a new vector."""
+    """Return `total` / `weight` (samples or tokens), a new vector: float32 [num_trainable]."""
     return total / np.float32(weight)
 
 
 def norm_l2(gradient: Vector) -> float:
-    """The L2 norm, accumulated in float64."""
+    """Return the L2 norm of float32 [num_trainable], accumulated in float64."""
     return math.sqrt(np.square(gradient, dtype=np.float64).sum())
 
 
 def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
-    """`gradient` scaled so that its norm is at most `clip_norm`; itself when it is already.
+    """Return float32 [num_trainable] with a norm of at most `clip_norm`; itself if it is already.
 
     The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
     """
@@ -68,7 +68,7 @@ def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
 
 
 def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
-    """One step of `rule` in place on `weights` and `state`; `gradient` is left alone.
+    """Take one step of `rule`, in place on `weights` and `state`, float32 [num_trainable] each.
 
     What overflows becomes inf or NaN in silence, as in torch: who steps looks at the weights.
     """

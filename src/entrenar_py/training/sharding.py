@@ -1,4 +1,4 @@
-"""Which samples a step sees, how they fall into logical shards, and who computes which.
+"""The samples of a step, the logical shards they fall into, and the worker of each shard.
 
 Nothing here knows how many workers there are except `runs`: the batch and its shards are functions
 of the data set, the epoch's order and the position alone.

@@ -21,7 +21,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a training stands between two steps: the next sample, and the schedule's step."""
+    """The position of a training between two steps: the next sample, and the schedule's step."""
 
     position: sharding.Position
     schedule_step: int
@@ -31,7 +31,7 @@ _PROGRESS = struct.Struct("<3Q")
 
 
 def num_bytes(specs: Sequence[TensorSpec], kind: str) -> int:
-    """How many bytes `dump` gives for tensors of `specs` and an optimizer of `kind`."""
+    """Return the size in bytes of a `dump` of tensors of `specs` and an optimizer of `kind`."""
     return _PROGRESS.size + 4 * sum(prod(shape) for _, shape in _parts(specs, kind))
 
 
@@ -56,7 +56,7 @@ def dump(
 
 
 def progress_of(data: Buffer) -> Progress:
-    """Where the training stands whose state is `data`, at its beginning."""
+    """Return the position at the beginning of `data`, a training's state."""
     epoch, offset, schedule_step = _PROGRESS.unpack_from(data)
     return Progress(position=sharding.Position(epoch, offset), schedule_step=schedule_step)
 

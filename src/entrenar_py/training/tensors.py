@@ -1,4 +1,4 @@
-"""What a workload says about its tensors."""
+"""The types in which a workload describes its tensors."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ class Workload(Protocol):
         ...
 
     def weight(self, ids: Sequence[int]) -> int:
-        """What `ids` count in the mean: samples, or target tokens of a language model."""
+        """Return the weight of `ids` in the mean: samples, or a language model's target tokens."""
         ...
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """What the samples `ids` bring to the loss, on the CPU; shapes depend on their number."""
+        """Return the tensors of the samples `ids`, on the CPU; shapes depend on their number."""
         ...
 
     def loss_of(

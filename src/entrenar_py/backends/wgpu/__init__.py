@@ -45,7 +45,7 @@ class WgpuBackend:
         return self._device.software
 
     def lost(self) -> bool:
-        """Whether the device is gone: whoever opens it again gets a new one."""
+        """Return whether the device is gone; opening the backend again gives a new one."""
         return self._device.lost()
 
     @property

@@ -1,4 +1,4 @@
-"""Which WebGPU adapters this machine has, in the order in which `wgpu:0`, `wgpu:1` name them."""
+"""The WebGPU adapters of this machine, in the order in which `wgpu:0`, `wgpu:1` name them."""
 
 from __future__ import annotations
 

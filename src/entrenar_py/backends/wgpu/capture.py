@@ -63,7 +63,7 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
 
 
 def operations(graph: GraphModule) -> Counter[str]:
-    """How often each kind of operation is in the graph: `aten.mm.default`, ..."""
+    """Count each kind of operation in the graph: `aten.mm.default`, ..."""
     return Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
 
 
@@ -155,7 +155,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._given[view.untyped_storage()._cdata] = view
 
     def _is_given(self, one: object) -> bool:
-        """Whether that is memory of an input, or of a tensor from elsewhere."""
+        """Return whether `one` is memory of an input, or of a tensor from elsewhere."""
         return isinstance(one, Tensor) and (
             not isinstance(one, FakeTensor) or one.untyped_storage()._cdata in self._given
         )

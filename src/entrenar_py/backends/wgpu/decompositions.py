@@ -1,4 +1,4 @@
-"""What torch's operations are made of, down to those that a graph may hold.
+"""Decompositions of torch's operations into those that a graph may hold.
 
 Beside torch's own core decompositions: what those keep whole and a device needn't know.
 """
@@ -113,7 +113,7 @@ def _embedding_dense_backward(
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What was written over all of `x`: nothing of it is left."""
+    """Return `source` as it is after it was written over all of `x`."""
     source = source.to(x.dtype)
     return _ATEN.alias.default(source) if source.shape == x.shape else source.expand(x.shape)
 

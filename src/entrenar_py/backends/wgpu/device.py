@@ -97,7 +97,7 @@ def open_device(index: int) -> Device:
 
 
 def limits_of(handle: Any) -> Limits:
-    """What kernels must keep to on a wgpu.GPUDevice."""
+    """Return the limits that kernels keep to on a wgpu.GPUDevice."""
     limits = handle.limits
     return Limits(
         binding_bytes_max=limits["max-storage-buffer-binding-size"],

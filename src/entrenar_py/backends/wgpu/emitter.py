@@ -27,7 +27,7 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory it takes."""
+        """The memory that it takes."""
         return self.size * ELEMENT_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Where an element lies: sums of multiples of loop variables, simplified as views are stacked.
+"""Positions of elements: sums of multiples of loop variables, simplified as views are stacked.
 
 An index is `constant + sum(coefficient * atom)`. An atom is a loop variable, a value that a kernel
 has read (an embedding's row), or a quotient or remainder of another index that no rule simplifies.
@@ -106,7 +106,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def place(indices: Sequence[Index], strides: Sequence[int], offset: int = 0) -> Index:
-    """Where the element `indices` of a strided tensor lies."""
+    """Return the position of the element `indices` of a strided tensor."""
     total = Index(offset)
     for index, stride in zip(indices, strides, strict=True):
         total += index * stride

@@ -1,4 +1,4 @@
-"""What WGSL lacks or defines too loosely: functions that kernels call by name, and literals.
+"""Functions that WGSL lacks or defines too loosely, which kernels call by name; and literals.
 
 A literal may be neither infinite nor NaN, and what is not written out may be folded by a compiler
 that takes both for impossible: such numbers come from bits that it can't see through.

@@ -157,7 +157,7 @@ def _choose(
 
 
 def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) -> tuple[Index, str]:
-    """Which of `size` places, `step` apart from `start` on, `index` is; and whether it is one."""
+    """Return which of `size` places, `step` apart from `start` on, `index` is, and if it is one."""
     shifted = index + Index(-start)
     low, high = shifted.bounds
     if step == 1 and low >= 0 and high < size:

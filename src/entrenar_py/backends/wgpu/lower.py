@@ -193,7 +193,7 @@ def _hashable(argument: Any) -> Any:
 
 
 def _uses(graph: GraphModule) -> dict[Node, int]:
-    """How many operations need each node, those that need a view of it among them."""
+    """Count the operations that need each node, or a view of it."""
     uses: dict[Node, int] = {}
     for node in reversed(graph.graph.nodes):
         uses[node] = 1 if node.op == "output" else 0

@@ -1,4 +1,4 @@
-"""What a node of a captured graph says about itself: its operation, shape, type and line."""
+"""The operation, shape, type and source line of a node of a captured graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory each buffer of a schedule has, and when it is free for another one.
+"""The memory of each buffer of a schedule, and when it is free for another one.
 
 Everything given to a run lies in one block. What a dispatch writes never shares memory with what
 it reads: a binding may not be read and written in one dispatch.
@@ -42,7 +42,7 @@ def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
 
 
 def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in one block pieces of these sizes begin, and the size of the block, in bytes."""
+    """Return the offsets in one block of pieces of these sizes, and the block's size, in bytes."""
     starts, total = [], 0
     for size in sizes:
         starts.append(total)

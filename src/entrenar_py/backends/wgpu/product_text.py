@@ -90,7 +90,7 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _place(product: Product, tiling: Tiling, workgroups: tuple[int, int, int]) -> Iterator[str]:
-    """Which tile this workgroup makes, and which part of it this thread.
+    """Write the choice of this workgroup's tile, and of this thread's part of it.
 
     Tiles are walked in columns of RASTER rows, so that workgroups that run together read few
     different rows and columns.

@@ -118,7 +118,7 @@ class Program:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What `dispatches` are made of, in their order."""
+        """The steps that `dispatches` are made of, in their order."""
         return self._plan.steps
 
     @property

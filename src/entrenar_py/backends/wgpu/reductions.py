@@ -122,7 +122,7 @@ def cumulative_sum(schedule: Schedule, value: Value, dim: int) -> Value:
 def arg_extreme(
     schedule: Schedule, value: Value, name: str, dim: int | None, *, keepdim: bool
 ) -> Value:
-    """Where the first largest (`amax`) or smallest (`amin`) element along `dim` stands."""
+    """Return the index of the first largest (`amax`) or smallest (`amin`) element along `dim`."""
     own = value if dim is not None else views.reshape(schedule, value, [value.size])
     dim = 0 if dim is None else dim % max(1, len(own.shape))
     schedule.realise(own)

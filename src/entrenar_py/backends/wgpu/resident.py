@@ -92,9 +92,9 @@ class ResidentStep:
         return self._graph(key, batch, masks), [*self._inputs(batch, masks), *self._resident()]
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
-        """What `drop` multiplies by, in the order in which the model asks; empty if by nothing.
+        """Return dropout's masks, in the order in which the model asks for them.
 
-        What it makes of ones is its mask.
+        A mask is what `drop` makes of ones.
         """
         if num_samples not in self._ones:
             self._ones[num_samples] = [torch.ones(shape) for shape in self._places(batch)]
@@ -116,11 +116,11 @@ class ResidentStep:
         return found
 
     def _inputs(self, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-        """What goes to the device for each step."""
+        """Return the tensors that are uploaded for each step."""
         return [*(self._tensors[name] for name in self._moving), *batch, *masks]
 
     def _resident(self) -> list[Tensor]:
-        """What goes there once."""
+        """Return the tensors that are uploaded once."""
         return [self._tensors[name] for name in self._frozen]
 
     def _compile(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Program:

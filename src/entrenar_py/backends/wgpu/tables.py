@@ -1,4 +1,4 @@
-"""What a graph computes from no input (positions, masks, sines) is computed once, on the host.
+"""Values that depend on no input (positions, masks, sines), computed once, on the host.
 
 It is the same in every step, and a device's own sine may be off by 2^-11.
 """

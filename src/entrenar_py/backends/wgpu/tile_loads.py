@@ -105,7 +105,7 @@ def is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
 
 
 def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator[str]:
-    """Where each of a thread's loads begins in its buffer (in loads), and where it goes."""
+    """Write where each of a thread's loads begins in its buffer (in loads), and its place."""
     name, width = side.name, side.width
     outer_width, k_width = (1, width) if side.along_k else (width, 1)
     across = (side.tile_k if side.along_k else side.tile) // width

@@ -13,7 +13,7 @@ PADDING = 4  # floats after each row of a tile, so that transposed writes meet d
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an adapter takes: bytes, invocations of a workgroup, workgroups of a dimension.
+    """The limits of an adapter: bytes, invocations of a workgroup, workgroups of a dimension.
 
     `component_writes`: invocations may write to different components of one vector. WGSL lets such
     a write be one of the whole vector, and with Metal and Direct3D it is.
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where a matrix lies in its buffer, in elements.
+    """The place of a matrix in its buffer, in elements.
 
     Element (i, j) of batch (b0, b1, ...) is at offset + b0 * batch[0] + ... + i * row + j * column.
     A stride of 0 repeats; none is negative.
@@ -65,7 +65,7 @@ class Product:
         return prod(self.batch)
 
     def num_elements(self, layout: Layout, rows: int, columns: int) -> int:
-        """How many elements a buffer must have to hold this operand."""
+        """Return the number of elements that a buffer needs to hold this operand."""
         steps = [(size - 1) * step for size, step in zip(self.batch, layout.batch, strict=True)]
         last = (rows - 1) * layout.row + (columns - 1) * layout.column
         return layout.offset + sum(steps) + last + 1
@@ -73,7 +73,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a product is cut: a workgroup makes m x n elements of c, a thread thread_m x thread_n.
+    """A cut of a product: a workgroup makes m x n elements of c, a thread thread_m x thread_n.
 
     `k` is the depth of the tiles of a and b in workgroup memory; with `double` there are two
     copies of them, in turns. `split` groups of threads share each depth and are added up in a tree

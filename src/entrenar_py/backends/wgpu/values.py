@@ -29,7 +29,7 @@ FEW_ROWS, LONG_ROW = 64, 4096
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies, strides and offset in elements."""
+    """The memory of a tensor, strides and offset in elements."""
 
     buffer: Buffer
     strides: tuple[int, ...]
@@ -128,7 +128,7 @@ class Schedule:
         return value
 
     def strided(self, value: Value) -> Stored:
-        """Where `value` lies with any strides; a view of a recipe has that stored, not itself."""
+        """Store `value` with any strides; for a view of a recipe, the recipe is stored."""
         if value.stored is None and value.view is not None:
             base, again = value.view
             if base.size <= value.size:
@@ -141,7 +141,7 @@ class Schedule:
         return value.stored
 
     def contiguous(self, value: Value) -> Stored:
-        """Where `value` lies in C order, from any offset on."""
+        """Store `value` in C order, from any offset on."""
         stored = self.strided(value)
         if is_contiguous(value.shape, stored.strides):
             return stored

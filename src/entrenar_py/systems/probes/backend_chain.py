@@ -122,7 +122,7 @@ class Saboteur:
         return result
 
     def _strikes(self, name: str, kind: str) -> bool:
-        """Whether the fault of backend `name` is of this kind; recorded if so."""
+        """Return whether the fault of backend `name` is of this kind; recorded if so."""
         fault = self._faults.get(name)
         if fault is None or fault.kind != kind:
             return False

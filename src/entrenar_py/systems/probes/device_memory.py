@@ -1,4 +1,4 @@
-"""What a worker takes of a device's own memory: of a GPU's through torch, or of an adapter's."""
+"""The device memory that a worker takes: of a GPU through torch, or of an adapter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Work = Callable[[Backend], None]
 
 
 def measure(name: str, *, before: Work, work: Work) -> Measured:
-    """What `work` takes of the memory of backend `name`, after `before`.
+    """Measure the memory of backend `name` that `work` takes, after `before`.
 
     Raises BackendUnavailable when the backend can't be opened or fails.
     """

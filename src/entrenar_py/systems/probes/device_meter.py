@@ -1,4 +1,4 @@
-"""What is asked of a device, counted where wgpu-py is called, and what the CPU computes meanwhile.
+"""A meter of calls to wgpu-py, and of what the CPU computes meanwhile.
 
 A backend that counts itself may be wrong about itself.
 """
@@ -25,7 +25,7 @@ from entrenar_py.scenario import Scenario
 
 @dataclass
 class Meter:
-    """What has been seen so far. `on_host` are operations that computed on the CPU."""
+    """Counts of what was seen so far. `on_host` are operations that computed on the CPU."""
 
     submissions: int = 0
     read_backs: int = 0
@@ -40,7 +40,7 @@ class Meter:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """What torch computes inside is not the step's."""
+        """Leave out what torch computes inside: it is not the step's."""
         self._resting += 1
         try:
             yield

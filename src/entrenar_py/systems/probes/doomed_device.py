@@ -16,7 +16,7 @@ Struck = Callable[[], None]
 
 
 def has_adapter(backend: Backend) -> bool:
-    """Whether `backend` computes on a WebGPU adapter, whatever its name."""
+    """Return whether `backend` computes on a WebGPU adapter, whatever its name."""
     from entrenar_py.backends.wgpu import WgpuBackend
 
     return isinstance(backend, WgpuBackend)

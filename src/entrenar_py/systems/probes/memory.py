@@ -269,7 +269,7 @@ def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
 
 
 def work(scenario: Scenario, rank: int, backend: Backend) -> None:
-    """What worker `rank` does in every step: its run of shards, its tree nodes, an optimizer step.
+    """Do the work of worker `rank` in every step: shards, tree nodes, an optimizer step.
 
     The other workers' nodes never come, so it steps on its own first node: other numbers, the same
     memory. Every step sees the first batch.
@@ -289,7 +289,7 @@ def work(scenario: Scenario, rank: int, backend: Backend) -> None:
 def _share(
     scenario: Scenario, rank: int, replica: engine.Engine, step: int, ids: sharding.Ids
 ) -> list[reduction.Node]:
-    """What worker `rank` sends in `step`."""
+    """Return what worker `rank` sends in `step`."""
     shards = sharding.cut(ids, scenario.num_shards)
 
     def leaf(shard: int) -> reduction.Node:

@@ -159,7 +159,7 @@ CASES: dict[str, Case] = {
 
 
 def operands(case: Case, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
-    """What `case` is tried on, float32: usual numbers, then large ones in long rows."""
+    """Return the operands of `case`, float32: usual numbers, then large ones in long rows."""
     long = (ROWS, COLUMNS) if case.rows_only else (3, LONG)
     return [
         tuple(_numbers(case, shape, size, generator) for _ in range(case.num_operands))
@@ -168,8 +168,10 @@ def operands(case: Case, generator: torch.Generator) -> list[tuple[Tensor, ...]]
 
 
 def results(case: Case, usual: tuple[Tensor, ...], large: tuple[Tensor, ...]) -> list[Tensor]:
-    """What `case` makes of its operands, and of views of the usual ones where any size will do:
-    transposed, and with an offset and gaps."""
+    """Return the results of `case` on its operands, and on views of the usual ones.
+
+    Where any size will do, the views are transposed ones, and ones with an offset and gaps.
+    """
     found = [case.operation(*usual), case.operation(*large)]
     if not case.rows_only:
         found.append(case.operation(*(one.t() for one in usual)))

@@ -44,7 +44,9 @@ class Request:
 
 
 def request(options: Mapping[str, Any]) -> Request:
-    """What `options` ask for; one 64 x 64 x 64 product in [-1, 1] if they say nothing.
+    """Return the products that `options` ask for.
+
+    If they say nothing it is one of 64 x 64 x 64, with operands in [-1, 1].
 
     Raises UsageError for values a float32 product can't have.
     """
@@ -112,7 +114,7 @@ def _draw(
 
 
 def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> trace.Product:
-    """What the trace keeps of `result`, which `backend` gave for the operands `pair`.
+    """Return the trace's record of `result`, which `backend` gave for the operands `pair`.
 
     `error_f64` and `bound` belong to `element`, the one that uses up most of what rounding allows
     it; `error_cpu` is the largest over all elements, nan if one is not finite. All three are nan,

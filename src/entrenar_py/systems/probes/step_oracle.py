@@ -1,4 +1,4 @@
-"""What a step of training gives in float64, and what rounding explains of a float32 one."""
+"""A step of training in float64, and how much of a float32 step's error rounding explains."""
 
 from __future__ import annotations
 

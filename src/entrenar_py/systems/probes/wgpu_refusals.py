@@ -1,4 +1,4 @@
-"""What a wgpu adapter has no kernel for, or no element of: whether it is refused, and how."""
+"""Refusals of a wgpu adapter: operations without a kernel, and tensors without an element."""
 
 from __future__ import annotations
 

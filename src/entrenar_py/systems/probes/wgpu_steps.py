@@ -90,7 +90,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def sizes_of(scenario: Scenario) -> list[int]:
-    """How many samples its steps are of: the first number twice, with other samples, too.
+    """Return the numbers of samples of its steps: the first twice, with other samples, too.
 
     Raises UsageError for what the data set has not enough samples for.
     """
@@ -156,7 +156,7 @@ class Bench:
         self._made: dict[tuple[int, int], int] = {}  # (replica, number of samples) -> steps
 
     def step(self, number: int, call: Call) -> Iterator[trace.Event]:
-        """What call `number` of the run asked of the device, and what came out of it."""
+        """Yield what call `number` of the run asked of the device, and what came out of it."""
         replica = self._replicas[call.replica]
         self._set_weights(replica, call)
         ids = range(call.first, call.first + call.num_samples)

@@ -1,8 +1,10 @@
-"""How far a float32 device may be from exact arithmetic, for every output of a captured graph.
+"""Bounds on the error of a float32 device, for every output of a captured graph.
 
-Walks the graph with three numbers an element: what float64 makes of it, and the smallest and the
-largest float32 that a conforming device may hold (`intervals`, `bound_rules`). Comparisons within
-their operands' errors are undecided, and what follows from them has both outcomes in its interval.
+The graph is walked with three numbers an element: its value in float64, and the smallest and the
+largest float32 that a conforming device may hold. `intervals` has the arithmetic of such pairs,
+`rules` one rule for each operation, `accuracies` what WGSL says of each function, `sensitivity` a
+first-order bound for whole steps, where intervals grow too wide. A comparison whose operands
+overlap is undecided; a value that depends on it has both outcomes in its interval.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
 def agrees(
     outputs: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
 ) -> list[Agreement]:
-    """What a device computed, output by output, against what it may have computed."""
+    """Compare each output of a device with its bounds."""
     bounded = bound(graph, inputs)
     assert len(bounded) == len(outputs), "as many outputs as the graph has"
     return [

@@ -1,4 +1,4 @@
-"""What each kind of operation does to intervals: its accuracy on a device that conforms to WGSL.
+"""The accuracy of each function on a device that conforms to WGSL, as a rule for intervals.
 
 Accuracies are those of the WGSL specification, section "Floating Point Accuracy" (table "Accuracy
 of concrete floating point operations" and the one of built-in functions); u = 2^-23 >= 1 ULP. Where
@@ -48,7 +48,7 @@ def _log_error(x: Tensor) -> Tensor:
 
 
 def _sigmoid_error(x: Tensor) -> Tensor:
-    """Of 1 / (1 + e) with e = exp(-x), or e / (1 + e) with e = exp(x): exp, add, divide.
+    """The error of 1 / (1 + e) with e = exp(-x), or e / (1 + e) with e = exp(x): exp, add, divide.
 
     A relative error of e counts by the factor sigmoid(-x) in both.
     """
@@ -56,7 +56,7 @@ def _sigmoid_error(x: Tensor) -> Tensor:
 
 
 def _tanh_error(x: Tensor) -> Tensor:
-    """Of 1 - 2 / (exp(2x) + 1), or (1 - e) / (1 + e) with e = exp(-2|x|); absolute.
+    """The absolute error of 1 - 2 / (exp(2x) + 1), or (1 - e) / (1 + e) with e = exp(-2|x|).
 
     WGSL's own tanh may be off by 1e-5, and is NaN for large x on some drivers.
     """

@@ -1,4 +1,4 @@
-"""Which float32 values a device may hold where exact arithmetic holds one: an interval an element.
+"""Intervals of the float32 values that a device may hold where exact arithmetic has one value.
 
 An operation on intervals gives one that holds the result of every conforming device, whichever way
 it rounds, in whatever order it adds, whether or not it contracts `a * b + c` or flushes subnormals.
@@ -37,7 +37,7 @@ class Interval:
 
     @property
     def decided(self) -> Tensor:
-        """Where there is one value only."""
+        """Return where an interval holds one value only, bool."""
         return self.low == self.high
 
 
@@ -66,7 +66,7 @@ class Bounded:
 
 
 def exactly(x: Tensor) -> Interval:
-    """What every device holds, but for subnormals."""
+    """Return `x` itself; a subnormal number may be zero."""
     return flush(Interval(x, x))
 
 
@@ -127,7 +127,7 @@ def flush(given: Interval) -> Interval:
 
 
 def _known(low: Tensor, high: Tensor) -> Interval:
-    """Where an end is no number, nothing is known."""
+    """Make an interval unknown where an end is NaN."""
     unknown = low.isnan() | high.isnan()
     return Interval(
         torch.where(unknown, -torch.inf, low),
@@ -167,7 +167,7 @@ def multiply(a: Interval, b: Interval) -> Interval:
 
 
 def square(a: Interval) -> Interval:
-    """Of one and the same number: never negative."""
+    """Multiply a number by itself; the result is never negative."""
     low, high = hull(a.low * a.low, a.high * a.high)
     return rounded(torch.where((a.low <= 0) & (a.high >= 0), 0.0, low), high)
 
@@ -213,7 +213,7 @@ def sum_over(a: Interval, dims: Sequence[int], *, keepdim: bool) -> Interval:
 
 
 def matmul(a: Interval, b: Interval) -> Interval:
-    """Of [..., m, k] and [..., k, n], in any order of summation (Higham, eq. 3.5)."""
+    """Multiply [..., m, k] and [..., k, n], in any order of summation (Higham, eq. 3.5)."""
     middle_a, radius_a = _middle(a)
     middle_b, radius_b = _middle(b)
     middle = middle_a @ middle_b

@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 
 
 def is_exact(one: Bounded) -> bool:
-    """Whether that is whole numbers or truth values that rounding has not touched."""
+    """Return whether `one` is whole numbers or truth values that rounding has not touched."""
     return not one.value.is_floating_point() and bool((one.low == one.high).all())
 
 
@@ -223,7 +223,7 @@ def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Where the largest or the smallest element stands: anywhere, unless all are known."""
+    """The index of an extreme element: any index, unless all elements are known."""
     value = evaluate(target, args, kwargs, lambda one: one.value)
     if bool(args[0].interval.decided.all()):
         return Interval(value, value)

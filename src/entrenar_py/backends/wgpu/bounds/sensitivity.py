@@ -1,4 +1,4 @@
-"""How far the gradients of a whole training step may be from exact ones, to first order.
+"""First-order bounds on the error of a whole training step's gradients.
 
 Intervals (`bounds`) hold for every element and every kink, but they forget that errors cancel what
 they came from: after some layers they hold nothing. Here each operation's own error is weighed by
@@ -49,7 +49,7 @@ class Deviation:
 def deviations(
     outputs: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
 ) -> list[Deviation]:
-    """What a device computed, output by output, against the largest error to first order.
+    """Compare each output of a device with its largest error to first order.
 
     The L1 norm of an output's error is its product with the error's own signs s. To first order
     the error of s . output is the sum, over all operations, of what the operation itself is off
@@ -87,7 +87,7 @@ def _deviation(index: int, got: Tensor, exact: Tensor, walk: _Local) -> Deviatio
 
 
 def _explained(exact: Tensor, weights: Tensor, walk: _Local) -> float:
-    """How far weights . exact may be off, by what every operation may be off by."""
+    """Return the largest error of weights . exact: each operation's error times its effect."""
     if not exact.requires_grad:
         return 0.0
     effects = torch.autograd.grad(
