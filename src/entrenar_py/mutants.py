@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def benign(self) -> bool:
-        """Whether this variant is right, and no check may alarm."""
+        """Return whether this variant is right, and no check may alarm."""
         return not self.invariants
 
     def subject(self) -> Scenario:

@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What to run.
+    """One run, as it is asked for.
 
     A global batch of `batch_size` samples is cut into `num_shards` logical shards; a worker owns a
     contiguous run of shards and computes each in `accumulation` micro-batches. `num_samples` is
@@ -46,9 +46,9 @@ class Scenario:
     runs of one scenario apart; nothing in a run depends on it. `detail="values"` records tensors
     beside their digests.
     `backends` are the workers' in turn; `auto` is the first of the fallback chain that serves when
-    the run starts. `options` belong to the system (the shape of a matrix product, say); those of a
-    trainer of one's own say how it differs: `drop_last: true`, that it drops what does not fill a
-    batch. What a system can't do is refused by `systems.require_possible`.
+    the run starts. `options` belong to the system (the shape of a matrix product, say); what a run
+    was, beyond what was asked, is in its trace's traits. What a system can't do is refused by
+    `systems.require_possible`.
 
     Raises UsageError when a value is out of range.
     """

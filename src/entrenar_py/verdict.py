@@ -15,7 +15,7 @@ from entrenar_py.scenario import Scenario
 
 
 class Verdict(StrEnum):
-    """What is known of an invariant after the evidence."""
+    """The standing of an invariant after the evidence."""
 
     HELD = "held"
     INCONCLUSIVE = "inconclusive"

@@ -88,7 +88,7 @@ def undecided(trace: Trace) -> list[Audit]:
 
 
 def _is_undecided(audit: Audit) -> bool:
-    """Whether nobody was named, and copies differ, or did when the others were still there."""
+    """Return whether no rank was named though copies differ, or did while the others were there."""
     one_word = len(set(audit.ranks)) == 1 and set(audit.ranks).issubset(audit.disputed)
     return audit.culprit is None and (one_word or len(set(audit.alike)) > 1)
 

@@ -1,4 +1,4 @@
-"""How one kind of clause is decided: a row of the table of checks."""
+"""A row of the table of checks: how one kind of clause is decided."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.verdict import Finding
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """How one kind of clause is decided; `decides` says what, in a line.
+    """A row of the table: how one kind of clause is decided. `decides` says what, in a line.
 
     `plan` gives the scenarios of a clause that brings none. `needs` are the runs that it judges one
     beside. `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds`

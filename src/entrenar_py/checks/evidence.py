@@ -1,4 +1,4 @@
-"""What several judges read from traces: steps, groups of comparable runs, first differences."""
+"""Readings of traces that several judges share: steps, usable runs, first differences."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
 
 
 def has_values(tensors: Tensors) -> bool:
-    """Whether more than the digest of some tensor was recorded."""
+    """Return whether more than the digest of some tensor was recorded."""
     return any(record.data is not None for record in tensors.values())
 
 

@@ -108,7 +108,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
-    """What of a halt's step was not recorded that may have been its cause; empty if all was."""
+    """Return what was not recorded of a halt's step, and may have been its cause; or nothing."""
     shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"
@@ -120,7 +120,7 @@ def _unknown_at(trace: Trace, halt: Halt) -> str:
 
 
 def _is_finite(shard: Shard) -> bool:
-    """Whether loss and gradient are finite; a flag that says so counts where they are unknown."""
+    """Return whether loss and gradient are finite; where unknown, whether the shard says so."""
     known = evidence.non_finite(shard.gradient) is None
     return shard.finite and known and math.isfinite(shard.loss_sum or 0.0)
 
@@ -150,7 +150,7 @@ def _named_by(halt: Halt, culprits: Sequence[Shard | Injected]) -> Shard | Injec
 
 
 def _same_place(one: Halt | Injected, other: Shard | Injected) -> bool:
-    """Whether the two are of one step, and of one rank and shard as far as both are named."""
+    """Return whether both are of one step, and of one rank and shard where both name them."""
     pairs = ((one.rank, other.rank), (one.shard, other.shard))
     return one.step == other.step and all(None in pair or pair[0] == pair[1] for pair in pairs)
 

@@ -1,4 +1,4 @@
-"""Who took part when, and what a resume undid; judges nothing.
+"""The ranks that took part in each step, and what a resume undid; judges nothing.
 
 The events of a trace are taken to be in the order of time.
 """

@@ -1,4 +1,4 @@
-"""What the scenario of a run of somebody's own trainer says of a knob that was turned in it."""
+"""A turned knob in the scenario of a run of somebody's own trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pair:
 
     @property
     def words(self) -> run_comparison.Words:
-        """How findings speak of the two."""
+        """Return how findings speak of the two."""
         turned = {self.knob: self.value, **self.beside}
         values = ", ".join(f"{knob}={value}" for knob, value in turned.items())
         return run_comparison.Words(

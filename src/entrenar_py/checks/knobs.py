@@ -94,7 +94,9 @@ def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
 
 
 def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
-    """Whether a step has the same samples in more micro-batches; a step for each is a finding."""
+    """Return whether a step has the same samples in more micro-batches; a step for each is a
+    finding.
+    """
     if _is_normalised_apart(tally, pair, trace):
         return False
     before, after = _micro_batches(model), _micro_batches(trace)

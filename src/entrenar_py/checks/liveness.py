@@ -133,7 +133,8 @@ def _may_rest(
     *,
     moved: bool,
 ) -> bool:
-    """Whether arithmetic explains that `name` rested: gradients too small to show in its weights.
+    """Return whether arithmetic explains that `name` rested: gradients too small to show in its
+    weights.
 
     Gradients of exactly zero explain it too if it `moved` later. If it never did it was cut off, or
     never used: the question stays open, as where values were not recorded, and is missing. Where

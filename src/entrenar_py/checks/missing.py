@@ -1,4 +1,4 @@
-"""What a trace does not reveal, and the reason that says what to record; judges nothing.
+"""Reasons that say what a trace does not reveal, and what to record; judges nothing.
 
 Reasons name events and fields as `entrenar_py.trace` has them; docs/traces.md has them all.
 """
@@ -65,7 +65,7 @@ def recorded(trace: Trace) -> Recorded:
 
 
 def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bool:
-    """Whether the `part` of which `holder` has nothing was not recorded; else it was lost.
+    """Return whether the `part` of which `holder` has nothing was not recorded; else it was lost.
 
     Weights and gradients are never empty. Optimizer state and buffers are where they were lost:
     after a step if the rank recorded them after another, in a start if it did anywhere, in a
@@ -121,7 +121,7 @@ def _unsharded(trace: Trace) -> set[int]:
 
 
 def lacks_samples(shards: Sequence[Shard], by_rank: Mapping[int, Update]) -> bool:
-    """Whether the shards of a step count fewer samples (or tokens) than one of its updates."""
+    """Return whether a step's shards count fewer samples (or tokens) than one of its updates."""
     most = max(update.weight for update in by_rank.values())
     return sum(shard.weight for shard in shards) < most * (1 - 1e-9)
 
@@ -139,7 +139,7 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
 
 
 def unknown_steps(trace: Trace) -> set[int]:
-    """What `require_ids` gives, uncounted."""
+    """Return what `require_ids` gives, uncounted."""
     return _unsharded(trace) | _unnamed(trace)
 
 
@@ -154,7 +154,7 @@ def _unnamed(trace: Trace) -> set[int]:
 
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:
-    """Whether each of `traces` that completed shows a step; one that does not is missing."""
+    """Return whether each of `traces` that completed shows a step; one that does not is missing."""
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):
             ask(tally, "no step was recorded", "an Update for every rank and step")

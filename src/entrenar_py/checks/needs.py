@@ -1,4 +1,4 @@
-"""Which runs a check needs beside the one it judges, and these runs once they are there.
+"""The runs that a check needs beside the one it judges, by name and once they are there.
 
 Judges search for nothing: what runs a command, changes a scenario or reads stored traces says which
 run is which.

@@ -40,12 +40,12 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _is_the_server_s(trace: Trace) -> bool:
-    """Whether there is an optimizer's state, and workers have none of it."""
+    """Return whether there is an optimizer's state, and workers have none of it."""
     return trace.scenario.optimizer != "sgd" and trace.traits.updates == "server"
 
 
 def _parts(trace: Trace) -> tuple[str, ...]:
-    """What a checkpoint shares with those who wrote and load it."""
+    """Return what a checkpoint shares with those who wrote and load it."""
     return tuple(one for one in PARTS if one != "optimizer" or not _is_the_server_s(trace))
 
 

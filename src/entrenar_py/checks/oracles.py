@@ -1,4 +1,4 @@
-"""Which run on a single device a training is compared with; judges nothing.
+"""The run on a single device that a training is compared with; judges nothing.
 
 The independent trainer's, and of somebody's own trainer, which that can't run, its own with one
 worker.

@@ -123,7 +123,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
 def _mean(
     trace: Trace, there: Mapping[int, Update], earlier: int, step: int, start: Start
 ) -> Vectors | None:
-    """What the workers that are there came to in a round, by the weight of their samples in it.
+    """Return what the workers that are there came to in a round, by the weight of their samples in
+    it.
 
     None if some of it was not recorded. What a worker did before it joined is lost.
     """

@@ -68,7 +68,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 
 def _drops_otherwise(trace: Trace) -> bool:
-    """Whether dropout's masks may depend on who is there."""
+    """Return whether dropout's masks may depend on who is there."""
     return trace.scenario.dropout > 0 and not trace.draws_by_shard
 
 

@@ -191,7 +191,9 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _is_whole(tally: Tally, trace: Trace) -> bool:
-    """Whether every rank recorded every step; that it did not is missing. Who was lost may not."""
+    """Return whether every rank recorded every step; that it did not is missing. Who was lost may
+    not.
+    """
     scenario, made = trace.scenario, evidence.updates(trace)
     for step in range(scenario.num_steps):
         lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()

@@ -23,7 +23,7 @@ NOTHING = (
 
 
 def are_in(trace: Trace) -> bool:
-    """Whether the workers of a run step alone, so that replicas differ between times."""
+    """Return whether the workers of a run step alone, so that replicas differ between times."""
     return PROMISE in trace.promises
 
 
@@ -41,7 +41,7 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def rule(scenario: Scenario) -> Outer:
-    """How the workers of `scenario` are brought together, by its options."""
+    """Return how the workers of `scenario` are brought together, by its options."""
     return Outer.of(scenario.options)
 
 
@@ -54,7 +54,7 @@ def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
 
 
 def joiners(trace: Trace) -> list[Start]:
-    """How each worker that joined a run began."""
+    """Return how each worker that joined a run began."""
     return [event for event, joined in _starts(trace) if joined]
 
 

@@ -129,7 +129,7 @@ def compare(
 
 
 def rounded_away(trace: Trace) -> str:
-    """Why its gradients can't be compared within rounding; empty where they can.
+    """Return why its gradients can't be compared within rounding; empty where they can.
 
     What is sent in 16 bits is compared within the roundings of these.
     """

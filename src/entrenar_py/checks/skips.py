@@ -47,7 +47,9 @@ def told(steps: Iterable[int]) -> str:
 
 
 def _same(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
-    """Whether both have the same digests, under the same names; of no weight nothing is known."""
+    """Return whether both have the same digests, under the same names; of no weight nothing is
+    known.
+    """
     return bool(now[0]) and all(map(_alike, before, now))
 
 

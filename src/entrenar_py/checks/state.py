@@ -31,7 +31,8 @@ class Comparison:
         self._gaps.tell(self._tally)
 
     def is_sharded(self, by_rank: ByRank) -> bool:
-        """Whether ranks keep the optimizer state of different tensors (ZeRO-1); says so in a note.
+        """Return whether ranks keep the optimizer state of different tensors (ZeRO-1); says so in a
+        note.
 
         No rank has all of it then. Where one has, the others have lost what they lack.
         """
@@ -106,8 +107,8 @@ class Comparison:
         return found
 
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
-        """Whether somebody must hold some of a part: weights always; after a step also state of an
-        optimizer that has any, if it is the workers', and what was there after other steps.
+        """Return whether somebody must hold some of a part: weights always; after a step also state
+        of an optimizer that has any, if it is the workers', and what was there after other steps.
         """
         if part == "weights":
             return True

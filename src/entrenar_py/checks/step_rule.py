@@ -81,7 +81,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
-    """Why an update can't be recomputed by the rule as it was before, and what to record.
+    """Return why an update can't be recomputed by the rule as it was before, and what to record.
 
     None if that is the norms alone, which `_clipping` asks for.
     """
@@ -231,7 +231,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
-    """Whether a tensor is not known to have rested."""
+    """Return whether a tensor is not known to have rested."""
     known = name in before and name in after
     return not known or before[name].digest != after[name].digest
 

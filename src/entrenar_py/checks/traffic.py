@@ -21,7 +21,7 @@ Bytes = dict[tuple[int | None, str, str], int]
 
 
 def payload_bytes(trace: Trace) -> Bytes:
-    """What the trace says that was sent and got of gradients."""
+    """Return what the trace says that was sent and got of gradients."""
     found: Counter[tuple[int | None, str, str]] = Counter()
     for one in trace.of(Traffic):
         if one.message in BLOCKS:
@@ -36,8 +36,8 @@ def beside_bytes_max(one: Traffic) -> int:
 
 
 def expected_bytes(trace: Trace) -> Bytes | None:
-    """What every rank has to send and to get, and the coordinator; None if the blocks are unknown,
-    or who computed what.
+    """Return what every rank has to send and to get, and the coordinator; None if the blocks are
+    unknown, or who computed what.
 
     Around a ring every block passes N - 1 workers twice, so that the ranks send 2 (N - 1) times the
     vector together, 2 (N - 1) / N each where the blocks can be dealt evenly. In a mesh each rank
@@ -71,7 +71,7 @@ def block_bytes(scenario: Scenario) -> list[int] | None:
 
 
 def num_nodes(shards: set[int], num_shards: int) -> int:
-    """How few nodes of the tree over `num_shards` leaves cover `shards` and nothing else."""
+    """Return how few nodes of the tree over `num_shards` leaves cover `shards` and nothing else."""
     nodes = {(0, shard) for shard in shards}
     level, width = 0, num_shards  # nodes that there are on this level
     while width > 1:
@@ -84,7 +84,7 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 
 
 def _nodes(trace: Trace, step: int) -> list[int] | None:
-    """How many tree nodes each rank has to send in `step`; None if some shard is nobody's."""
+    """Return the number of tree nodes that each rank has to send; None if a shard is no rank's."""
     held: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for one in trace.of(Shard):
         if one.step == step:

@@ -64,7 +64,7 @@ class Rule:
     saved: dict[int, dict[str, Moments]] = field(default_factory=dict)
 
     def follows(self, update: Update) -> bool:
-        """Whether the moments before `update` are known, if the optimizer has any."""
+        """Return whether the moments before `update` are known, if the optimizer has any."""
         followed = self.known and update.step == self.step_made
         return followed or self.scenario.optimizer == "sgd"
 
@@ -176,7 +176,7 @@ def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
 
 
 def _clip_factor(scenario: Scenario, update: Update) -> float | None:
-    """What the recorded gradient was multiplied by; None if that can't be told.
+    """Return what the recorded gradient was multiplied by; None if that can't be told.
 
     Who declares no clipping need not record norms: by what it says the factor is 1.
     """

@@ -35,8 +35,8 @@ def limit(trace: Trace) -> float | None:
 
 
 def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
-    """Whether `mean` is `total` divided by one number, and what is then larger than `limit` cut off
-    there; within `bound` of the norm of all.
+    """Return whether `mean` is `total` divided by one number, and what is then larger than `limit`
+    cut off there; within `bound` of the norm of all.
     """
     terms, applied = (_flat({name: one[name] for name in mean}) for one in (total, mean))
     cut = np.abs(applied) == limit

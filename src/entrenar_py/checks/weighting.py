@@ -172,7 +172,8 @@ def _off(
 def _divisor(
     total: Mapping[str, np.ndarray[Any, Any]], mean: Mapping[str, np.ndarray[Any, Any]]
 ) -> float | None:
-    """What the sums of most tensors were divided by, as far as these point where their means do.
+    """Return what the sums of most tensors were divided by, as far as these point where their means
+    do.
 
     The median over tensors, by the size of their sums and without those that are small: what one
     tensor was divided by instead shows in that tensor alone.

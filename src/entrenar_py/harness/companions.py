@@ -1,4 +1,4 @@
-"""Which scenarios answer a check's needs: the run that is asked for, changed in one respect."""
+"""The scenarios that answer a check's needs: the one that is asked for, changed in one respect."""
 
 from __future__ import annotations
 
@@ -57,11 +57,6 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
     }
     is_oracle = scenario in beside.get(ORACLE, ())
     return Runs(scenario, beside, undropped=None if is_oracle else _undropped(needs, scenario))
-
-
-def all_of(runs: Runs[Scenario]) -> list[Scenario]:
-    """Return all scenarios of `runs`, each once."""
-    return list(dict.fromkeys(runs))
 
 
 def plain(scenario: Scenario, **changes: Any) -> Scenario:

@@ -52,7 +52,7 @@ def save(found: Saved, folder: Path = FOLDER) -> Path:
 
 
 def load(path: Path) -> Saved:
-    """What `save` wrote; TraceError if the file is not that, or was edited since."""
+    """Return what `save` wrote; TraceError if the file is not that, or was edited since."""
     try:
         record = json.loads(files.read(path, bytes_max=BYTES_MAX).decode("utf-8"))
     except OSError as error:

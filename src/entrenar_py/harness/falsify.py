@@ -118,7 +118,7 @@ class _Attempt:
             self._shrink(check, self.broken[0])
 
     def entry(self) -> Entry:
-        """What is known; a counterexample is saved."""
+        """Return what is known; a counterexample is saved."""
         finding, path = self._finding(), None
         if self.broken is not None:
             scenario, shrunk = self.broken

@@ -1,4 +1,4 @@
-"""What will be tried on each clause: decided, and found possible, before anything runs."""
+"""The plan: what is tried on each clause, decided and found possible before anything runs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def require_ids(
 def divide(
     invariants: Iterable[Invariant], plan: Plan
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
-    """What `plan` makes of each clause that applies to the system asked for; and those that do not.
+    """Return what `plan` makes of each clause that applies to the system asked for; and those that
+    do not.
 
     Such is a clause which presupposes what the system does not promise: steps of all workers
     together, or bits that do not depend on their number; and one all of whose scenarios are with a
@@ -138,12 +139,12 @@ def divide(
 
 
 def applies(check: Check, system: str | None) -> bool:
-    """Whether `check` says anything of `system`, by what that says of itself."""
+    """Return whether `check` says anything of `system`, by what that says of itself."""
     return not _lacking(check, system)
 
 
 def _lacking(check: Check, system: str | None) -> str:
-    """What `check` presupposes and `system` does not promise; empty if there is nothing."""
+    """Return what `check` presupposes and `system` does not promise; empty if there is nothing."""
     known = SYSTEMS.get(system or "")
     if known is not None and check.in_step and not known.in_step:
         return f"every step would have to be one of all workers together, and {system} has none"
@@ -167,7 +168,9 @@ def systems_of(scenarios: Iterable[Scenario]) -> str:
 
 
 def is_trainer(system: str) -> bool:
-    """Whether runs of `system` are training runs; a system that is not ours is taken for one."""
+    """Return whether runs of `system` are training runs; a system that is not ours is taken for
+    one.
+    """
     return system in TRAINERS or system not in SYSTEMS
 
 
@@ -233,7 +236,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
 
 
 def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
-    """What of a clause's scenarios is not tried, or not as it is written."""
+    """Yield what of a clause's scenarios is not tried, or not as it is written."""
     if unfit:
         yield f"left out: {counted(len(unfit), 'scenario')} {_why(unfit, plan)}"
     if resized:
@@ -270,7 +273,7 @@ def _place(invariant: Invariant) -> str:
 
 
 def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
-    """What the command line makes of `one`; if that can't be run, its run says so."""
+    """Yield what the command line makes of `one`; if that can't be run, its run says so."""
     one = one.with_(seed=one.seed + plan.seed)
     if one.system not in TRAINERS:
         yield one
@@ -286,7 +289,7 @@ def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
 
 
 def _fits(saved: Scenario, plan: Plan, trainers: Collection[str]) -> bool:
-    """Whether a saved counterexample is of the `trainers`, sizes and devices asked for.
+    """Return whether a saved counterexample is of the `trainers`, sizes and devices asked for.
 
     That of a probe always is, and so is one of a system that is not ours: the latter to be refused.
     """

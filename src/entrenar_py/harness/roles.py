@@ -1,4 +1,4 @@
-"""Which stored run is which: inferred from their scenarios, since nothing says so."""
+"""The roles of stored runs, inferred from their scenarios, since nothing says them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Listener = Callable[[Sequence[trace.Trace]], None]
 
 
 def ignore(traces: Sequence[trace.Trace]) -> None:
-    """Who hears of judgements where nobody wants to."""
+    """Ignore a judgement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Runner:
         return self._known[scenario]
 
     def attempt(self, invariant: Invariant, check: Check, scenario: Scenario) -> Judgement:
-        """What the check finds on `scenario` and the runs it must be judged beside."""
+        """Return what the check finds on `scenario` and the runs it must be judged beside."""
         own = self.run(scenario)
         runs = companions.of(check.needs, scenario).chosen(self.run)
         self._on_judged([own, *(trace for trace in runs if trace is not own)])
@@ -88,7 +88,7 @@ class Runner:
 
 
 def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
-    """What the check finds on `runs`.
+    """Return what the check finds on `runs`.
 
     Inconclusive, with the reason, if it crashes, if it held while the bug that was planted took no
     part, and if it does not apply to one of them.

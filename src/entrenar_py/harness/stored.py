@@ -142,7 +142,7 @@ class _Judged:
 
     @property
     def is_open(self) -> bool:
-        """Whether the finding is inconclusive."""
+        """Return whether the finding is inconclusive."""
         return self.finding.verdict is Verdict.INCONCLUSIVE
 
     @property
@@ -155,7 +155,7 @@ class _Judged:
 def _judge(
     task: Task, check: Check, own: Path, runs: Runs[Path], traces: Mapping[Path, Trace]
 ) -> _Judged:
-    """What the check finds on the trace in the file `own`, which is one of `runs`."""
+    """Return what the check finds on the trace in the file `own`, which is one of `runs`."""
     scenario = traces[own].scenario
     return _Judged(
         files=tuple(dict.fromkeys((own, *runs, *(near.run for near in runs.near.values())))),

@@ -126,7 +126,9 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Whether `system` trains, and `clause` is of any training and has its check for its own."""
+    """Return whether `system` trains, and `clause` is of any training and has its check for its
+    own.
+    """
     check = checks.bind(clause)
     if check is None or check.id != clause.id or system not in plan.TRAINERS:
         return False

@@ -19,17 +19,17 @@ class Row:
 
     @property
     def killed(self) -> bool:
-        """Whether the clause was falsified; a crashed run is inconclusive and kills nothing."""
+        """Return whether the clause was falsified; a crashed run is inconclusive: no kill."""
         return self.finding.verdict is Verdict.FALSIFIED
 
     @property
     def silent(self) -> bool:
-        """Whether the clause held, with something compared."""
+        """Return whether the clause held, with something compared."""
         return self.finding.verdict is Verdict.HELD
 
     @property
     def place_right(self) -> bool:
-        """Whether the counterexample names the planted place, in every field that is known."""
+        """Return whether the counterexample names the planted place, in each known field."""
         found = self.finding.counterexample
         return found is not None and all(
             getattr(found, name) == value for name, value in self.variant.place.items()
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def complaint(self) -> str:
-        """Why a row is not right."""
+        """Return why a row is not right."""
         if self.killed and not self.variant.benign:
             found = self.finding.counterexample
             pointed = "nothing" if found is None else found.place() or found.message
@@ -86,7 +86,9 @@ def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def all_right(rows: Sequence[Row]) -> bool:
-    """Whether there are rows, and every mutant died where it should and nothing benign alarmed."""
+    """Return whether there are rows, and every mutant died where it should and nothing benign
+    alarmed.
+    """
     return bool(rows) and all(row.right for row in rows)
 
 

@@ -12,7 +12,7 @@ from entrenar_py.kill_matrix.rows import Row
 
 
 def mutants(rows: Sequence[Row]) -> Table:
-    """Which clause killed which mutant, and where."""
+    """Return which clause killed which mutant, and where."""
     shown = _table(
         "mutant", "source", "clause", "verdict", "found at", "place", long=("source", "found at")
     )
@@ -48,7 +48,7 @@ def benign(rows: Sequence[Row]) -> Table:
 
 
 def _table(*titles: str, long: Sequence[str]) -> Table:
-    """What is searched for stays in one piece; the `long` columns fold, never cut."""
+    """Return what is searched for stays in one piece; the `long` columns fold, never cut."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in titles:
         shown.add_column(title, no_wrap=title not in long, overflow="fold")

@@ -32,7 +32,7 @@ class Trace:
 
     @property
     def draws_by_shard(self) -> bool:
-        """Whether it promises the same draws for any number of workers."""
+        """Return whether it promises the same draws for any number of workers."""
         return bool({"bitwise", "draws"}.intersection(self.promises))
 
     def of(self, kind: type[E]) -> list[E]:
@@ -54,6 +54,6 @@ class Trace:
 
     @property
     def end(self) -> End:
-        """How the run ended; `failed` when the trace does not say."""
+        """Return how the run ended; `failed` when the trace does not say."""
         ends = self.of(End)
         return ends[-1] if ends else End(status="failed", reason="the trace has no end event")

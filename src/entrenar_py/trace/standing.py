@@ -42,12 +42,12 @@ def _resumes(event: Event) -> bool:
 
 
 def _abandoned(event: Event, step: int) -> bool:
-    """Whether `event` is a shard of a step that nobody was left to make."""
+    """Return whether `event` is a shard of a step that nobody was left to make."""
     return isinstance(event, Shard) and event.step >= step
 
 
 def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
-    """Whether `event` is of one of `ranks`, and later than the state before step `back_to`."""
+    """Return whether `event` is of one of `ranks`, and after the state before step `back_to`."""
     if isinstance(event, Shard | Update | Synchronised):
         return event.rank in ranks and event.step >= back_to
     if isinstance(event, Start | Saved):

@@ -1,4 +1,4 @@
-"""What a run was, beyond what was asked of it: the facts that a judge has to know.
+"""The traits of a run: the facts that a judge has to know, beyond what was asked of it.
 
 Systems declare them, the recorder of somebody's own trainer observes them, and checks read them:
 no check knows a system by its name. What a run promises of its bits stands in `Trace.promises`.
@@ -28,7 +28,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a run was.
+    """The facts of a run that its scenario does not ask for.
 
     Between workers:
 
