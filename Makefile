@@ -4,16 +4,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: verify test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
-# (what probes no trainer has been tried by then); and the wgpu backend against its own, on whatever
-# adapter there is.
-PROBES := F-DP-004,F-WGPU-001,F-HET-001,F-HET-002
+# (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
+# its own contract, on whatever adapter there is. The three run side by side, each report is printed
+# when it is whole, and all are, whatever they say. An older make runs one after the other.
+SIDE_BY_SIDE := $(if $(filter output-sync,$(.FEATURES)),--jobs --output-sync)
 verify: setup
-	$(BIN)/entrenar-check --contract distributed-training-v1.yaml
-	$(BIN)/entrenar-check --contract training-integrity-v1.yaml
+	@echo "three runs of entrenar-check: about a minute on two cores"
+	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu
+
+verify-reference:
+	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --contract training-integrity-v1.yaml
+
+PROBES := F-DP-004,F-WGPU-001,F-HET-001,F-HET-002
+verify-processes:
 	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --system parameter_server --exclude $(PROBES)
+
+verify-wgpu:
 	$(BIN)/entrenar-check --contract wgpu-backend-v1.yaml
 
 # All tests; how long each took is in durations.txt afterwards.
@@ -117,16 +126,28 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"$(PYTHON) is Python {v}: 3.11 or newer is needed; say make PYTHON=/path/to/python3.11")'
 	@echo "setting up .venv (a few minutes on the first run)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[dev,wgpu]'
+	@{ $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off \
+	  --constraint constraints.txt --editable '.[dev,wgpu]' || echo "set-up failed"; } | awk '$(TOLD_BY_PIP)'
 	@touch $@
+
+# How far pip is, a line for each package when its download begins: name, version, size. Warnings and
+# errors are pip's own.
+TOLD_BY_PIP = \
+  /^ *(Downloading|Using cached) .*[.](whl|tar[.]gz) [(]/ \
+    { count = split($$(NF - 2), path, "/"); split(path[count], part, "-"); \
+      printf "  package %d: %s %s %s %s\n", ++number, part[1], part[2], $$(NF - 1), $$NF; fflush() } \
+  /^Installing collected packages:/ { printf "  installing %d packages\n", NF - 3; fflush() } \
+  /^Successfully installed/ { print "  .venv is ready" } \
+  /^set-up failed/ { failed = 1 } END { exit failed }
 
 # wgpu needs a Vulkan driver. Mesa's software driver will do; only root may install it.
 vulkan:
 	@if ls /usr/share/vulkan/icd.d/*.json /etc/vulkan/icd.d/*.json 2>/dev/null | grep -q .; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "installing Mesa's software Vulkan driver (mesa-vulkan-drivers)"; \
-	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install mesa-vulkan-drivers libvulkan1; } >/dev/null 2>&1 \
-	  || echo "mesa-vulkan-drivers could not be installed: what needs a wgpu adapter will be inconclusive"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -y install mesa-vulkan-drivers libvulkan1 \
+	  || echo "E: mesa-vulkan-drivers could not be installed: what needs a wgpu adapter will be inconclusive"; } 2>&1 \
+	  | awk '/^(Need to get|Get:|Setting up|E:)/ { print "  " $$0; fflush() }'; \
 	else \
 	  echo "no Vulkan driver found: what needs a wgpu adapter will be inconclusive."; \
 	  echo "Install one (Debian, Ubuntu: sudo apt-get install mesa-vulkan-drivers) and run again."; \
