@@ -253,6 +253,23 @@ def test_who_is_half_open_hears_nothing() -> None:
     go(story())
 
 
+def test_the_end_of_a_killed_process_is_heard() -> None:
+    """Half of the message goes, nothing after it; the connection ends as soon as the process."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        heard = Heard(ours)
+        heard.link.write([b"SECOND"], Meddling(Fate.KILL))
+        heard.link.write([b"third"])
+        theirs.setblocking(False)
+        assert await asyncio.get_running_loop().sock_recv(theirs, 100) == b"SEC"
+        theirs.close()
+        await asyncio.wait_for(heard.link.ended, 10)
+        assert heard.reasons == ["closed by the other end"]
+
+    go(story())
+
+
 def test_more_pieces_than_a_kernel_takes_at_once() -> None:
     """Thousands of small messages that wait together end no connection."""
 

@@ -64,7 +64,8 @@ class Link:
         self._queue: deque[Iterator[Buffer]] = deque()
         self._pieces: deque[memoryview] = deque()  # asked for, and not yet sent
         self._held = b""  # of a message that is to come after the next one
-        self._paused = self._closing = self._mute = False
+        self._paused = self._closing = False
+        self._mute = self._deaf = False  # nothing more is written; nothing more is read
         self._awaits_reading = self._awaits_writing = False
         self._turn = threading.Lock() if isinstance(sock, ssl.SSLSocket) else nullcontext()
         self._threads = ThreadPoolExecutor(2)  # none is started before there is work for one
@@ -99,7 +100,7 @@ class Link:
         if self._filling is not None:
             self._filling.stop()
             self._filling = None
-            self._await_reading(not self._mute)
+            self._await_reading(not self._deaf)
         self._pump()
         if self._socket is not None and self._farewell is None:
             self._farewell = self._loop.call_later(FAREWELL_S, self.abort, "closed")
@@ -113,7 +114,7 @@ class Link:
     def _read(self) -> None:
         """Reads what has come, or as much of it as is fair."""
         left = TURN_BYTES
-        while left > 0 and self._socket is not None and not self._mute:
+        while left > 0 and self._socket is not None and not self._deaf:
             place = self._buffer(self)
             if place is not None and place.nbytes >= BULK_BYTES:
                 self._await_reading(False)
@@ -136,7 +137,7 @@ class Link:
             left -= num_bytes
         if self._is_pending():
             self._loop.call_soon(self._read)
-        self._await_reading(not self._mute)
+        self._await_reading(not self._deaf)
 
     def _is_pending(self) -> bool:
         """Return whether the rest of a decrypted record waits: the kernel knows nothing of it."""
@@ -170,7 +171,7 @@ class Link:
             self._filling = None
             num_bytes, problem = came
             try:
-                if num_bytes and not self._mute:
+                if num_bytes and not self._deaf:
                     self._filled(self, num_bytes)
             finally:
                 if problem is not None:
@@ -178,7 +179,7 @@ class Link:
                 elif num_bytes:
                     self._read()
                 else:  # it may be long before more comes: no thread waits for that
-                    self._await_reading(not self._mute)
+                    self._await_reading(not self._deaf)
 
         self._filling = Task(self._threads, work, done)
 
@@ -340,12 +341,12 @@ class Link:
                 self._held += data
                 return
             case Fate.HALF_OPEN:
-                self._mute = True
+                self._mute = self._deaf = True
                 self._await_reading(False)
             case Fate.CUT | Fate.KILL:
                 self._queue.append(iter([half]))
                 self._pump()
-                self._mute = True
+                self._mute = True  # and hears when the process that is killed is gone
                 if befalls.fate is Fate.CUT:
                     self.abort()
                 return
