@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
-from unittest.mock import patch
 
 from entrenar_py import shipped
 from entrenar_py.errors import UsageError
@@ -100,6 +99,8 @@ def planted(name: str | None) -> Iterator[Planting]:
         return
     if name not in catalogue():
         raise UsageError(f"mutant={name!r}: known are {', '.join(catalogue())}")
+    from unittest.mock import patch  # brings asyncio
+
     plants = catalogue()[name].plants
     planting = Planting(struck=not plants)
     patches = [patch(path, planting.counted(new)) for path, new in plants.items()]

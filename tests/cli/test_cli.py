@@ -282,3 +282,25 @@ def test_wrong_command_lines_are_answered_at_once(tmp_path: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert done.stdout == "2 False\n" * len(lines), done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--only F-NOPE-001",
+        "--system nope",
+        "--judge nope.jsonl",
+        "--replay nope.json",
+        "--json nope/report.json",
+        "--list",
+    ],
+)
+def test_what_needs_no_trainer_imports_none(line: str) -> None:
+    """A wrong command line, and a list, are answered before torch is imported."""
+    script = (
+        "import sys; from entrenar_py import cli; code = cli.main(sys.argv[1:]); "
+        "sys.exit(f'torch, {code}' if 'torch' in sys.modules else code)"
+    )
+    call = [sys.executable, "-c", script, "--contract", "distributed-training-v1.yaml"]
+    ended = subprocess.run([*call, *line.split()], capture_output=True, text=True)
+    assert ended.returncode == (0 if line == "--list" else 2), ended.stderr

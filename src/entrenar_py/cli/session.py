@@ -33,6 +33,8 @@ from entrenar_py.untrusted import printing
 from entrenar_py.verdict import Verdict
 from entrenar_py.wording import counted
 
+# The names that contracts may use, without those of the planted bugs: these bring torch.
+_LIGHT = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
 _WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
 
 
@@ -70,13 +72,12 @@ def _look(options: argparse.Namespace) -> None:
     elif options.mode == "command":
         runs.require_program(options.command[0], options.command_folder)
         runs.require_placeholders(options.command)
-    light = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
     found = []
     for own in _each(options):
         with suppress(ContractError):  # of all its problems at once, later
             path = shipped.contract_path(own.contract)
             if all(one.is_file() for one in (path, *own.bind)):
-                found.append((own, contract.load(path, vocabulary=light, bind=own.bind)))
+                found.append((own, contract.load(path, vocabulary=_LIGHT, bind=own.bind)))
     if len(found) == len(options.contract):
         list(_chosen(options, found))
 
@@ -185,7 +186,10 @@ def _chosen(
 
 def _load(options: argparse.Namespace) -> Contract:
     path = shipped.contract_path(options.contract)
-    loaded = contract.load(path, vocabulary=vocabulary(), strict=options.strict, bind=options.bind)
+    # The names in a shipped contract were looked at before it was shipped: loading all planted bugs
+    # again takes longer than importing torch. --validate and --mutants do it.
+    known = _LIGHT if path in shipped.shipped_contracts() and not options.bind else vocabulary()
+    loaded = contract.load(path, vocabulary=known, strict=options.strict, bind=options.bind)
     for line in _told(loaded):
         printing.warn(line)
     return loaded

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.checks import Check
-from entrenar_py.harness import counterexamples, explore, runner, shrink
+from entrenar_py.harness import counterexamples, runner, shrink
 from entrenar_py.harness.plan import Plan, Task
 from entrenar_py.harness.runner import Judgement, Runner, combine, telling
 from entrenar_py.reports.report import Entry
@@ -162,6 +162,8 @@ class _Attempt:
                 return
 
     def _explore(self, check: Check) -> None:
+        from entrenar_py.harness import explore  # brings hypothesis
+
         def visit(one: Scenario) -> bool:
             if self._is_late():
                 self.notes += (f"--timeout ended exploring after {self.num_explored} examples",)
