@@ -289,7 +289,8 @@ def _check(graph: Graph) -> None:
         node.meta.setdefault("line", "")
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        assert not _writes(node), f"{node.target} at {node.meta['line']}"
+        writes = _writes(node)
+        assert not writes, f"{node.target} at {node.meta['line']}"
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise UsageError(
                 f"{node.target} at {node.meta['line']}: draws random numbers; "
