@@ -285,22 +285,27 @@ def test_wrong_command_lines_are_answered_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "code", "heavy"),
     [
-        "--only F-NOPE-001",
-        "--system nope",
-        "--judge nope.jsonl",
-        "--replay nope.json",
-        "--json nope/report.json",
-        "--list",
+        ("--only F-NOPE-001", 2, ("torch", "entrenar_py.checks", "numpy", "hypothesis")),
+        ("--exclude F-NOPE-001", 2, ("torch", "entrenar_py.checks", "numpy", "hypothesis")),
+        ("--system nope", 2, ("torch", "entrenar_py.checks", "numpy", "hypothesis")),
+        ("--backend nope", 2, ("torch", "entrenar_py.checks", "numpy", "hypothesis")),
+        ("--contract nope.yaml", 2, ("torch", "entrenar_py.checks", "numpy", "hypothesis")),
+        ("--judge nope.jsonl", 2, ("torch", "hypothesis")),
+        ("--replay nope.json", 2, ("torch", "hypothesis")),
+        ("--json nope/report.json", 2, ("torch", "hypothesis")),
+        ("--list", 0, ("torch", "hypothesis")),
     ],
 )
-def test_what_needs_no_trainer_imports_none(line: str) -> None:
-    """A wrong command line, and a list, are answered before torch is imported."""
+def test_what_runs_nothing_imports_little(line: str, code: int, heavy: tuple[str, ...]) -> None:
+    """A wrong command line is told of before anything that takes its time is imported."""
     script = (
-        "import sys; from entrenar_py import cli; code = cli.main(sys.argv[1:]); "
-        "sys.exit(f'torch, {code}' if 'torch' in sys.modules else code)"
+        "import sys; from entrenar_py import cli; code = cli.main(sys.argv[2:])\n"
+        "came = [name for name in sys.argv[1].split(',') if name in sys.modules]\n"
+        "sys.exit(f'imported {came}, exit code {code}' if came else code)"
     )
-    call = [sys.executable, "-c", script, "--contract", "distributed-training-v1.yaml"]
-    ended = subprocess.run([*call, *line.split()], capture_output=True, text=True)
-    assert ended.returncode == (0 if line == "--list" else 2), ended.stderr
+    call = [sys.executable, "-c", script, ",".join(heavy)]
+    call += ["--contract", "distributed-training-v1.yaml", *line.split()]
+    ended = subprocess.run(call, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr

@@ -236,7 +236,7 @@ def test_shipped_bindings_are_for_the_contract_that_they_were_written_for(
 def test_a_draft_is_refused_until_its_guesses_are_read_and_loads_after(tmp_path: Path) -> None:
     """Nothing of it is taken for a person's word; without the marks it is a file like any other."""
     loaded = _load(tmp_path, OF_TEST)
-    draft = suggestions.draft(loaded, TERMS.checks)
+    draft = suggestions.draft(loaded, TERMS.checks or ())
     assert "T-1" not in draft, "what is bound already needs no guess"
     body = draft.partition("bindings:\n")[2]
     errors = _errors(tmp_path, body)

@@ -56,9 +56,13 @@ def _run(arguments: Sequence[str]) -> int:
 
             return init.run(arguments[1:])
         given = merging.configured(typed.read(arguments))
-        from entrenar_py.cli import session  # brings everything heavy; `--help` has left by now
-
         try:
+            if given.mode != "mutants":
+                from entrenar_py.cli import early  # brings the reader of contracts
+
+                early.require_possible(given)
+            from entrenar_py.cli import session  # brings checks, reports and the search
+
             job = session.prepare(given, arguments)
         except UsageError as error:
             raise merging.located(error, given) from error

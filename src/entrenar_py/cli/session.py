@@ -9,21 +9,20 @@ import argparse
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
-from entrenar_py.cli import console, reporting, several_contracts, validation
+from entrenar_py.cli import console, early, reporting, several_contracts, validation
 from entrenar_py.cli.reporting import Work
 from entrenar_py.command import judging, launch, run_folder, runs
-from entrenar_py.contract import Contract, Invariant, binding_file, suggestions
+from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
 from entrenar_py.harness.runner import Listener
-from entrenar_py.options.outputs import FILES, per_contract
+from entrenar_py.options.outputs import FILES
 from entrenar_py.options.parser import PROG
 from entrenar_py.project import exclusions
 from entrenar_py.rank_files import shown_scenario
@@ -50,7 +49,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
     if options.mode == "validate":
         return validation.prepare(
             options,
-            {shipped.contract_path(own.contract): own.bind for own in _each(options)},
+            {shipped.contract_path(own.contract): own.bind for own in early.each_contract(options)},
             vocabulary=vocabulary(),
             command=called,
             output=output,
@@ -63,23 +62,12 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
 
 
 def _look(options: argparse.Namespace) -> None:
-    """Raises what can be told of a wrong call at once: the planted bugs take seconds to load, and
-    only the names that contracts have for them need these. What comes through a pipe can be read
-    once, and so waits.
-    """
+    """Raise UsageError for a call that can't be made, whatever its contracts say."""
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
         runs.require_program(options.command[0], options.command_folder)
         runs.require_placeholders(options.command)
-    found = []
-    for own in _each(options):
-        with suppress(ContractError):  # of all its problems at once, later
-            path = shipped.contract_path(own.contract)
-            if all(one.is_file() for one in (path, *own.bind)):
-                found.append((own, contract.load(path, vocabulary=_LIGHT, bind=own.bind)))
-    if len(found) == len(options.contract):
-        list(_chosen(options, found))
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -122,31 +110,10 @@ def _prepared(
     return partial(reporting.report, options, called, loaded, work, standing, output)
 
 
-def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options of each contract; UsageError if there is none."""
-    if not options.contract:
-        names = ", ".join(path.name for path in shipped.shipped_contracts())
-        raise UsageError(
-            f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
-            f"{PROG} init writes one"
-        )
-    found = per_contract(options)
-    for path in options.bind if len(found) > 1 else ():
-        if path.is_fifo():
-            raise UsageError(
-                f"--bind {path}: is a pipe, which can be read once, and {len(found)} contracts "
-                "need it; give a file",
-                field="bind",
-            )
-    for own in found:
-        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
-    return found
-
-
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
     """Each contract, with its own options; the problems of all contracts at once."""
     found, problems = [], []
-    for own in _each(options):
+    for own in early.each_contract(options):
         try:
             found.append((own, _load(own)))
         except ContractError as error:
@@ -164,19 +131,19 @@ def _chosen(
     Raises UsageError for an id that none has, and ContractError for one that the configuration of
     these contracts excludes.
     """
-    ids = {name: None for _, one in loaded for name in plan.ids_of(one)}
+    ids = {name: None for _, one in loaded for name in selection.ids_of(one)}
     if "contract" in options.used:  # the configuration knows these, and all of them
         exclusions.require_known(options.project.exclusions, ids)
     where = loaded[0][1].name if len(loaded) == 1 else "the contracts"
-    plan.require_ids(options.only, ids, where, field="only")
-    plan.require_ids(options.exclude, ids, where)
+    selection.require_ids(options.only, ids, where, field="only")
+    selection.require_ids(options.exclude, ids, where)
     if options.mode == "replay" and len(loaded) > 1:
         broken = counterexamples.load(options.replay).invariant
         loaded = [pair for pair in loaded if broken in [one.id for one in pair[1].invariants]]
-        plan.require_ids((broken,), ids, "the contracts")
+        selection.require_ids((broken,), ids, "the contracts")
     for own, one in loaded:
         if len(loaded) > 1:
-            present = plan.ids_of(one)
+            present = selection.ids_of(one)
             own.only = tuple(clause for clause in options.only if clause in present)
             own.exclude = tuple(clause for clause in options.exclude if clause in present)
             if options.only and not own.only:

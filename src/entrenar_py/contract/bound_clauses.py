@@ -56,7 +56,7 @@ def clause(
     vocabulary.check_names(entry.record, tried, terms, problems)
     for node, record in zip(entry.record.maps("scenarios"), entry.scenarios, strict=True):
         room.take(node, record, entry.record.what)
-    for check in terms.checks:
+    for check in terms.checks or ():
         if check.name == entry.check:
             _check_tolerance(tried, check, entry, problems)
     departures = _departures(item, entry)

@@ -38,17 +38,18 @@ class Vocabulary:
     """Every check, and the names of the planted bugs.
 
     `mutants` is asked only if a clause names one, for it may have to load the bugs; None means
-    that they are not installed, so that no name can be judged.
+    that they are not installed, so that no name can be judged. The same goes for `checks`.
     """
 
-    checks: tuple[CheckTerms, ...]
+    checks: tuple[CheckTerms, ...] | None
     mutants: Callable[[], Collection[str] | None]
 
     def check_of(self, clause: Invariant) -> CheckTerms | None:
         """Return the check that decides `clause`, by its `check` or its id; None if none does."""
+        known = self.checks or ()
         if clause.check is not None:
-            return next((check for check in self.checks if check.name == clause.check), None)
-        return next((check for check in self.checks if check.id == clause.id), None)
+            return next((check for check in known if check.name == clause.check), None)
+        return next((check for check in known if check.id == clause.id), None)
 
 
 def check_names(
@@ -58,7 +59,7 @@ def check_names(
     check = vocabulary.check_of(clause)
     if check is not None:
         _check_tolerance(record, clause, check, problems)
-    elif clause.check is not None:
+    elif clause.check is not None and vocabulary.checks is not None:
         known = [check.name for check in vocabulary.checks]
         hint = problems.hint(clause.check, known)
         message = f"check {clause.check!r} is unknown{hint} ({_PAGE} has the list)"

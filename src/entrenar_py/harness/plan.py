@@ -8,18 +8,17 @@ from pathlib import Path
 
 from entrenar_py import checks, mutants, scenario, systems
 from entrenar_py.checks import Check
-from entrenar_py.contract import Contract, Invariant
+from entrenar_py.contract import Contract, Invariant, selection
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import counterexamples
 from entrenar_py.reports.report import NotApplying
-from entrenar_py.scenario import DEFAULTS, Scenario
-from entrenar_py.systems import SYSTEMS
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import SYSTEMS, trainers
 from entrenar_py.verdict import Finding, inconclusive
 from entrenar_py.wording import counted
 
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
-# Systems that train; the others probe one thing, whatever trainer is asked for.
-TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
+TRAINERS = trainers.NAMES
 # What a run of the harness may be; larger ones would end by their deadline, or fill the memory.
 SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
 PARTS_MAX = 2**20
@@ -45,12 +44,7 @@ class Plan:
     saved_folder: Path = counterexamples.FOLDER
 
     def __post_init__(self) -> None:
-        if self.system not in (None, *TRAINERS):
-            allowed = ", ".join(TRAINERS)
-            raise UsageError.of("system", self.system, f"allowed are {allowed}")
-        system = SYSTEMS[self.system or DEFAULTS["system"]]
-        for backend in self.backends:
-            system.require_backend(backend, "")
+        trainers.require(self.system, self.backends)
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -96,7 +90,7 @@ def select(
     severities: Collection[str] = (),
 ) -> list[Invariant]:
     """The clauses that `only`, `exclude` and `severities` leave; UsageError for an unknown id."""
-    require_ids((*only, *exclude), ids_of(contract), contract.name)
+    selection.require_ids((*only, *exclude), selection.ids_of(contract), contract.name)
     return [
         invariant
         for invariant in contract.invariants
@@ -104,21 +98,6 @@ def select(
         and not {invariant.id, invariant.item} & set(exclude)
         and (not severities or invariant.severity in severities)
     ]
-
-
-def ids_of(contract: Contract) -> dict[str, None]:
-    """The ids that clauses are selected by; that of a statement bound in parts means all parts."""
-    return {name: None for one in contract.invariants for name in (one.id, one.item)}
-
-
-def require_ids(
-    wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
-) -> None:
-    """Return if each of `wanted` is among `ids`; else raise UsageError, of `field`."""
-    for clause in wanted:
-        if clause not in ids:
-            message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"
-            raise UsageError(message, field=field)
 
 
 def divide(

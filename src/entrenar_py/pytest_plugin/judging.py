@@ -13,7 +13,7 @@ import pytest
 
 from entrenar_py import contract, shipped
 from entrenar_py.cli import session
-from entrenar_py.contract import Contract, binding_file
+from entrenar_py.contract import Contract, binding_file, selection
 from entrenar_py.errors import EntrenarError
 from entrenar_py.harness import falsify, interrupts, plan
 from entrenar_py.project import exclusions, location, reading
@@ -135,8 +135,8 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
         contracts, files = project.values["contract"], project.values.get("bind", ())
         bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
         loaded = {name: load(name, bind[name]) for name in contracts}
-        ids = {one: name for name, found in loaded.items() for one in plan.ids_of(found)}
-        plan.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
+        ids = {one: name for name, found in loaded.items() for one in selection.ids_of(found)}
+        selection.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
         name = ids[mark.args[0]]
         selected = plan.select(loaded[name], only=mark.args)
     except EntrenarError as error:

@@ -1,0 +1,61 @@
+"""Finds what is wrong with a call by its options and the ids of its contracts, importing little."""
+
+from __future__ import annotations
+
+import argparse
+
+from entrenar_py import contract, shipped
+from entrenar_py.contract import binding_file, selection
+from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.options.outputs import per_contract
+from entrenar_py.options.parser import PROG
+from entrenar_py.systems import trainers
+
+_UNKNOWN = contract.Vocabulary(checks=None, mutants=lambda: None)
+
+
+def require_possible(options: argparse.Namespace) -> None:
+    """Raise UsageError for an unknown system, backend, contract or id.
+
+    A contract that is wrong is told of later, with all its problems at once. One that comes through
+    a pipe can be read once, and so is not looked at here.
+    """
+    trainers.require(options.system, options.backend)
+    ids: dict[str, None] = {}
+    each = each_contract(options)
+    for own in each:
+        path = shipped.contract_path(own.contract)
+        if not all(file.is_file() for file in (path, *own.bind)):
+            return
+        try:
+            loaded = contract.load(path, vocabulary=_UNKNOWN, bind=own.bind)
+        except ContractError:
+            return
+        ids |= selection.ids_of(loaded)
+    where = loaded.name if len(each) == 1 else "the contracts"
+    selection.require_ids(options.only, ids, where, field="only")
+    selection.require_ids(options.exclude, ids, where)
+
+
+def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each contract, with its own bindings.
+
+    Raises UsageError if there is no contract, and for a pipe of bindings that several would read.
+    """
+    if not options.contract:
+        names = ", ".join(path.name for path in shipped.shipped_contracts())
+        raise UsageError(
+            f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
+            f"{PROG} init writes one"
+        )
+    found = per_contract(options)
+    for path in options.bind if len(found) > 1 else ():
+        if path.is_fifo():
+            raise UsageError(
+                f"--bind {path}: is a pipe, which can be read once, and {len(found)} contracts "
+                "need it; give a file",
+                field="bind",
+            )
+    for own in found:
+        own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
+    return found

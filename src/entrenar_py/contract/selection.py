@@ -1,0 +1,23 @@
+"""The ids by which clauses of a contract are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from entrenar_py.contract.records import Contract
+from entrenar_py.errors import UsageError
+
+
+def ids_of(contract: Contract) -> dict[str, None]:
+    """Return the ids that select clauses; that of a statement bound in parts selects all parts."""
+    return {name: None for clause in contract.invariants for name in (clause.id, clause.item)}
+
+
+def require_ids(
+    wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
+) -> None:
+    """Return if each of `wanted` is among `ids`; else raise UsageError, of `field`."""
+    for clause in wanted:
+        if clause not in ids:
+            message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"
+            raise UsageError(message, field=field)
