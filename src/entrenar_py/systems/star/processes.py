@@ -45,7 +45,7 @@ def run(scenario: Scenario) -> trace.Trace:
 @cache
 def crew() -> Crew:
     """The worker processes of this process; they end with it."""
-    made = Crew(worker_process.main, preload=preloaded.MODULES)
+    made = Crew(worker_process.main, preload=preloaded.of_star())
     atexit.register(made.dismiss)
     return made
 
