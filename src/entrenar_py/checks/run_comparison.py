@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,26 +87,11 @@ def compare(
     expected = evidence.updates(model)
     comparison = _Comparison(tally, words, trace.scenario, Bounds.of(expected, model, trace))
     comparison.starts(gaps, model, trace)
-    samples, model_samples = _samples(trace), _samples(model)
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
-    unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
-    num_gradients = 0
     rested = skips.without_gradients(model), skips.without_gradients(trace)
     apart = min(rested[0] ^ rested[1], default=None)
-    for step, by_rank in evidence.ranks_by_step(trace):
-        if step == apart:  # another scale, or other rounding: from here on another training
-            break
-        if step not in expected:
-            tally.miss(f"{words.who} has no step {step}")
-            continue
-        if step in unknown or not samples.get(step) or not model_samples.get(step):
-            missing.ask(tally, f"the samples of step {step} are unknown", "Shard.ids in both runs")
-            continue
-        if samples.get(step) != model_samples.get(step):
-            tally.miss(
-                f"{words.before}step {step} draws other samples than {words.its}{words.elsewhere}"
-            )
-            break
+    num_gradients = 0
+    for step, by_rank in _comparable(comparison, model, trace, apart):
         one = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
             if trace.scenario.workload == "own":
@@ -126,6 +111,33 @@ def compare(
         comparison.parts(apart, skipped=apart in rested[1], is_enough=num_gradients > 0)
     comparison.steps(model, trace)
     return num_gradients
+
+
+def _comparable(
+    comparison: _Comparison, model: Trace, trace: Trace, apart: int | None
+) -> Iterator[tuple[int, Mapping[int, Update]]]:
+    """Yield the steps that both runs made of the same samples, with each rank's update in `trace`.
+
+    From step `apart` on the two are different trainings, by another scale or other rounding.
+    """
+    tally, words = comparison.tally, comparison.words
+    expected = evidence.updates(model)
+    samples, model_samples = _samples(trace), _samples(model)
+    unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step == apart:
+            return
+        if step not in expected:
+            tally.miss(f"{words.who} has no step {step}")
+        elif step in unknown or not samples.get(step) or not model_samples.get(step):
+            missing.ask(tally, f"the samples of step {step} are unknown", "Shard.ids in both runs")
+        elif samples[step] != model_samples[step]:
+            tally.miss(
+                f"{words.before}step {step} draws other samples than {words.its}{words.elsewhere}"
+            )
+            return
+        else:
+            yield step, by_rank
 
 
 def rounded_away(trace: Trace) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from entrenar_py.checks.needs import ALONE, ORACLE, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
+
+Vectors = Mapping[str, np.ndarray[Any, Any]]
 
 RELATIVE = 1e-5  # where a contract gives no tolerance: a float32 sum of n terms is off by n 2^-24
 
@@ -104,60 +107,80 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         return
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
-    bound = run_comparison.Bounds.of({}, trace).gradient
-    limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
-    model: tuple[float, float] | None = None
     rested = skips.without_gradients(trace)
+    divisions = _Divisions.of(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in unknown or step in rested:
             continue
         update = evidence.any_rank(by_rank)
         total = _sum([shard.gradient for shard in shards[step] if shard.ids or shard.gradient])
         mean = evidence.vectors(update.gradient)
-        if not total or mean is None or _shapes(total) != _shapes(mean):
-            if valued:
-                what = f"Shard.gradient and Update.gradient of all tensors {missing.WITH_VALUES}"
-                missing.ask(tally, f"the gradients of step {step} could not be added", what)
-            continue
+        if total and mean is not None and _shapes(total) == _shapes(mean):
+            divisions.add(update, total, mean)
+        elif valued:
+            what = f"Shard.gradient and Update.gradient of all tensors {missing.WITH_VALUES}"
+            missing.ask(tally, f"the gradients of step {step} could not be added", what)
+
+
+@dataclass
+class _Divisions:
+    """The numbers by which a run divides sums of gradients, step by step.
+
+    `limit` is the size at which elements are clipped, if they are. `first` is the number by which
+    the first step divided, and that number by the step's weight.
+    """
+
+    tally: Tally
+    trace: Trace
+    bound: float
+    limit: float | None
+    first: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, tally: Tally, trace: Trace) -> _Divisions:
+        bound = run_comparison.Bounds.of({}, trace).gradient
+        limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
+        return cls(tally, trace, bound, limit)
+
+    def add(self, update: Update, total: Vectors, mean: Vectors) -> None:
+        """Compare one step: every tensor divided by one number, and by the same as before."""
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
-        if not (size and math.isfinite(size)):
-            continue
-        divisor = _divisor(total, mean)
+        divisor = _divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
-            continue
-        place = {"step": step, "rank": update.rank, "scenario": trace.scenario}
-        off = _off(total, mean, divisor, bound * abs(divisor) * math.sqrt(size))
-        if off and limit is not None and value_clipping.explains(total, mean, limit, bound):
-            tally.note(f"gradients are clipped element by element, at {limit:.3g}")
+            return
+        place = {"step": update.step, "rank": update.rank, "scenario": self.trace.scenario}
+        off = _off(total, mean, divisor, self.bound * abs(divisor) * math.sqrt(size))
+        if off and self.limit and value_clipping.explains(total, mean, self.limit, self.bound):
+            self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
         for name in mean:
-            tally.check(
+            self.tally.check(
                 name not in off,
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
                 "by the number that the other tensors were divided by",
                 tensor=name,
                 **place,
             )
-        if trace.traits.clipping == "other":
-            continue  # what was recorded may be clipped, in each step by another factor
+        if self.trace.traits.clipping == "other":
+            return  # what was recorded may be clipped, in each step by another factor
         divided = divisor, divisor / update.weight
-        model = model or divided
-        tally.check(
+        first = self.first = self.first or divided
+        self.tally.check(
             any(
-                abs(now - before) <= bound * abs(before)
-                for now, before in zip(divided, model, strict=True)
+                abs(now - before) <= self.bound * abs(before)
+                for now, before in zip(divided, first, strict=True)
             ),
             "the gradient was divided by another number, and another multiple of the step's "
             "weight, than before",
-            expected=" or ".join(map(repr, model)),
+            expected=" or ".join(map(repr, first)),
             got=" or ".join(map(repr, divided)),
             **place,
         )
 
 
 def _off(
-    total: Mapping[str, np.ndarray[Any, Any]],
-    mean: Mapping[str, np.ndarray[Any, Any]],
+    total: Vectors,
+    mean: Vectors,
     divisor: float,
     allowed: float,
 ) -> set[str]:
@@ -169,9 +192,7 @@ def _off(
     return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
 
 
-def _divisor(
-    total: Mapping[str, np.ndarray[Any, Any]], mean: Mapping[str, np.ndarray[Any, Any]]
-) -> float | None:
+def _divisor(total: Vectors, mean: Vectors) -> float | None:
     """Return what the sums of most tensors were divided by, as far as these point where their means
     do.
 
@@ -207,7 +228,7 @@ def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None
     return total
 
 
-def _shapes(tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 

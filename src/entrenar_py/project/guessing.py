@@ -137,7 +137,14 @@ def _restarts(command: Sequence[str], end: int) -> bool:
 
 
 def _guess_options(found: Guess, script: Script, name: str) -> None:
-    """Puts in what the script is told by its own options, where the names leave no doubt."""
+    """Put in what the script is told by its own options; name what a person has to look at."""
+    _put_placeholders(found, script, name)
+    _tell_of_steps_and_folders(found, script, name)
+    _tell_of_knobs(found, script)
+
+
+def _put_placeholders(found: Guess, script: Script, name: str) -> None:
+    """Put in each placeholder for which one option's name leaves no doubt."""
     known = (*script.options, *(one for one in _given(found.command) if one not in script.options))
     for placeholder, names in _PLACES.items():
         told = "{" + placeholder + "}"
@@ -155,6 +162,10 @@ def _guess_options(found: Guess, script: Script, name: str) -> None:
             found.taken.append(f"{options[0]} {told} was added: {name} has such an option")
         elif options:
             found.look.append(f"{told} could be any of {', '.join(options)} of {name}")
+
+
+def _tell_of_steps_and_folders(found: Guess, script: Script, name: str) -> None:
+    """Name what no option was seen for: how many steps to make, and where to save."""
     if not any("{steps}" in word for word in found.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         told = f"; {epochs[0]} counts epochs: make these few" if epochs else ""
@@ -167,6 +178,10 @@ def _guess_options(found: Guess, script: Script, name: str) -> None:
             f"{name} saves something, and no option was seen that says where: a run that finds "
             "what an earlier one saved may go on from it; let it be told a folder, {workdir}"
         )
+
+
+def _tell_of_knobs(found: Guess, script: Script) -> None:
+    """Name the options that another number of workers, or a knob, asks about."""
     batches = [one for one in script.options if "batch_size" in _plain(one)]
     if batches:
         found.look.append(
