@@ -6,7 +6,6 @@ one process; all others go one by one to whichever process is free.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,6 @@ class Spread(LoadScopeScheduling):  # type: ignore[misc]
         group = self._split_scope(self.registered_collections[node][item_index])
         if all(self.assigned_work[node][group].values()):
             del self.assigned_work[node][group]
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_auto_num_workers() -> int:
-    """Return a process a core and one more, since tests of real deadlines wait."""
-    return 1 + len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
