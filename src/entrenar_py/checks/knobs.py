@@ -186,7 +186,7 @@ def _times(tensors: Tensors, factor: float) -> Tensors:
 
 
 def _micro_batches(trace: Trace) -> int:
-    """Of one rank in its first step; 0 where none was recorded."""
+    """Return the number for one rank in its first step; 0 where none was recorded."""
     first = evidence.shards(trace).get(0, [])
     return max(Counter(shard.rank for shard in first).values(), default=0)
 
@@ -217,7 +217,7 @@ def _limit(usual: Trace) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """What a script can be asked to do otherwise, though the training should stay the same.
+    """One thing that a script can be asked to do otherwise, with the training staying the same.
 
     It is a placeholder of its name in the command; `says` is what a script does with its value. It
     is at `usual` in all runs but its own; `others` are what it is turned to there, or `limit` makes

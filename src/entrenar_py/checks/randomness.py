@@ -125,7 +125,7 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
 
 
 def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:
-    """What is keyed by shard does not notice how many workers there are."""
+    """Check that streams keyed by shard do not depend on the number of workers."""
     base, alone = runs.base, runs.of(ALONE)
     if base is None or not evidence.is_as_trained(base):
         return

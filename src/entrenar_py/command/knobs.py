@@ -1,4 +1,4 @@
-"""What a command says where a knob of its script is turned."""
+"""The words that a command is given for each knob of its script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which options go together: an option that would be accepted and ignored is refused."""
+"""Combinations of options: one that would be accepted and ignored is refused."""
 
 from __future__ import annotations
 
