@@ -186,7 +186,7 @@ def _times(tensors: Tensors, factor: float) -> Tensors:
 
 
 def _micro_batches(trace: Trace) -> int:
-    """Return the number for one rank in its first step; 0 where none was recorded."""
+    """Return how many micro-batches a rank made in its first step; 0 where none was recorded."""
     first = evidence.shards(trace).get(0, [])
     return max(Counter(shard.rank for shard in first).values(), default=0)
 
