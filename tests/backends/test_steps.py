@@ -16,7 +16,7 @@ from entrenar_py.backends.steps import Array
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.training import dropout, workload
 from entrenar_py.training.engine import Engine
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Workload
 
 SCALE = 2.0**-5
 IDS = [3, 1, 4, 15]

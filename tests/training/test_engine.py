@@ -10,8 +10,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from entrenar_py.backends import open_backend
 from entrenar_py.training import dropout, engine, workload
 from entrenar_py.training.engine import Engine
-from entrenar_py.training.tensors import Array
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Array, Workload
 
 NAMES = ("linear", "mlp", "decoder", "vectors")
 

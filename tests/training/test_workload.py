@@ -14,7 +14,7 @@ from torch import Tensor
 
 from entrenar_py.errors import UsageError
 from entrenar_py.training import workload
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Workload
 
 NAMES = ("linear", "mlp", "decoder", "vectors")
 NUM_SAMPLES = 24

@@ -16,6 +16,9 @@ Array: TypeAlias = "NDArray[np.float32]"
 LinearFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
 # x of any shape -> the same shape: dropout where a model has it, or the identity.
 DropFunction: TypeAlias = "Callable[[Tensor], Tensor]"
+# All tensors of a model by name, on one device; the samples of a step, on any.
+Tensors: TypeAlias = "Mapping[str, Tensor]"
+Batch: TypeAlias = "Sequence[Tensor]"
 
 # (sample ids, never empty; drop) -> the summed loss, and the scaled gradient of each trainable
 # tensor in the order and shapes of the specs, float32 on the host.
@@ -42,23 +45,13 @@ class Model(Protocol):
         ...
 
     def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         """The SUM of the loss over a batch, 0-d."""
         ...
 
     def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        drop: DropFunction,
-        scale: float,
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
         """The loss, and `scale` times its gradient for each trainable tensor, on the CPU."""
         ...

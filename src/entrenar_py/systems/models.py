@@ -8,9 +8,10 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.training import workload
+from entrenar_py.training.tensors import Workload
 
 
-def model_of(scenario: Scenario) -> workload.Workload:
+def model_of(scenario: Scenario) -> Workload:
     """The scenario's workload with its data; UsageError if there is none of that name or size."""
     return workload.build(
         scenario.workload,
@@ -28,7 +29,7 @@ def require_places(scenario: Scenario) -> None:
         place_of(fault, model)
 
 
-def place_of(fault: Fault, model: workload.Workload) -> tuple[str, int]:
+def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
     """The trainable tensor and the element of it, in C order, whose gradient `fault` strikes.
 
     The first ones where it names none. Raises UsageError for a tensor that is not trained and an

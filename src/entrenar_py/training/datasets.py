@@ -15,8 +15,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from entrenar_py.backends.steps import Array
 from entrenar_py.errors import UsageError
-from entrenar_py.training.tensors import Array
 
 NUM_PIXELS = 64
 NUM_DIGITS = 10

@@ -8,20 +8,22 @@ positions, r = n*t rows, d = HIDDEN, h heads of size e.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.training import autograd, datasets
+from entrenar_py.training import datasets
 from entrenar_py.training.tensors import (
     Array,
+    Batch,
     DropFunction,
     LinearFunction,
-    Role,
+    Tensors,
     TensorSpec,
+    Workload,
     uniform,
 )
 
@@ -40,7 +42,7 @@ NORM_EPSILON = 1e-5
 PADDING = -100  # the target that cross entropy ignores
 
 
-class ByteDecoder:
+class ByteDecoder(Workload):
     """Next-byte prediction on lines of Python source; a sample weighs its number of targets."""
 
     weight_max = POSITIONS
@@ -80,12 +82,7 @@ class ByteDecoder:
         return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
     def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         embedding = tensors["embedding.weight"]
         inputs, targets = (one.to(embedding.device) for one in batch)  # [n, t] each
@@ -101,27 +98,13 @@ class ByteDecoder:
         # Cross entropy over the padded rows too, so that shapes depend on the number of ids only.
         return F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
 
-    def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        drop: DropFunction,
-        scale: float,
-    ) -> tuple[float, list[Array]]:
-        loss = self.loss_of(tensors, self.batch(ids), linear=F.linear, drop=drop)
-        return autograd.differentiate(loss, tensors, self.specs, scale)
-
-    def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        return {}
-
 
 class _Block:
     """One block's view of the tensors during one forward pass."""
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Tensors,
         prefix: str,
         rotary: tuple[Tensor, Tensor],
         linear: LinearFunction,
@@ -225,10 +208,9 @@ def _frozen(name: str, *shape: int) -> TensorSpec:
 
 
 def _adapter(layer: str, fan_out: int) -> tuple[TensorSpec, TensorSpec]:
-    role: Role = "trainable"
     return (
-        TensorSpec(f"{layer}.lora_a", (LORA_RANK, HIDDEN), role, decayed=True),
-        TensorSpec(f"{layer}.lora_b", (fan_out, LORA_RANK), role, decayed=True),
+        TensorSpec(f"{layer}.lora_a", (LORA_RANK, HIDDEN), "trainable", decayed=True),
+        TensorSpec(f"{layer}.lora_b", (fan_out, LORA_RANK), "trainable", decayed=True),
     )
 
 

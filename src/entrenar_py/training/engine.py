@@ -14,8 +14,7 @@ import torch
 
 from entrenar_py.backends import Backend
 from entrenar_py.training import layout, reduction, sharding
-from entrenar_py.training.tensors import Array, DropFunction
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Array, DropFunction, Workload
 
 BUFFER_MOMENTUM = 0.1
 

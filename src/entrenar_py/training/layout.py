@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py.training.workload import TensorSpec
+from entrenar_py.training.tensors import TensorSpec
 
 Vector = NDArray[np.float32]
 

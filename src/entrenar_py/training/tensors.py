@@ -1,15 +1,20 @@
-"""The types in which a workload describes its tensors."""
+"""The parts of a workload: its tensors, and the methods that all of them have."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
 
-from entrenar_py.backends.steps import Array, DropFunction, LinearFunction
+from entrenar_py.backends.steps import Array, Batch, DropFunction, LinearFunction, Tensors
 
-__all__ = ["Array", "DropFunction", "LinearFunction", "Role", "TensorSpec", "uniform"]
+__all__ = ["Array", "Batch", "DropFunction", "LinearFunction", "TensorSpec", "Tensors", "Workload"]
 
 Role: TypeAlias = Literal["trainable", "frozen", "buffer"]
 
@@ -27,6 +32,57 @@ class TensorSpec:
     shape: tuple[int, ...]
     role: Role
     decayed: bool
+
+
+class Workload(ABC):
+    """A model and its data set.
+
+    `specs` fixes the order of the tensors everywhere. `data_digest` is BLAKE3 of the data set, 32
+    hex digits. `weight_max` is the most that one sample can weigh. Sample ids are
+    `0 .. num_samples - 1`, never empty where a method takes them.
+    """
+
+    name: str
+    specs: tuple[TensorSpec, ...]
+    num_samples: int
+    data_digest: str
+    weight_max = 1
+
+    def initial(self, rng: np.random.Generator) -> dict[str, Array]:
+        """Fresh starting values of all specs, in their order, float32 and C-contiguous."""
+        return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
+
+    def weight(self, ids: Sequence[int]) -> int:
+        """Return the weight of `ids` in the mean: samples, or a language model's target tokens."""
+        return len(ids)
+
+    @abstractmethod
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the tensors of the samples `ids`, on the CPU; shapes depend on their number."""
+
+    @abstractmethod
+    def loss_of(
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
+    ) -> Tensor:
+        """The SUM of the loss over what `weight(ids)` counts, 0-d, of the tensors' dtype.
+
+        `batch` is that of `ids`; `linear` computes every dense layer, always on two-dimensional
+        inputs; `drop` is called in a fixed order.
+        """
+
+    def gradients(
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
+    ) -> tuple[float, list[Array]]:
+        """The loss of `ids`, and `scale` times its gradient for each trainable tensor in their
+        order, computed on the CPU, where `tensors` lie; here by torch's autograd."""
+        loss = self.loss_of(tensors, self.batch(ids), linear=F.linear, drop=drop)
+        leaves = [tensors[spec.name] for spec in self.specs if spec.role == "trainable"]
+        gradients = torch.autograd.grad(loss, leaves, grad_outputs=torch.tensor(scale))
+        return loss.item(), [gradient.numpy() for gradient in gradients]
+
+    def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
+        """Per buffer, the sum over `ids` of what its running mean averages, of its shape."""
+        return {}
 
 
 def uniform(rng: np.random.Generator, spec: TensorSpec, *, bound: float) -> Array:

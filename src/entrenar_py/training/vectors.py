@@ -7,7 +7,7 @@ has learned: this is how a reduction is judged by itself, at any length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from entrenar_py.errors import UsageError
 from entrenar_py.training import datasets
 from entrenar_py.training.tensors import (
     Array,
+    Batch,
     DropFunction,
     LinearFunction,
+    Tensors,
     TensorSpec,
-    uniform,
+    Workload,
 )
 
 WEIGHTS = 3  # samples weigh 1, 2 or 3 in turn
@@ -28,7 +30,7 @@ DRAWN = "drawn"  # terms that are drawn, and all weigh 1
 TERMS_MAX = 1024
 
 
-class GivenVectors:
+class GivenVectors(Workload):
     """The loss of sample i is the inner product of `vector` and its own v_i, normally distributed.
 
     No v_i is kept: each is drawn again from its own seed wherever it is needed, as a whole or piece
@@ -54,9 +56,6 @@ class GivenVectors:
             arrays.append(np.array([1.0]) if self._given is None else self._given)
         self.data_digest = datasets.digest(*arrays)
 
-    def initial(self, rng: np.random.Generator) -> dict[str, Array]:
-        return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
-
     def weight(self, ids: Sequence[int]) -> int:
         return len(ids) if self._equal else sum(1 + sample % WEIGHTS for sample in ids)
 
@@ -72,31 +71,18 @@ class GivenVectors:
         return (from_numpy(self._total(ids)),)
 
     def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         held = tensors["vector"]
         return (held * batch[0].to(held)).sum()
 
     def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        drop: DropFunction,
-        scale: float,
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
         total = self._total(ids)
         loss = (tensors["vector"].detach() * from_numpy(total)).sum().item()
         total *= np.float32(scale)
         return loss, [total]
-
-    def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        return {}
 
     def _total(self, ids: Sequence[int]) -> Array:
         """The sum of the v_i, added in their order."""

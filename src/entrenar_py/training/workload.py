@@ -6,8 +6,8 @@ Same arguments, same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,80 +15,17 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.errors import UsageError
-from entrenar_py.training import autograd, datasets, decoder, vectors
+from entrenar_py.training import datasets, decoder, vectors
 from entrenar_py.training.tensors import (
     Array,
+    Batch,
     DropFunction,
     LinearFunction,
+    Tensors,
     TensorSpec,
+    Workload,
     uniform,
 )
-
-__all__ = ["Array", "DropFunction", "LinearFunction", "TensorSpec", "Workload", "build"]
-
-
-class Workload(Protocol):
-    """A model and its data set.
-
-    `specs` fixes the order of the tensors everywhere. `data_digest` is BLAKE3 of the data set, 32
-    hex digits. `weight_max` is the most that one sample can weigh. Sample ids are
-    `0 .. num_samples - 1`, never empty where a method takes them.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]: ...
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def data_digest(self) -> str: ...
-    @property
-    def weight_max(self) -> int: ...
-
-    def initial(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Fresh starting values of all specs, in their order, float32 and C-contiguous."""
-        ...
-
-    def weight(self, ids: Sequence[int]) -> int:
-        """Return the weight of `ids` in the mean: samples, or a language model's target tokens."""
-        ...
-
-    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the tensors of the samples `ids`, on the CPU; shapes depend on their number."""
-        ...
-
-    def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
-    ) -> Tensor:
-        """The SUM of the loss over what `weight(ids)` counts, 0-d, of the tensors' dtype.
-
-        `tensors` holds all specs by name, on one device, and `batch` is that of `ids`, on any;
-        `linear` computes every dense layer, always on two-dimensional inputs; `drop` is called in
-        a fixed order.
-        """
-        ...
-
-    def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        drop: DropFunction,
-        scale: float,
-    ) -> tuple[float, list[Array]]:
-        """The loss of `ids`, and `scale` times its gradient for each trainable tensor in their
-        order, computed on the CPU, where `tensors` lie."""
-        ...
-
-    def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        """Per buffer, the sum over `ids` of what its running mean averages, of its shape."""
-        ...
 
 
 def build(
@@ -114,7 +51,7 @@ def build(
     raise UsageError(f"workload={name!r}: allowed are linear, mlp, decoder, decoder_full, vectors")
 
 
-class LinearRegression:
+class LinearRegression(Workload):
     """y = 2x + 1 from x uniform in [-1, 1), squared error: small enough to check by hand."""
 
     name = "linear"
@@ -122,7 +59,6 @@ class LinearRegression:
         TensorSpec("weight", (1, 1), "trainable", decayed=True),
         TensorSpec("bias", (1,), "trainable", decayed=False),
     )
-    weight_max = 1
 
     def __init__(self, num_samples: int, *, data: np.random.Generator) -> None:
         x = data.uniform(-1, 1, (num_samples, 1)).astype(np.float32)
@@ -137,31 +73,15 @@ class LinearRegression:
         x, y = self._xy.index_select(1, torch.tensor(ids)).unbind(0)
         return x, y
 
-    def initial(self, rng: np.random.Generator) -> dict[str, Array]:
-        return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
-
-    def weight(self, ids: Sequence[int]) -> int:
-        return len(ids)
-
     def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         weight = tensors["weight"]
         x, y = (one.to(weight) for one in batch)  # [n, 1] each
         return F.mse_loss(linear(x, weight, tensors["bias"]), y, reduction="sum")
 
     def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        drop: DropFunction,
-        scale: float,
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
         # By hand, 2 sum(e x) and 2 sum(e): autograd takes four times as long as all the rest of a
         # step of this workload, with which the harness explores. Overflow is silent, as in torch.
@@ -173,18 +93,14 @@ class LinearRegression:
             gradients = [(slope * x).sum(keepdims=True)[None], slope.sum(keepdims=True)]
             return float((error * error).sum()), gradients  # [1, 1] and [1]
 
-    def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        return {}
 
-
-class DigitClassifier:
+class DigitClassifier(Workload):
     """Handwritten digits through two hidden tanh layers with dropout, cross entropy.
 
     The input is centred by a running mean of the pixels, a buffer.
     """
 
     name = "mlp"
-    weight_max = 1
 
     def __init__(self, num_samples: int, *, width: int) -> None:
         pixels, labels = datasets.digits(num_samples)
@@ -214,16 +130,8 @@ class DigitClassifier:
                 values[spec.name] = uniform(rng, spec, bound=spec.shape[-1] ** -0.5)
         return values
 
-    def weight(self, ids: Sequence[int]) -> int:
-        return len(ids)
-
     def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
+        self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         mean = tensors["running_mean"]
         pixels, labels = batch
@@ -233,17 +141,6 @@ class DigitClassifier:
             x = drop(torch.tanh(x))
         logits = linear(x, tensors["output.weight"], tensors["output.bias"])  # [n, 10]
         return F.cross_entropy(logits, labels.to(mean.device), reduction="sum")
-
-    def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        ids: Sequence[int],
-        *,
-        drop: DropFunction,
-        scale: float,
-    ) -> tuple[float, list[Array]]:
-        loss = self.loss_of(tensors, self.batch(ids), linear=F.linear, drop=drop)
-        return autograd.differentiate(loss, tensors, self.specs, scale)
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
         # Pixels are multiples of 1/16, so these sums are exact in any order.

@@ -16,7 +16,7 @@ from entrenar_py.backends.wgpu.capture import Function
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.program import Array, compile_step
 from entrenar_py.training import dropout, workload
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Workload
 
 # Of a tensor's largest element. Derived bounds are held against elsewhere; this one is what the
 # whole decoder's gradients are off by, ten times over.

@@ -8,7 +8,8 @@ from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
 from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import dropout, engine, workload
+from entrenar_py.training import dropout, engine
+from entrenar_py.training.tensors import Workload
 
 DECLARED = "model"  # stands in a Manifest's `backend` for the workload's own word
 
@@ -39,12 +40,12 @@ def run(scenario: Scenario) -> trace.Trace:
     return recorder.finish(status="completed")
 
 
-def declared(model: workload.Workload) -> Entries:
+def declared(model: Workload) -> Entries:
     """(name, shape, dtype) of the gradients as whoever receives them expects them."""
     return tuple((s.name, s.shape, "float32") for s in model.specs if s.role == "trainable")
 
 
-def sent(scenario: Scenario, model: workload.Workload, backend: Backend) -> Entries:
+def sent(scenario: Scenario, model: Workload, backend: Backend) -> Entries:
     """(name, shape, dtype) of each array that `model` gives a worker on `backend` to send.
 
     Arrays travel without names: the receiver gives them those of the model, in order, and has none

@@ -14,8 +14,7 @@ from torch.fx import GraphModule
 from entrenar_py.backends.wgpu.bounds import sensitivity
 from entrenar_py.backends.wgpu.bounds.sensitivity import Deviation
 from entrenar_py.training import dropout
-from entrenar_py.training.tensors import Array, DropFunction
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Array, DropFunction, Workload
 
 
 class Oracle:

@@ -15,7 +15,8 @@ from entrenar_py import trace
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import checkpoint, schedule, sharding, workload
+from entrenar_py.training import checkpoint, schedule, sharding
+from entrenar_py.training.tensors import Workload
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Setup:
     """The part of a run that does not change."""
 
     scenario: Scenario
-    model: workload.Workload
+    model: Workload
     recorder: Recorder
     devices: Devices
 
