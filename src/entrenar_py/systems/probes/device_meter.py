@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +21,9 @@ from entrenar_py import backends
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -36,20 +39,21 @@ class Meter:
     traced: int = 0
     on_host: list[str] = field(default_factory=list)
     _resting: int = 0
-    _mapping: bool = False
 
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Leave out what torch computes inside: it is not the step's."""
-        self._resting += 1
-        try:
-            yield
-        finally:
-            self._resting -= 1
+    def leaving_out(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return `function`; what is computed or submitted while it runs is not counted."""
+
+        def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+            self._resting += 1
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self._resting -= 1
+
+        return call
 
     def submitted(self, *arguments: Any, **keywords: Any) -> None:
-        """Not what the library submits itself: nothing, to get ahead, whenever it maps memory."""
-        self.submissions += not self._mapping
+        self.submissions += not self._resting
 
     def dispatched(self, *arguments: Any, **keywords: Any) -> None:
         self.dispatches += 1
@@ -112,7 +116,8 @@ def watching() -> Iterator[Meter]:
         ):
             told_first = _telling(getattr(owner, name), told)
             stack.enter_context(patch.object(owner, name, told_first))
-        mapping = _mapping(native.GPUBuffer.map_async, meter)
+        # The library submits something itself, nothing, to get ahead, whenever it maps memory.
+        mapping = meter.leaving_out(native.GPUBuffer.map_async)
         stack.enter_context(patch.object(native.GPUBuffer, "map_async", mapping))
         stack.enter_context(_Operations(meter))
         yield meter
@@ -122,17 +127,6 @@ def _telling(function: Callable[..., Any], told: Callable[..., None]) -> Callabl
     def call(owner: Any, *arguments: Any, **keywords: Any) -> Any:
         told(*arguments, **keywords)
         return function(owner, *arguments, **keywords)
-
-    return call
-
-
-def _mapping(function: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        meter._mapping = True
-        try:
-            return function(*arguments, **keywords)
-        finally:
-            meter._mapping = False
 
     return call
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.backends.wgpu import WgpuBackend
@@ -20,8 +20,7 @@ from entrenar_py.systems.probes.device_meter import Meter, open_adapter
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import dropout
 from entrenar_py.training.engine import Engine
-from entrenar_py.training.tensors import Array, DropFunction, LinearFunction
-from entrenar_py.training.workload import Workload
+from entrenar_py.training.tensors import Array, DropFunction
 
 SCALE = 2.0**-3  # no step of one: a scale that is left out, or applied twice, shows
 ELEMENT_BYTES = 4
@@ -107,52 +106,19 @@ def sizes_of(scenario: Scenario) -> list[int]:
     return list(sizes)
 
 
-class Watched:
-    """A workload whose look-up of samples is not counted as arithmetic of a step."""
-
-    def __init__(self, workload: Workload, meters: list[Meter]) -> None:
-        self.specs = workload.specs
-        self._workload = workload
-        self._meters = meters
-
-    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """The workload's."""
-        with self._meters[-1].resting():
-            return self._workload.batch(ids)
-
-    def loss_of(
-        self,
-        tensors: Mapping[str, Tensor],
-        batch: Sequence[Tensor],
-        *,
-        linear: LinearFunction,
-        drop: DropFunction,
-    ) -> Tensor:
-        """The workload's."""
-        return self._workload.loss_of(tensors, batch, linear=linear, drop=drop)
-
-    def gradients(
-        self, tensors: Mapping[str, Tensor], ids: Sequence[int], *, drop: DropFunction, scale: float
-    ) -> tuple[float, list[Array]]:
-        """The workload's."""
-        return self._workload.gradients(tensors, ids, drop=drop, scale=scale)
-
-
 class Bench:
     """Two replicas of a workload on one backend, and what was computed on it so far."""
 
     def __init__(self, scenario: Scenario, backend: WgpuBackend) -> None:
         self._scenario, self._backend = scenario, backend
         self._model = models.model_of(scenario)
-        self._meters: list[Meter] = []
-        watched = Watched(self._model, self._meters)
         self._replicas: list[Engine] = []
         self._steppers: list[ResidentStep] = []
         for index in range(2):
             initial = self._model.initial(scenario.rng(f"initial {index}"))
             replica = Engine(self._model, backend, initial, scale=SCALE)
             self._replicas.append(replica)
-            self._steppers.append(backend.stepper(watched, replica.tensors, scale=SCALE))
+            self._steppers.append(backend.stepper(self._model, replica.tensors, scale=SCALE))
         self._made: dict[tuple[int, int], int] = {}  # (replica, number of samples) -> steps
 
     def step(self, number: int, call: Call) -> Iterator[trace.Event]:
@@ -161,15 +127,11 @@ class Bench:
         self._set_weights(replica, call)
         ids = range(call.first, call.first + call.num_samples)
         with device_meter.watching() as meter:
-            self._meters.append(meter)
             drop = self._dropout(call)
-
-            def resting(x: Tensor) -> Tensor:
-                with meter.resting():
-                    return drop(x)
-
-            chosen = dropout.none if drop is dropout.none else resting
-            loss, gradients = self._steppers[call.replica](ids, chosen)
+            chosen = drop if drop is dropout.none else meter.leaving_out(drop)
+            # To look samples up is no arithmetic of a step either.
+            with patch.object(self._model, "batch", meter.leaving_out(self._model.batch)):
+                loss, gradients = self._steppers[call.replica](ids, chosen)
         names = ["loss", *replica.layout.trainable]
         results = dict(zip(names, [np.array(loss, np.float32), *gradients], strict=True))
         yield self._stepped(number, call, meter, results)
