@@ -59,7 +59,15 @@ def first_finite(
             reason = "" if is_finite(result) else _non_finite(result)
         except FAILURES as error:
             reason = _reason(name, error)
-        on_attempt(_attempt(name, backend, reason))
+        on_attempt(
+            Attempt(
+                backend=name,
+                served=not reason,
+                reason=reason,
+                device=backend.device if backend else "",
+                software=backend is not None and backend.software,
+            )
+        )
         if not reason:
             assert backend is not None
             return backend, result
@@ -117,16 +125,4 @@ def _non_finite(result: Tensor) -> str:
     return (
         f"result is not finite: {int(bad.sum())} of {result.numel()} elements, "
         f"the first at {first} ({float(result.reshape(-1)[first])})"
-    )
-
-
-def _attempt(name: str, backend: Backend | None, reason: str) -> Attempt:
-    if backend is None:
-        return Attempt(backend=name, served=False, reason=reason)
-    return Attempt(
-        backend=name,
-        served=not reason,
-        reason=reason,
-        device=backend.device,
-        software=backend.software,
     )

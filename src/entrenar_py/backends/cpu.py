@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.backends import Pair
-from entrenar_py.backends.operands import check_operands
+from entrenar_py.backends.linear import check_operands
 from entrenar_py.backends.steps import Model, Stepper
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.backends import Pair, linear
-from entrenar_py.backends.operands import check_operands
 from entrenar_py.backends.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.errors import BackendUnavailable
 
@@ -37,7 +36,7 @@ class CudaBackend:
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """torch's own product on the GPU."""
-        check_operands(a, b, backend=self.name)
+        linear.check_operands(a, b, backend=self.name)
         return (a.detach().to(self.place) @ b.detach().to(self.place)).cpu()
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:

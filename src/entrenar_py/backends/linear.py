@@ -1,4 +1,4 @@
-"""A linear layer whose three products run on a device: autograd on the CPU around them.
+"""A linear layer whose three products run on a device, and the check of a product's operands.
 
 Autograd sees CPU tensors only, so backward runs in the calling thread on every backend.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from entrenar_py.backends import Pair
+from entrenar_py.errors import UsageError
 
 Products = Callable[[Sequence[Pair]], list[Tensor]]
 
@@ -24,6 +25,20 @@ def apply(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if bias is not None:
         result = result + bias
     return result.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def check_operands(a: Tensor, b: Tensor, *, backend: str) -> None:
+    """Raises UsageError unless `a @ b` is a non-empty float32 product of matrices on the CPU."""
+    product = f"product of {list(a.shape)} and {list(b.shape)} on backend {backend}"
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise UsageError(f"{product}: use two matrices [m, k] and [k, n]")
+    if not (a.numel() and b.numel()):
+        raise UsageError(f"{product}: nothing to multiply; use sizes of at least 1")
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype != torch.float32 or operand.device.type != "cpu":
+            raise UsageError(
+                f"{product}: {name} is {operand.dtype} on {operand.device}; use float32 on cpu"
+            )
 
 
 class _Linear(torch.autograd.Function):

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from entrenar_py.backends import Pair, linear
-from entrenar_py.backends.operands import check_operands
 from entrenar_py.backends.steps import Model
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.matmul import Matmul
@@ -74,7 +73,7 @@ class WgpuBackend:
         adapter's own words when it fails.
         """
         for a, b in pairs:
-            check_operands(a, b, backend=self.name)
+            linear.check_operands(a, b, backend=self.name)
         return self._kernel.run([(a.detach(), b.detach()) for a, b in pairs])
 
 
