@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from entrenar_py.backends.wgpu import bounds, capture
+from entrenar_py.backends.wgpu import capture
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.program import compile_step
+from tests.backends.wgpu import agreement
 
 SIZES = (1, 2, 3, 5, 7, 16, 17, 33)
 VALUES_MAX = 1e4  # what is larger soon overflows, and then there is nothing to compare
@@ -255,7 +256,7 @@ def tried(graph: RandomGraph, compute: Compute) -> tuple[str, int, int]:
     """What is wrong with `compute(captured graph, inputs)`; how many elements, and with a bound."""
     inputs = list(graph.inputs.values())
     captured = capture.capture(graph, inputs)
-    found = bounds.agrees(compute(graph, captured, inputs), captured, inputs)
+    found = agreement.agrees(compute(graph, captured, inputs), captured, inputs)
     wrong = "\n".join(str(one) for one in found if not one.explained)
     return (
         wrong,

@@ -12,7 +12,7 @@ from entrenar_py.backends.wgpu import bounds, capture
 from entrenar_py.backends.wgpu.bounds import intervals, sensitivity
 from entrenar_py.backends.wgpu.bounds.intervals import Interval
 from entrenar_py.errors import UsageError
-from tests.backends.wgpu import random_graphs
+from tests.backends.wgpu import agreement, random_graphs
 from tests.backends.wgpu.steps import captured, plain, step
 
 NUM_GRAPHS = 15  # `make graphs` tries 500, on a wgpu adapter
@@ -75,10 +75,10 @@ def test_what_is_wrong_is_outside(
     """A term left out, operands of 8 bits, a formula that is nearly right."""
     x = torch.randn(33, 17, generator=torch.Generator().manual_seed(0))
     graph = capture.capture(right, [x])
-    assert all(one.explained for one in bounds.agrees(right(x), graph, [x]))
-    assert not any(one.explained for one in bounds.agrees(wrong(x), graph, [x]))
+    assert all(one.explained for one in agreement.agrees(right(x), graph, [x]))
+    assert not any(one.explained for one in agreement.agrees(wrong(x), graph, [x]))
     nothing = [torch.full_like(one, torch.nan) for one in right(x)]
-    assert not any(one.explained for one in bounds.agrees(nothing, graph, [x]))
+    assert not any(one.explained for one in agreement.agrees(nothing, graph, [x]))
 
 
 def test_a_comparison_within_errors_has_both_outcomes() -> None:
@@ -100,7 +100,7 @@ def test_what_may_be_anything_counts_as_unbounded() -> None:
         return (1 / (x * x - 0.09),)
 
     x = torch.tensor([0.3, 2.0])
-    (found,) = bounds.agrees(run(x), capture.capture(run, [x]), [x])
+    (found,) = agreement.agrees(run(x), capture.capture(run, [x]), [x])
     assert (found.num_bounded, found.num_elements, found.explained) == (1, 2, True)
 
 

@@ -10,7 +10,6 @@ overlap is undecided; a value that depends on it has both outcomes in its interv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +22,6 @@ from entrenar_py.backends.wgpu.bounds.intervals import Bounded
 from entrenar_py.errors import UsageError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """One output of a device against its bounds, at the element that uses up most of its bound.
-
-    `element` is its index in C order; `num_bounded` says how many of `num_elements` have a bound.
-    """
-
-    output: int
-    element: int
-    got: float
-    value: float
-    low: float
-    high: float
-    num_elements: int
-    num_bounded: int
-
-    @property
-    def explained(self) -> bool:
-        """True if rounding explains every element."""
-        return self.low <= self.got <= self.high or not self.num_bounded
-
-
 def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
     """The bounds of every output of `graph` for these inputs, float32 or whole numbers.
 
@@ -53,40 +30,6 @@ def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
     """
     with torch.no_grad():
         return list(Walk(graph).run(*(given(one.detach()) for one in inputs)))
-
-
-def agrees(
-    outputs: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
-) -> list[Agreement]:
-    """Compare each output of a device with its bounds."""
-    bounded = bound(graph, inputs)
-    assert len(bounded) == len(outputs), "as many outputs as the graph has"
-    return [
-        _compare(index, got, one)
-        for index, (got, one) in enumerate(zip(outputs, bounded, strict=True))
-    ]
-
-
-def _compare(index: int, got: Tensor, allowed: Bounded) -> Agreement:
-    found = got.detach().double().reshape(-1)
-    low, high, value, error = (
-        one.double().reshape(-1)
-        for one in (allowed.low, allowed.high, allowed.value, allowed.error)
-    )
-    assert found.shape == value.shape, f"output {index}: {list(got.shape)}"
-    known = ~error.isposinf()
-    inside = (low <= found) & (found <= high)
-    used = torch.where(inside, (found - value).abs() / error.clamp(min=1e-300), torch.inf)
-    used = torch.where(known, used.nan_to_num(0.0, posinf=torch.inf), -1.0)
-    worst = int(used.argmax()) if len(used) else 0
-    at = [float(one[worst]) if len(used) else 0.0 for one in (found, value, low, high)]
-    return Agreement(
-        output=index,
-        element=worst,
-        **dict(zip(("got", "value", "low", "high"), at, strict=True)),
-        num_elements=len(used),
-        num_bounded=int(known.sum()),
-    )
 
 
 class Walk(Interpreter):

@@ -9,6 +9,7 @@ no worse. Derivations: docs/numerics.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,24 +65,12 @@ def _tanh_error(x: Tensor) -> Tensor:
     return 2 * e / (1 + e).square() * _exp_error(2 * x) + 9 * UNIT
 
 
-def _wave_error(x: Interval) -> Tensor:
+def _wave(function: Callable[[Tensor], Tensor], x: Interval) -> Interval:
     """WGSL: sin and cos are within 2^-11, but in [-pi, pi] only: kernels must reduce x to that,
     which costs some roundings of |x|. What drivers give is far better (docs/numerics.md)."""
-    return 2.0**-11 + 4 * UNIT * x.size
-
-
-def _sin(x: Interval) -> Interval:
-    return _wave(x, torch.sin)
-
-
-def _cos(x: Interval) -> Interval:
-    return _wave(x, torch.cos)
-
-
-def _wave(x: Interval, function: Callable[[Tensor], Tensor]) -> Interval:
     middle, radius = (x.low + x.high) / 2, (x.high - x.low) / 2
-    value, error = function(middle), radius + _wave_error(x)
-    return intervals.within((value - error), (value + error))
+    value, error = function(middle), radius + (2.0**-11 + 4 * UNIT * x.size)
+    return intervals.within(value - error, value + error)
 
 
 def _rsqrt(x: Interval) -> Interval:
@@ -151,20 +140,18 @@ def _general_power(x: Interval, exponent: float) -> Interval:
     return turned(intervals.negate(Interval(low, x.high)))
 
 
-_EXP = _increasing(torch.exp, _exp_error)
-
 FUNCTIONS: dict[Any, Rule] = {
     _ATEN.abs.default: _absolute,
-    _ATEN.cos.default: _cos,
+    _ATEN.cos.default: partial(_wave, torch.cos),
     # WGSL has no erf. Absolute: 1.5e-7 of Abramowitz and Stegun 7.1.26, and its evaluation.
     _ATEN.erf.default: _increasing(torch.erf, lambda x: 0.0, lambda x: 2.0**-19),
-    _ATEN.exp.default: _EXP,
+    _ATEN.exp.default: _increasing(torch.exp, _exp_error),
     _ATEN.log.default: _log,
     _ATEN.neg.default: intervals.negate,
     _ATEN.pow.Tensor_Scalar: _power,
     _ATEN.rsqrt.default: _rsqrt,
     _ATEN.sigmoid.default: _increasing(torch.sigmoid, _sigmoid_error),
-    _ATEN.sin.default: _sin,
+    _ATEN.sin.default: partial(_wave, torch.sin),
     _ATEN.sqrt.default: _sqrt,
     _ATEN.tanh.default: _increasing(torch.tanh, lambda x: 0.0, _tanh_error),
 }

@@ -36,6 +36,11 @@ class Interval:
         return torch.maximum(self.low.abs(), self.high.abs())
 
     @property
+    def terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The low ends, high ends, sizes, and ones where it is not exactly zero: see `total`."""
+        return self.low, self.high, self.size, (self.size > 0).double()
+
+    @property
     def decided(self) -> Tensor:
         """Return where an interval holds one value only, bool."""
         return self.low == self.high
@@ -103,15 +108,11 @@ def near(
     low: Tensor, high: Tensor, *, relative: Tensor | float, absolute: Tensor | float
 ) -> Interval:
     """[low, high] with an error at each end, relative and absolute."""
-    return within(
-        low - _slack(low, relative, absolute),
-        high + _slack(high, relative, absolute),
-    )
+    return within(low - _slack(low, relative, absolute), high + _slack(high, relative, absolute))
 
 
 def _slack(x: Tensor, relative: Tensor | float, absolute: Tensor | float) -> Tensor:
-    finite = torch.where(x.isfinite(), x, torch.zeros_like(x))
-    size = finite.abs()
+    size = torch.where(x.isfinite(), x.abs(), 0.0)
     # ULPs of a subnormal number are those of the smallest normal one.
     floor = torch.where((size > 0) & (size < FLUSHED), FLUSHED, size)
     return floor * (torch.as_tensor(relative) + 4 * FLOAT64_ROUNDOFF) + absolute
@@ -129,10 +130,7 @@ def flush(given: Interval) -> Interval:
 def _known(low: Tensor, high: Tensor) -> Interval:
     """Make an interval unknown where an end is NaN."""
     unknown = low.isnan() | high.isnan()
-    return Interval(
-        torch.where(unknown, -torch.inf, low),
-        torch.where(unknown, torch.inf, high),
-    )
+    return Interval(low.masked_fill(unknown, -torch.inf), high.masked_fill(unknown, torch.inf))
 
 
 def hull(*corners: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,11 +203,10 @@ def total(low: Tensor, high: Tensor, size: Tensor, count: Tensor) -> Interval:
 
 def sum_over(a: Interval, dims: Sequence[int], *, keepdim: bool) -> Interval:
     """Along `dims`; all of them if empty."""
-    dims = list(dims) if len(dims) else list(range(a.low.ndim))
+    dims = list(dims) or list(range(a.low.ndim))
     if not dims:
         return a
-    terms = (a.low, a.high, a.size, (a.size > 0).double())
-    return total(*(one.sum(dims, keepdim=keepdim) for one in terms))
+    return total(*(one.sum(dims, keepdim=keepdim) for one in a.terms))
 
 
 def matmul(a: Interval, b: Interval) -> Interval:

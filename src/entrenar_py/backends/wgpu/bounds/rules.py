@@ -84,10 +84,6 @@ def _multiply(target: Any, args: Any, kwargs: Any) -> Interval:
     return intervals.multiply(_number(args[0]), _number(args[1]))
 
 
-def _divide(target: Any, args: Any, kwargs: Any) -> Interval:
-    return intervals.divide(_number(args[0]), _number(args[1]))
-
-
 def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
     """Quotients rounded to whole numbers: exact up to 2^21, and some ULP off where they are larger.
 
@@ -118,13 +114,7 @@ def _sum(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _cumsum(target: Any, args: Any, kwargs: Any) -> Interval:
-    one, dim = _number(args[0]), args[1]
-    terms = (one.low, one.high, one.size, (one.size > 0).double())
-    return intervals.total(*(part.cumsum(dim) for part in terms))
-
-
-def _product(target: Any, args: Any, kwargs: Any) -> Interval:
-    return intervals.matmul(_number(args[0]), _number(args[1]))
+    return intervals.total(*(part.cumsum(args[1]) for part in _number(args[0]).terms))
 
 
 def _index_put(target: Any, args: Any, kwargs: Any) -> Interval:
@@ -132,26 +122,14 @@ def _index_put(target: Any, args: Any, kwargs: Any) -> Interval:
     base, indices, source, *accumulate = args
     if not (accumulate and accumulate[0]):
         return _each_end(target, args, kwargs)
-    base, source = _number(base), _number(source)
-    given = [None if one is None else one.value for one in indices]
-    terms = [
-        (base.low, source.low),
-        (base.high, source.high),
-        (base.size, source.size),
-        ((base.size > 0).double(), (source.size > 0).double()),
-    ]
-    return intervals.total(*(target(here, given, there, True) for here, there in terms))
+    places = [None if one is None else one.value for one in indices]
+    terms = zip(_number(base).terms, _number(source).terms, strict=True)
+    return intervals.total(*(target(here, places, there, True) for here, there in terms))
 
 
 def _scatter_add(target: Any, args: Any, kwargs: Any) -> Interval:
     base, dim, index, source = args
-    base, source = _number(base), _number(source)
-    terms = [
-        (base.low, source.low),
-        (base.high, source.high),
-        (base.size, source.size),
-        ((base.size > 0).double(), (source.size > 0).double()),
-    ]
+    terms = zip(_number(base).terms, _number(source).terms, strict=True)
     return intervals.total(*(target(here, dim, index.value, there) for here, there in terms))
 
 
@@ -162,6 +140,9 @@ def _scatter_value(target: Any, args: Any, kwargs: Any) -> Interval:
         target(base.low, dim, index.value, float(value.low)),
         target(base.high, dim, index.value, float(value.high)),
     )
+
+
+# Comparisons: true or false where every value in both intervals says so, undecided elsewhere.
 
 
 def _less(a: Interval, b: Interval) -> Interval:
@@ -181,20 +162,16 @@ def _flip(one: Interval) -> Interval:
     return Interval(~one.high, ~one.low)
 
 
-def _comparison(compare: Callable[[Interval, Interval], Interval]) -> Rule:
-    """True or false where every value in both intervals says so, undecided elsewhere."""
-
-    def rule(target: Any, args: Any, kwargs: Any) -> Interval:
-        return compare(_number(args[0]), _number(args[1]))
-
-    return rule
+def _of_two(interval: Callable[[Interval, Interval], Interval]) -> Rule:
+    """The rule that `interval` is of the operands' intervals."""
+    return lambda target, args, kwargs: interval(_number(args[0]), _number(args[1]))
 
 
 def _where(target: Any, args: Any, kwargs: Any) -> Interval:
     """Both branches' hull where the condition is undecided."""
     condition = args[0]
     a, b = _number(args[1]), _number(args[2])
-    decided = condition.low == condition.high
+    decided = condition.interval.decided
     low, high = torch.minimum(a.low, b.low), torch.maximum(a.high, b.high)
     return Interval(
         torch.where(decided, torch.where(condition.value, a.low, b.low), low),
@@ -305,10 +282,10 @@ RULES: dict[Any, Rule] = {
     _ATEN.bitwise_not.default: _not,
     _ATEN.bitwise_or.Tensor: _logical,
     _ATEN.bitwise_xor.Tensor: _known_truth,
-    _ATEN.bmm.default: _product,
+    _ATEN.bmm.default: _of_two(intervals.matmul),
     _ATEN.clamp.default: _clamp,
     _ATEN.cumsum.default: _cumsum,
-    _ATEN.div.Tensor: _divide,
+    _ATEN.div.Tensor: _of_two(intervals.divide),
     _ATEN.div.Tensor_mode: _whole_quotient,
     _ATEN.full.default: _full,
     _ATEN.index_put.default: _index_put,
@@ -318,7 +295,7 @@ RULES: dict[Any, Rule] = {
     _ATEN.logical_not.default: _not,
     _ATEN.logical_or.default: _logical,
     _ATEN.logical_xor.default: _known_truth,
-    _ATEN.mm.default: _product,
+    _ATEN.mm.default: _of_two(intervals.matmul),
     _ATEN.mul.Tensor: _multiply,
     _ATEN.reciprocal.default: lambda target, args, kwargs: intervals.divide(
         _number(1.0), _number(args[0])
@@ -340,5 +317,5 @@ for _name, _compare in (
     ("lt", _less),
     ("ne", lambda a, b: _flip(_equal(a, b))),
 ):
-    RULES[getattr(_ATEN, _name).Scalar] = _comparison(_compare)
-    RULES[getattr(_ATEN, _name).Tensor] = _comparison(_compare)
+    RULES[getattr(_ATEN, _name).Scalar] = _of_two(_compare)
+    RULES[getattr(_ATEN, _name).Tensor] = _of_two(_compare)
