@@ -27,20 +27,7 @@ _FROM_TORCH = (
 @cache
 def table() -> dict[Any, Callable[..., Any]]:
     """Operation -> function of the same arguments, of simpler ones."""
-    found = dict(core_aten_decompositions())
-    found.update(get_decompositions(_FROM_TORCH))
-    found.update(_OURS)
-    return found
-
-
-def _var(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+    return {**core_aten_decompositions(), **get_decompositions(_FROM_TORCH), **_OURS}
 
 
 def _var_mean(
@@ -128,10 +115,6 @@ def _full_like(x: Tensor, value: float, *, dtype: Any = None, **_: Any) -> Tenso
     return torch.full(x.shape, value, dtype=dtype or x.dtype)
 
 
-def _scalar_tensor(value: float, *, dtype: Any = None, **_: Any) -> Tensor:
-    return torch.full((), value, dtype=dtype or torch.float32)
-
-
 _OURS: dict[Any, Callable[..., Any]] = {
     _ATEN._unsafe_index_put.default: _ATEN.index_put.default,
     _ATEN.addmm.default: _addmm,
@@ -148,8 +131,10 @@ _OURS: dict[Any, Callable[..., Any]] = {
     _ATEN.mean.dim: _mean,
     _ATEN.mul.Scalar: _ATEN.mul.Tensor,
     _ATEN.native_layer_norm.default: _native_layer_norm,
-    _ATEN.scalar_tensor.default: _scalar_tensor,
+    _ATEN.scalar_tensor.default: lambda value, *, dtype=None, **_: torch.full(
+        (), value, dtype=dtype or torch.float32
+    ),
     _ATEN.split_with_sizes.default: _split_with_sizes,
-    _ATEN.var.correction: _var,
+    _ATEN.var.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
     _ATEN.var_mean.correction: _var_mean,
 }

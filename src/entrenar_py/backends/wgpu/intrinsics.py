@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-FUNCTIONS = {
+FUNCTIONS = {  # each after those that it calls
     "infinity": """
 var<private> infinity_bits: u32 = 0x7f800000u;
 fn infinity() -> f32 { return bitcast<f32>(infinity_bits); }
@@ -136,20 +136,16 @@ fn floor_divide_i32(a: i32, b: i32) -> i32 {
 }
 """,
 }
-_NEEDS = {
-    **dict.fromkeys(("power", "modulo"), ("nan",)),
-    "remainder_f32": ("modulo", "nan"),
-    "trunc_divide_f32": ("modulo", "nan", "is_infinite"),
-    "floor_divide_f32": ("trunc_divide_f32", "modulo", "nan", "is_infinite"),
-    **dict.fromkeys(("larger", "smaller", "tangent", "error_function"), ("is_nan",)),
-}
 
 
 def functions_of(text: str) -> list[str]:
-    """The functions that `text` calls, each with what it calls itself, once."""
-    called = [name for name in FUNCTIONS if re.search(rf"\b{name}\(", text)]
-    wanted = {*called, *(one for name in called for one in _NEEDS.get(name, ()))}
-    return [FUNCTIONS[name].strip() for name in FUNCTIONS if name in wanted]
+    """The functions that `text` calls, and those that they call, each once."""
+    called: list[str] = []
+    for name, function in reversed(FUNCTIONS.items()):
+        if re.search(rf"\b{name}\(", text):
+            called.insert(0, function.strip())
+            text += function
+    return called
 
 
 def literal(value: float | int | bool, dtype: str) -> str:

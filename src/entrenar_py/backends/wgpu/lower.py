@@ -170,26 +170,15 @@ class _Lowering:
 
 def _merge_equals(graph: GraphModule) -> None:
     """Makes one node of those that are the same operation of the same operands."""
-    known: dict[Any, Node] = {}
+    known: dict[tuple[Any, str, str], Node] = {}
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
-        # The types, too: 1, 1.0 and True are equal.
-        arguments = _hashable(node.args), _hashable(node.kwargs)
-        key = (node.target, repr(arguments), arguments)
-        first = known.setdefault(key, node)
+        # As text, since 1, 1.0 and True are equal; nodes have names of their own.
+        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.graph.erase_node(node)
-
-
-def _hashable(argument: Any) -> Any:
-    """`argument` of a node so that it can be a key."""
-    if isinstance(argument, list | tuple):
-        return tuple(_hashable(one) for one in argument)
-    if isinstance(argument, dict):
-        return tuple((key, _hashable(one)) for key, one in argument.items())
-    return argument
 
 
 def _uses(graph: GraphModule) -> dict[Node, int]:
@@ -203,15 +192,12 @@ def _uses(graph: GraphModule) -> dict[Node, int]:
 
 
 def _refusal(node: Node) -> str:
-    return (
-        f"{node.target} at {line_of(node)}: backend wgpu has no kernel for it with "
-        f"{_given_to(node)}; write it with other operations, or use another backend"
-    )
-
-
-def _given_to(node: Node) -> str:
-    shown = []
+    operands = []
     for one in node.args:
         value = one.meta.get("val") if isinstance(one, Node) else None
-        shown.append(f"{value.dtype} {list(value.shape)}" if value is not None else str(one))
-    return ", ".join(shown) or "nothing"
+        operands.append(f"{value.dtype} {list(value.shape)}" if value is not None else str(one))
+    return (
+        f"{node.target} at {line_of(node)}: backend wgpu has no kernel for it with "
+        f"{', '.join(operands) or 'nothing'}; write it with other operations, or use another "
+        "backend"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from entrenar_py.backends.wgpu.tiles import Layout, Product, Tiling
 
@@ -12,14 +12,13 @@ LANES = "xyzw"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One operand as the tiles see it: `outer` is m or n, with its size, tile and strides.
+    """One operand as the tiles see it: its outer dimension is m or n, with its tile and strides.
 
-    A load moves `width` elements, along k if `along_k`, else along the outer dimension. With
-    `scalars` its tile is one of numbers, not of vectors: see `Limits.component_writes`.
+    A load moves `width` elements, along k if `along_k`, else along the outer dimension.
+    `component_writes` as in `Limits`.
     """
 
     name: str
-    size: int
     depth: int
     tile: int
     tile_k: int
@@ -29,12 +28,17 @@ class Side:
     along_k: bool
     num_threads: int
     split: int
-    scalars: bool
+    component_writes: bool
 
     @property
     def whole_vectors(self) -> bool:
         """True if a load is four neighbours in the tile."""
         return self.width == 4 and not self.along_k
+
+    @property
+    def scalars(self) -> bool:
+        """True if the tile is one of numbers, not of vectors, so that threads may write at once."""
+        return not (self.component_writes or self.whole_vectors)
 
     @property
     def num_loads(self) -> int:
@@ -64,38 +68,29 @@ class Side:
 
 
 def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[Side, Side]:
-    """Return a and b as the tiles see them; threads may write to both tiles at once."""
-    a = _side(product, tiling, "a", product.a, product.m, tiling.m)
-    b = _side(product, tiling, "b", product.b.transposed(), product.n, tiling.n)
-    return _safe(a, component_writes), _safe(b, component_writes)
+    """Return a and b as the tiles see them."""
 
+    def side(name: str, layout: Layout, size: int, tile: int) -> Side:
+        """`layout` has k as its columns."""
+        step, step_k = layout.row, layout.column
+        along_k = step_k < step
+        edge = (step_k, step, product.k) if along_k else (step, step_k, size)
+        return Side(
+            name=name,
+            depth=product.k,
+            tile=tile,
+            tile_k=tiling.k,
+            step=step,
+            step_k=step_k,
+            width=4 if is_vector(layout, *edge) else 1,
+            along_k=along_k,
+            num_threads=tiling.num_threads,
+            split=tiling.split,
+            component_writes=component_writes,
+        )
 
-def _side(
-    product: Product, tiling: Tiling, name: str, layout: Layout, size: int, tile: int
-) -> Side:
-    """`layout` has k as its columns."""
-    step, step_k = layout.row, layout.column
-    along_k = step_k < step
-    edge = (step_k, step, product.k) if along_k else (step, step_k, size)
-    return Side(
-        name=name,
-        size=size,
-        depth=product.k,
-        tile=tile,
-        tile_k=tiling.k,
-        step=step,
-        step_k=step_k,
-        width=4 if is_vector(layout, *edge) else 1,
-        along_k=along_k,
-        num_threads=tiling.num_threads,
-        split=tiling.split,
-        scalars=False,
-    )
-
-
-def _safe(side: Side, component_writes: bool) -> Side:
-    """`side` with a tile that its threads may write to at once."""
-    return replace(side, scalars=not (component_writes or side.whole_vectors))
+    a = side("a", product.a, product.m, tiling.m)
+    return a, side("b", product.b.transposed(), product.n, tiling.n)
 
 
 def is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
@@ -166,12 +161,9 @@ def store(side: Side, copy: int) -> Iterator[str]:
             stores = [
                 f"{tile}{side.place(f'{k} + {j}u')}{at} = {part};" for j, part in enumerate(parts)
             ]
-        guard = side.partial and i == side.loads[-1]
-        if guard:
-            yield f"if ({side.name}_load_{i} < {side.num_loads}u) {{"
+        if side.partial and i == side.loads[-1]:
+            stores = [f"if ({side.name}_load_{i} < {side.num_loads}u) {{", *stores, "}"]
         yield from stores
-        if guard:
-            yield "}"
 
 
 def four(row: str, at: str, *, scalars: bool) -> str:
