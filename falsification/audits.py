@@ -75,7 +75,7 @@ def counts_what_is_wrong(copies: Sequence[int], alike: Sequence[int]) -> Verdict
 
 
 def takes_itself_for_a_witness(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """What was said by most counts, also where one worker said it twice."""
+    """The most frequent copy counts, even if one worker sent it twice."""
     if len(copies) < 3:
         return _verdict(copies, alike)
     copy = max(alike, key=alike.count)
@@ -101,7 +101,7 @@ def keeps_what_it_delivered(
 
 
 def delivered_all_the_same(self: Sums, rank: int) -> None:
-    """What a worker delivered counts, though it was caught."""
+    """A caught worker's deliveries still count."""
     _deliver(self, rank)
 
 

@@ -57,7 +57,7 @@ def last_first(self: Coordinator) -> dict[Peer, Seen]:
 def orphans_to_one(
     self: Coordinator, shards: Sequence[int], members: Mapping[Peer, Seen]
 ) -> list[Effect]:
-    """What a dead worker had goes to the lowest rank alone."""
+    """A dead worker's shards all go to the lowest rank."""
     if self.stage is Stage.COMPUTING and len(shards) < self.run.num_shards:
         lowest = min(members, key=lambda peer: members[peer].in_rank())
         members = {lowest: members[lowest]}

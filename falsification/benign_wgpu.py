@@ -39,7 +39,7 @@ def unshared(
 
 
 def late(lowered: lower.Lowered, given: Any) -> Plan:
-    """Of dispatches that do not need each other, the last that can run is the next."""
+    """Among independent dispatches, the last one that can run is run next."""
     return _plan(replace(lowered, steps=_reordered(lowered.steps)), given)
 
 

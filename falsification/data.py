@@ -70,7 +70,7 @@ _TWO_EPOCHS = textbook(num_steps=6)
 
 
 def _overlap() -> tuple[int, ...]:
-    """What rank 1 takes of its own permutation though rank 0 has it already."""
+    """Return the samples that rank 1 draws although rank 0 has drawn them already."""
     ids = visit(_UNSYNCED)
     first, second = rank_shuffled(ids, 0, 2), rank_shuffled(ids, 1, 2)
     return tuple(i for i in second if i in first)

@@ -66,7 +66,7 @@ def elsewhere(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """What a device does not take is computed on the CPU, under the device's name."""
+    """A product that a device refuses is computed on the CPU, under the device's name."""
 
     def computed_anyway(backend: Backend) -> Tensor:
         try:

@@ -61,7 +61,7 @@ def shuffled_by_each(worker: Worker) -> list[sharding.Ids]:
 
 
 def towards_the_start(worker: Worker) -> list[Tensor]:
-    """What the worker moved, not against its direction: inner minus outer."""
+    """Return the pseudo-gradient with the wrong sign: inner minus outer."""
     return [-one for one in _pseudo_gradient(worker)]
 
 
@@ -139,7 +139,7 @@ def welcomed_without_momentum(worker: Worker, state: dict[str, Any]) -> None:
 
 
 def goes_on_with_its_lost_round(worker: Worker, state: dict[str, Any]) -> None:
-    """Who comes back goes on from its own weights, of the round in which it died."""
+    """A worker that rejoins keeps its own weights, of the round in which it died."""
     _welcome(worker, state)
     path = local_sgd.checkpoint(worker.rank)
     if path.exists():

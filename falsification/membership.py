@@ -60,7 +60,7 @@ def not_quite_dead(self: trainer.Trainer, fault: Fault, step: int) -> int:
 def ghost_computes(
     self: trainer.Trainer, step: int
 ) -> Iterator[tuple[replicas.Worker, Sequence[int]]]:
-    """What a worker computes that was given up in an earlier step is taken for somebody's."""
+    """The result of a worker that was given up in an earlier step is taken for another worker's."""
     ghost = _given_up.get(self)
     for worker, run in _assignments(self, step):
         yield ghost or worker, run

@@ -53,7 +53,7 @@ def pipeline(**changes: Any) -> Scenario:
 
 
 def is_copied(parameter: nn.Parameter) -> bool:
-    """Whether all ranks of a group have all of it."""
+    """Return whether all ranks of a group have the whole parameter."""
     return not (isinstance(parameter, DTensor) and parameter.placements[0].is_shard())
 
 

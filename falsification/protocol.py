@@ -119,7 +119,7 @@ def _late(message: Message) -> bool:
 
 
 def weights_alone(self: Server, message: Message) -> frames.Buffer:
-    """Who joins late gets no moments."""
+    """A worker that joins late gets no moments."""
     if not _late(message):
         return _payload(self, message)
     moments = self.replica.state
@@ -140,7 +140,7 @@ def remembered(self: Server, step: int) -> None:
 
 
 def state_before(self: Server, message: Message) -> frames.Buffer:
-    """Who joins late gets the state from before the latest step."""
+    """A worker that joins late gets the state from before the latest step."""
     return _before[self] if _late(message) and self in _before else _payload(self, message)
 
 

@@ -69,7 +69,7 @@ def eval_on_rank_1(
 
 
 def unscaled(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
-    """What is kept is not scaled by 1 / (1 - rate)."""
+    """The elements that are kept are not scaled by 1 / (1 - rate)."""
     return _drop(self, tensor) * 0.8
 
 

@@ -48,7 +48,7 @@ _REDUCTIONS = ("reduction_mean", "reduction_traffic")  # of known vectors, which
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What came of one seed; `complaint` is what is wrong with it, empty if nothing is."""
+    """The result of one seed; `complaint` says what is wrong, and is empty if nothing is."""
 
     seed: int
     scenario: Scenario
@@ -213,12 +213,12 @@ def elsewhere(scenario: Scenario) -> Scenario:
 
 
 def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
-    """What is wrong with `run`, whose training undisturbed is `calm`; empty if nothing is.
+    """Return what is wrong with `run`, whose training undisturbed is `calm`; empty if nothing is.
 
-    It has to end: completed, or halted by the first planted value, or by workers that disagree on
-    what nobody else can decide. Every step up to there has to be made, by whoever made it to the
-    bits of `calm` (around a ring near them, to the bits of `other`), and no check may say
-    FALSIFIED. What follows from a wrong value that nobody audited is not looked at.
+    The run has to end: completed, halted by the first planted value, or halted by workers that
+    disagree where nobody else can decide. Every step until then has to be made, and every worker
+    that made it has the bits of `calm` (around a ring: close values, and the bits of `other`). No
+    check may say FALSIFIED. The consequences of a wrong value that nobody audited are ignored.
     """
     return next(_complaints(run, _seen_alike(run, calm), other), "")
 
@@ -289,7 +289,7 @@ def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:
 
 
 def _alike(update: Update, model: Update, *, exact: bool) -> bool:
-    """Whether two made one step: the same one, or one of the same samples and near it."""
+    """Return whether two updates made the same step, or close ones from the same samples."""
     if exact:
         return replace(update, rank=model.rank) == model
     ours, theirs = evidence.vectors(update.weights), evidence.vectors(model.weights)
@@ -300,7 +300,7 @@ def _alike(update: Update, model: Update, *, exact: bool) -> bool:
 
 
 def _is_reduction(run: Trace) -> bool:
-    """Whether all of it was the sum of known vectors, each computed and sent once."""
+    """Return whether the whole run was the sum of known vectors, each computed and sent once."""
     scenario = run.scenario
     silent = any(fault.kind in faults.SILENT for fault in scenario.faults)
     known = scenario.workload == "vectors" and not silent

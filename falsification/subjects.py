@@ -1,4 +1,4 @@
-"""What the variants change, and the small runs in which that shows.
+"""The parts that variants change, and the small runs in which that shows.
 
 Sizes are chosen so that no bug hides: shards of unequal size, a short last batch, two epochs,
 plain SGD without clipping unless a bug needs more.

@@ -13,7 +13,7 @@ _ADAM = (
 
 
 def _skip(*lines: str, when: str = "not norm.isfinite()") -> tuple[str, str]:
-    """What stands behind the look at the norm."""
+    """Return the replacement for the lines after the test of the norm."""
     told = [f"        if {when}:\n", *(f"            {line}\n" for line in (*lines, "continue"))]
     return "        optimizer.step()\n", "".join((*told, "        optimizer.step()\n"))
 

@@ -113,7 +113,7 @@ def _split(given: tiles.Product, *arguments: Any, **keywords: Any) -> product.Ke
 def passed_through(
     self: Any, name: str, node: Any, arguments: list[Any], keywords: dict[str, Any]
 ) -> Any:
-    """What has no kernel is left out."""
+    """An operation without a kernel is left out."""
     found = _lower(self, name, node, arguments, keywords)
     if found is not None:
         return found

@@ -1,4 +1,4 @@
-"""What bugs of the wgpu backend have in common: where they are planted, and on what they show."""
+"""The places where bugs of the wgpu backend are planted, and the runs in which they show."""
 
 from __future__ import annotations
 
