@@ -119,7 +119,7 @@ def test_linear_is_torch_linear(backend: Backend, shape: tuple[int, ...], biased
     ],
 )
 def test_bad_operands_are_refused(backend: Backend, a: Tensor, b: Tensor, message: str) -> None:
-    """What is no float32 product of matrices on the CPU is refused, by backend and shape."""
+    """Operands that the CPU can't multiply in float32 are refused, by backend and shape."""
     with pytest.raises(UsageError, match=message) as refused:
         backend.matmul(a, b)
     assert f"on backend {backend.name}" in str(refused.value)

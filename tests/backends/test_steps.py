@@ -105,7 +105,7 @@ def test_a_second_step_compiles_nothing(wgpu_backend: WgpuBackend) -> None:
 
 @pytest.mark.wgpu
 def test_programs_go_with_their_workload(wgpu_backend: WgpuBackend) -> None:
-    """What was compiled for a run is not kept when the run is over."""
+    """Programs that were compiled for a run are not kept when the run is over."""
     model = workload.build("linear", num_samples=4, width=1, data=np.random.default_rng(0))
     replica = Engine(model, wgpu_backend, model.initial(np.random.default_rng(1)), scale=1.0)
     replica.shard([0, 1], accumulation=1, drop=dropout.none)

@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call, on the slowest rank: from a common start, over a round."""
+    """Return the seconds of one call on the slowest rank: from a common start, over a round."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     dist.barrier()
     torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def compare(buffer: Tensor, ours: Pipeline | Symmetric, rounds: int) -> dict[str
 
 
 def same_bits(buffer: Tensor, ours: Pipeline | Symmetric, scale: float) -> bool:
-    """Whether ours leaves in every element what the plain path leaves there, on all ranks."""
+    """Return whether every element has the bits of the plain path, on all ranks."""
     group = dist.group.WORLD
     assert group is not None
     expected, got = buffer.clone(), buffer.clone()

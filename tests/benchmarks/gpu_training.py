@@ -111,7 +111,7 @@ class Training:
 
 
 def seconds(step: Callable[[], None], num_steps: int) -> float:
-    """Of one step, on the slowest rank."""
+    """Return the seconds of one step on the slowest rank."""
     dist.barrier()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -168,7 +168,7 @@ def weights(given: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    """What was asked for, as one line of JSON."""
+    """Run the chosen measurement and print it as one line of JSON."""
     cli = argparse.ArgumentParser()
     cli.add_argument("what", choices=["speed", "weights"])
     cli.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))

@@ -131,7 +131,7 @@ def _prepared(
 
 
 def _undisturbed(run: Cluster, given: list[object], num_workers: int) -> str:
-    """What the coordinator holds in the end."""
+    """Return the digest that the coordinator holds at the end of an undisturbed run."""
     serving = run.coordinator()
     for _ in range(num_workers):
         run.worker(*given)

@@ -1,4 +1,4 @@
-"""What a worker more costs the coordinator: its processor's time a step, and its memory."""
+"""The coordinator's cost per worker: processor time a step, and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now."""
+    """Return the memory of this process now."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize()
 
 

@@ -1,4 +1,4 @@
-"""What the digest of a tensor costs on a core, and the watch of a step."""
+"""The cost of a tensor's digest on one core, and of watching a step."""
 
 from __future__ import annotations
 

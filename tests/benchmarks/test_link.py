@@ -1,4 +1,4 @@
-"""What a connection costs above the kernel's: one message of 64 MB, one way, to another process."""
+"""A connection's cost above the kernel's: one message of 64 MB, one way, to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fixed tree costs against the order that comes to mind first."""
+"""The cost of the fixed tree against the obvious order of summation."""
 
 from __future__ import annotations
 

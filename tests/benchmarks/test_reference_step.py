@@ -1,4 +1,4 @@
-"""What a step of the reference trainer costs beside its digests, and beside torch alone."""
+"""The cost of a step of the reference trainer, against one without digests and torch alone."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def compare_speeds(tensors: Sequence[Tensor]) -> None:
 
 
 def check_digests(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel's are the CPU's, on a few."""
+    """Return whether the kernel's digests are the CPU's, on a few tensors."""
     rows = DigestTable(tensors).run()[:, :2].cpu()
     found = [digest.text(row.numpy().tobytes()) for row in rows]
     same = found == [digest.digest(one) for one in tensors]
@@ -190,7 +190,7 @@ def compare_steps(batch: int, rounds: int, num_steps: int) -> None:
 
 
 def find_drift() -> bool:
-    """Whether every rank stops in the step after the one in which the last of them drifted."""
+    """Return whether every rank stops one step after the last rank drifted."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to("cuda", torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

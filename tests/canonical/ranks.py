@@ -130,7 +130,7 @@ def leave_scale_out() -> None:
 
 
 def drop_tail() -> None:
-    """What is left over when a bucket is cut stays each rank's own."""
+    """The remainder of a bucket, after it was cut into units, is not reduced."""
     right = exchange.all_reduce
 
     def whole_units(buffer: Tensor, **options: Any) -> None:

@@ -21,7 +21,7 @@ Digests = dict[str, dict[str, list[str]]]  # {variant: {world size: [of each ran
 
 
 def trained(kind: str, variants: Iterable[str]) -> Digests:
-    """What each of `variants` ends with, on real ranks."""
+    """Return the digests at the end of each of `variants`, on real ranks."""
     settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     found = subprocess.run(
         [sys.executable, "-m", "tests.canonical.ranks", kind, *variants],

@@ -1,4 +1,4 @@
-"""What is refused, and what is said of it: one rank, in this process."""
+"""Refused arguments and their messages: one rank, in this process."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_too_few_audits() -> None:
 
 
 def test_other_weights_and_lost_steps() -> None:
-    """What was found must change nothing."""
+    """A caught corruption must not have changed the weights or lost a step."""
     run, model = ran()
     other = traces.run(AUDITED.with_(seed=1)).of(Update)[0].weights
     found = traces.altered(run, Update, {"step": 1, "rank": 2}, weights=other)
@@ -189,7 +189,7 @@ def test_what_could_not_be_run_or_compared() -> None:
 
 
 def test_a_place_that_nobody_named_is_no_crash() -> None:
-    """What is said to have gone wrong somewhere is not known to have been audited."""
+    """A corruption without a place is falsified, since it can't be shown to have been audited."""
     run, model = ran()
     vague = traces.altered(run, Injected, {}, step=None, shard=None)
     assert judged(vague, model)[0] is Verdict.FALSIFIED

@@ -84,7 +84,7 @@ def test_padding_with_duplicates() -> None:
 
 
 def test_ranks_that_share_a_shard_draw_the_same() -> None:
-    """Who drew others is named; ranks that do not share one may draw what they like."""
+    """A rank that drew other samples than those it shares a shard with is named."""
     steps = [[[0, 1], [2, 3]]]
     apart = six_samples(steps)
     assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
@@ -199,7 +199,7 @@ def test_a_batch_that_straddles_hides_nothing(
 
 
 def test_steps_that_were_rolled_back_are_drawn_again() -> None:
-    """Who goes back to a checkpoint draws the same samples again; they count once."""
+    """A rank that goes back to a checkpoint draws the same samples again; they count once."""
     steps = [[[0, 1], [2, 3]], [[4], [5]]]
     trace = sampled(steps, six_samples(steps))
     starts = [Start(step=0, rank=rank, weights={}) for rank in (0, 1)]
@@ -220,7 +220,7 @@ def dropping(steps: Sequence[Sequence[Sequence[int]]], **changes: Any) -> Trace:
 
 
 def test_a_tail_that_is_dropped_on_purpose() -> None:
-    """What would not fill a batch may be left out by a trainer of one's own that says so."""
+    """A trainer of one's own may drop an incomplete last batch if it declares so."""
     said = traces.was(dropping(DROPPED), drop_last=True)
     assert traces.judge("coverage", [said]).verdict is Verdict.HELD
     found = broken(traces.judge("coverage", [dropping(DROPPED)]))
@@ -267,7 +267,7 @@ def test_a_shard_by_a_stranger(stranger: int) -> None:
 
 
 def test_a_shard_by_who_has_left() -> None:
-    """Who left computes in that step at the latest, and again once it is back."""
+    """A worker that left may compute in that step at the latest, and again after it is back."""
     subject = scenario(workload="linear", faults=(traces.leave(1, 1), traces.join(1, 4)))
     trace = traces.run(subject)
     assert trace.of(Membership)
@@ -329,7 +329,7 @@ def test_samples_that_are_unknown_in_places(gap: str, others: tuple[int, ...]) -
 
 
 def test_steps_before_a_gap_are_counted() -> None:
-    """What is known to be lost is not excused by what is unknown later."""
+    """A sample that is known to be lost is found, whatever is unknown later."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=(), weight=0.0)
     found = broken(traces.judge("coverage", [without(trace, Shard, step=4)]))
     assert found.step == 1
@@ -358,5 +358,5 @@ def replacing(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Tr
 
 
 def judged(*runs: Trace) -> Finding:
-    """What is found on them."""
+    """Judge coverage of `runs`."""
     return traces.judge("coverage", runs)

@@ -55,7 +55,7 @@ def trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
     [("device_operations", 2), ("device_finiteness", 2), ("device_refusals", 3)],
 )
 def test_right_results_hold(check: str, compared: int) -> None:
-    """What is exact, NaNs that stayed, a refusal; without an adapter nothing is known."""
+    """Exact results, NaNs that stayed and a refusal hold; without an adapter nothing is known."""
     finding = traces.judge(check, [trace(EXACT, KEPT, REFUSED)])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, compared), finding
     missing = traces.judge(check, [trace(status="failed", reason="no adapter")])
@@ -157,7 +157,7 @@ def test_a_device_without_the_cpu_beside_it_is_inconclusive() -> None:
 
 
 def test_training_is_planned_for_a_hundred_steps() -> None:
-    """Of two models, on the device alone."""
+    """Two models are trained, on the device alone."""
     known: list[Any] = CHECKS["device_training"].plan(traces.clause("device_training"))
     assert {one.workload: one.num_steps for one in known} == device_training.STEPS
     assert all(one.backends == ("wgpu",) for one in known)

@@ -141,7 +141,7 @@ def test_a_step_that_is_compiled_again_is_found(changed: dict[str, Any]) -> None
 
 
 def test_other_bits_are_found() -> None:
-    """Of what was given the same; not of what was given something else."""
+    """Equal inputs must give equal bits; other inputs need not."""
     other = {**ONES, "w": record_tensor(np.zeros(3, np.float32))}
     elsewhere = replace(AGAIN, step=2, given="samples 3 to 6", results=other)
     assert traces.judge("device_repetition", [trace(FIRST, AGAIN, elsewhere)]).verdict == "held"

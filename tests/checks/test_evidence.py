@@ -1,4 +1,4 @@
-"""What several judges read from traces."""
+"""Evidence from traces that several judges use."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shard(step: int, number: int, rank: int = 0) -> Shard:
 
 
 def test_failed_runs_are_left_out_with_their_reason() -> None:
-    """What crashed is missing evidence, said once however often it happens."""
+    """A crashed run is missing evidence, and named once however often it occurs."""
     tally = Tally("F-XX-001")
     good, bad = traces.run(scenario()), traces.failed(scenario())
     assert evidence.usable([good, bad, bad], tally) == [good]

@@ -87,14 +87,14 @@ def test_own_failures_and_software_are_noted() -> None:
 
 
 def test_stand_ins_are_noted() -> None:
-    """Who reads the report learns which device was only played."""
+    """The report says which device was simulated."""
     played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
     finding = judge(INVARIANT, several([trace(played, NO_WGPU, BY_CPU, RESULT)]))
     assert finding.notes == ("cuda was played by a stand-in, for backend cuda: no driver",)
 
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:
-    """What was planned and did not happen shows nothing, and is named."""
+    """A planned fault that never struck proves nothing, and is named."""
     finding = judge(
         INVARIANT, several([trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))])
     )

@@ -64,7 +64,7 @@ def test_what_the_halt_does_not_name_is_missing(unnamed: dict[str, Any], missing
 
 
 def test_a_halt_that_names_half_a_wrong_place() -> None:
-    """What it does name must be right."""
+    """The part of the place that a halt names must be right."""
     trace = altered(traces.run(POISONED), Halt, {}, rank=None, shard=4)
     assert "another place" in broken(traces.judge("finiteness", [trace])).message
 
@@ -180,7 +180,7 @@ def test_an_unknown_fault_is_no_culprit() -> None:
 
 
 def test_a_halt_in_a_step_without_shards() -> None:
-    """Whether it had a reason is unknown, and the reason says what would tell."""
+    """It is unknown whether the halt had a reason, and the finding says what to record."""
     trace = traces.run(POISONED)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Injected)))
     bare = without(replace(bare, scenario=CALM), Shard, step=2)
@@ -199,9 +199,7 @@ def halting(**named: Any) -> Trace:
 
 
 def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
-    """Who raises before it records what it found is not said to have found nothing; nor is a halt
-    that names no one while the shard of some worker is unknown.
-    """
+    """A halt is open if its rank, or with no rank named any worker, recorded no shard."""
     for trace, unknown in (
         (without(halting(rank=1), Shard, step=2, rank=1), "no shard of rank 1 was recorded"),
         (without(halting(), Shard, step=2, rank=1), "rank 1 recorded no shard"),
@@ -216,7 +214,7 @@ def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
 
 
 def test_shards_that_one_rank_did_not_record() -> None:
-    """Whether its gradients were finite is unknown, whatever those of the others were."""
+    """It is unknown whether that rank's gradients were finite, whatever the others' were."""
     for bare in (
         without(traces.run(CALM), Shard, rank=1),
         without(traces.run(CALM), Shard, step=3, rank=2),

@@ -1,4 +1,4 @@
-"""Who took part when, and what a resume undid."""
+"""The members of each step, and the events that a resume undid."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_without_a_resume_everything_stands() -> None:
 
 
 def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
-    """What the dead had computed of it is void; what they had made is not, nor other steps."""
+    """A worker that joins an abandoned step makes it again: shards that dead workers computed of it
+    are void, but not the step if one of them made it, nor other steps.
+    """
     events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), shard(0, 1), update(0, 0)]
     events += [shard(1, 0), left(1, 0), shard(1, 1), left(1, 1), start(1, 1), shard(1, 1)]
     stands = hand_written(*events).standing
@@ -64,7 +66,7 @@ def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
 
 
 def test_what_a_dead_worker_delivered_stands_while_others_live() -> None:
-    """Who joins then takes part in the step; nothing is computed again."""
+    """A worker that joins then takes part in the step; nothing is computed again."""
     events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), left(0, 0), start(0, 0)]
     assert len(hand_written(*events).standing.of(Shard)) == 1
 

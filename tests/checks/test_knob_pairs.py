@@ -182,7 +182,7 @@ def test_clipped_otherwise(check: str, factor: float, bent: bool, words: str) ->
 
 
 def test_sixteen_bits_are_given_their_rounding() -> None:
-    """What was computed in float16 may be off by some of its roundings, and by no factor."""
+    """Float16 results may differ by some of their roundings, but by no factor."""
     half: dict[str, Any] = {"slope": SLOPE, "dtype": np.float16}
     near = traces.judge(
         "parity", [run("permute", ids=IDS[::-1], factor=0.999, **half), run(**half)]

@@ -84,7 +84,7 @@ def test_a_frozen_tensor_that_moves() -> None:
     ],
 )
 def test_a_tensor_may_rest(trace: Trace) -> None:
-    """What has no reason to move is no alarm."""
+    """A tensor without a reason to move raises no alarm."""
     assert traces.judge("liveness", [trace]).verdict is not Verdict.FALSIFIED
 
 
@@ -174,7 +174,7 @@ def test_a_frozen_tensor_is_known_after_every_step() -> None:
 
 
 def test_one_rank_without_a_start() -> None:
-    """What it was to train is unknown, whatever the others trained."""
+    """It is unknown which tensors that rank was to train, whatever the others trained."""
     trace = traces.without(traces.run(scenario()), Start, rank=1)
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE

@@ -128,7 +128,7 @@ def test_a_nan_that_nobody_minded(trace: Trace) -> None:
 
 
 def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
-    """Of others it says that they are another training."""
+    """A run with longer rounds is inconclusive, since it is another training."""
     longer = replace(trace, scenario=trace.scenario.with_(options={"inner_steps": 2}))
     finding = judge("outer_parity", [longer])
     assert finding.verdict is Verdict.INCONCLUSIVE

@@ -1,4 +1,4 @@
-"""What a trace does not reveal is asked for by name."""
+"""Facts that a trace lacks are asked for by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_to_record_is_asked_for_once() -> None:
 
 
 def test_steps_without_updates_or_shards() -> None:
-    """Who completed has made steps, and of each step there are shards; who halted may have none."""
+    """A completed run has made steps, and each step has shards; a halted run may have none."""
     for trace, reason in (
         (hand_written(), "no step was recorded"),
         (hand_written(shard(0, 0), update(0, 0)), ""),

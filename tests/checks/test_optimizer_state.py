@@ -94,7 +94,7 @@ def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
 
 
 def test_buffers_that_only_a_checkpoint_holds() -> None:
-    """What the workers never recorded is missing where the checkpoint has it."""
+    """Buffers that the checkpoint has and the workers never recorded are missing."""
     bare = altered(altered(traces.run(STOPPED), Update, {}, buffers={}), Start, {}, buffers={})
     finding = traces.judge("optimizer_state", [bare])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -103,8 +103,8 @@ def test_buffers_that_only_a_checkpoint_holds() -> None:
 
 
 def test_a_checkpoint_that_one_rank_did_not_load() -> None:
-    """Who goes on from a checkpoint without having loaded it, or whose own state before it is not
-    known, is named.
+    """A rank that goes on from a checkpoint that it never loaded is named, and so is one whose own
+    state before the checkpoint is unknown.
     """
     trace = traces.run(STOPPED)
     for bare, missing in (

@@ -30,7 +30,7 @@ def held(*sizes: int) -> Trace:
 def test_a_share_is_one_part_and_little_more(
     sizes: tuple[int, ...], verdict: Verdict, rank: int | None
 ) -> None:
-    """Who holds more is named; who did not say is missing."""
+    """A rank that holds more is named; a rank that recorded no size is missing."""
     finding = traces.judge("holdings", [held(*sizes)])
     assert finding.verdict is verdict, finding
     found = finding.counterexample

@@ -278,7 +278,7 @@ def test_batch_normalisation_is_another_run_on_one_worker() -> None:
 def test_the_run_that_is_missing_is_named(
     check: str, runs: list[dict[str, Any]], reason: str
 ) -> None:
-    """Which run to record beside those that are there, and how the nearest one misses it."""
+    """The reason says which run to record, and how the nearest recorded run differs from it."""
     finding = traces.judge(check, [own(traces.run(SUBJECT), **changes) for changes in runs])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
@@ -331,7 +331,7 @@ def test_samples_of_one_rank_that_are_unnamed() -> None:
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
 def test_masks_are_not_excused_by_nothing(check: str) -> None:
-    """What was not compared under dropout is open where no run without dropout is there."""
+    """Gradients under dropout can't be compared without a run without dropout, and are open."""
     masked = traces.family(check, scenario(system="textbook", dropout=0.3, detail="values"))[:3]
     finding = traces.judge(check, masked)
     assert finding.verdict is Verdict.INCONCLUSIVE

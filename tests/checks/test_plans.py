@@ -38,7 +38,7 @@ def test_sizes_divide_nothing(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", [plans.training, plans.epochs, plans.stops, plans.random_streams])
 def test_more_than_one_epoch(plan: Plan) -> None:
-    """What concerns the order of the data goes through at least two epochs."""
+    """Plans that concern the order of the data go through at least two epochs."""
     for subject in plan(CLAUSE):
         per_epoch = -(-subject.num_samples // subject.batch_size)
         assert subject.num_steps >= 2 * per_epoch

@@ -156,8 +156,8 @@ def test_small_masks_do_not_collide(system: str, width: int) -> None:
 
 
 def test_initial_weights_that_were_not_recorded() -> None:
-    """Whether ranks started alike is open where a start, or its weights, are unknown; two that
-    are known to differ differ all the same.
+    """Ranks without a recorded start, or weights in it, leave it open whether all started alike;
+    two that are known to differ differ all the same.
     """
     trace = traces.run(SUBJECT)
     other = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
@@ -178,7 +178,7 @@ def test_initial_weights_that_were_not_recorded() -> None:
 
 
 def test_draws_of_the_model_that_nobody_recorded() -> None:
-    """What one worker drew is unknown, not different, where it recorded no draws."""
+    """A worker that recorded no draws drew something unknown, not something different."""
     many, one = traces.family("randomness", SUBJECT)
     finding = traces.judge("randomness", [many, altered(one, Shard, {}, draws=None)])
     assert finding.verdict is Verdict.INCONCLUSIVE

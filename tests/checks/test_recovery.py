@@ -131,7 +131,7 @@ def test_the_dead_make_no_later_step(step: int) -> None:
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_run_that_halts_with_its_worker(last: int) -> None:
-    """Who gives up at the loss, in the first step too, has lost the samples of that step."""
+    """A run that gives up when it loses a worker has lost that step's samples, even the first's."""
     subject = scenario(faults=(traces.leave(1, last),))
     disturbed, calm = traces.family("recovery", subject)
     kept = [e for e in disturbed.events[:-1] if getattr(e, "step", 0) <= last]

@@ -175,7 +175,7 @@ def test_what_is_carried_beside(message: str, peer: str, said: str) -> None:
 
 
 def test_copies_are_no_needless_traffic() -> None:
-    """What audits cost is not of the algorithm: open, and everything else holds."""
+    """Traffic of audits is not the algorithm's: that clause is open, and all others hold."""
     whole = small("parameter_server_simulated", 3)[0]
     run = traces.run(whole.with_(options={**whole.options, "audit_share": 0.5}))
     finding = judged("reduction_traffic", run)

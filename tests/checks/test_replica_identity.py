@@ -33,7 +33,7 @@ def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
-    """Of three workers the odd one out is named, rank 0 too, with the step and the tensor."""
+    """With three workers the one that differs is named, rank 0 too, with step and tensor."""
     trace = traces.run(SUBJECT)
     tensors = getattr(traces.one(trace, Update, step=2, rank=rank), part)
     name = list(tensors)[-1]
@@ -155,7 +155,7 @@ def test_a_second_step_before_the_checkpoint_is_seen() -> None:
 
 
 def test_who_died_before_a_rollback_is_not_missed() -> None:
-    """Of three workers one dies in step 3; the others go back to step 2 and go on without it."""
+    """A worker that died before a rollback to step 2 is not expected in the steps after it."""
     weights = [{"w": values(float(step))} for step in range(4)]
     starts = [Start(step=0, rank=rank, weights=weights[0]) for rank in range(3)]
     made = [updated(step, rank, weights[step]) for step in range(3) for rank in range(3)]

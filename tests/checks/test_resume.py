@@ -116,7 +116,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
 def test_state_that_is_gone_after_the_resume(part: str) -> None:
-    """What every step before it had, and none after it, was lost."""
+    """State that every step had before the resume, and none after it, was lost."""
     stopped, straight = pair()
     for step in (2, 3, 4, 5):
         stopped = altered(stopped, Update, {"step": step}, **{part: {}})

@@ -111,7 +111,7 @@ def test_the_order_of_recording_is_free() -> None:
 
 
 def test_a_shard_may_move_to_another_worker() -> None:
-    """Who computes a shard may depend on who was free."""
+    """Another worker may compute a shard, depending on which one was free."""
     first, second = pair()
     moved = altered(second, Shard, {"step": 1, "shard": 4}, rank=0)
     assert traces.judge("determinism", [first, moved]).verdict is Verdict.HELD
@@ -165,7 +165,7 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
 def test_state_that_is_gone(part: str, silent: int) -> None:
-    """What a run holds after some steps and not after others it lost."""
+    """State that a run holds after some steps and not after others was lost."""
     subject = scenario(optimizer="momentum")
     runs = list(traces.family("determinism", subject))
     runs[silent] = altered(runs[silent], Update, {"step": 4}, **{part: {}})
@@ -201,7 +201,7 @@ def test_two_runs_that_recorded_no_weights() -> None:
 
 
 def test_the_run_that_is_missing_is_named() -> None:
-    """Which field of a second run's scenario differs, and how the nearest trace misses it."""
+    """The reason says which field a second run needs, and how the nearest trace differs."""
     one = traces.run(SUBJECT)
     other = replace(one, scenario=SUBJECT.with_(repeat=1, num_steps=9))
     finding = traces.judge("determinism", [one, other])

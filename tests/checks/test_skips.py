@@ -86,7 +86,7 @@ def test_another_value_after_a_skipped_step() -> None:
 
 @pytest.mark.parametrize(("step", "detail"), [(1, "values"), (3, "values"), (1, "digests")])
 def test_a_step_that_one_run_skips(step: int, detail: str) -> None:
-    """What follows is another training: compared up to it, or not at all."""
+    """After a skipped step the trainings differ: they are compared up to it, or not at all."""
     several = own(traces.run(scenario(detail=detail)))
     alone = own(traces.run(scenario(world_size=1, detail=detail)))
     for who, both in (

@@ -54,7 +54,7 @@ def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
     ],
 )
 def test_sharding_excuses_no_loss(held: tuple[Tensors, ...], rank: int, tensor: str) -> None:
-    """What all others hold, or two hold differently, is found all the same."""
+    """A loss is found if all other ranks hold the tensor, or two hold it differently."""
     found = broken(traces.judge("replica_identity", [sharing(*held)]))
     assert (found.rank, found.tensor) == (rank, tensor)
 

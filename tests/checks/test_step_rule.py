@@ -134,7 +134,7 @@ def test_one_comparison_excuses_no_gap(
 
 
 def test_a_tensor_that_moved_without_a_gradient() -> None:
-    """What moved was to be recomputed, whether or not its gradient was recorded."""
+    """A tensor that moved has to be recomputed, whether or not its gradient was recorded."""
     calm = traces.run(SUBJECT.with_(clip_norm=None))
     update = one(calm, Update, step=4, rank=2)
     fewer = {name: record for name, record in update.gradient.items() if name != "output.bias"}
@@ -147,7 +147,7 @@ def test_a_tensor_that_moved_without_a_gradient() -> None:
 
 
 def test_a_tensor_that_rests_needs_no_gradient() -> None:
-    """What no gradient reached and did not move has been recomputed: by nothing."""
+    """A tensor without a gradient that did not move counts as recomputed."""
     weights, moved = {"w": traces.values(1.0), "e": traces.values(2.0)}, traces.values(0.5)
     update = Update(
         step=0,
@@ -199,7 +199,7 @@ def test_no_clipping_needs_no_norms() -> None:
 
 
 def test_clipping_to_a_norm_that_nobody_told() -> None:
-    """Of a trainer that tells its gradient before it clips: that is shortened, never longer."""
+    """A trainer that records its gradient before clipping may shorten it, never lengthen it."""
     clipped = traces.run(SUBJECT)
     own = replace(clipped, scenario=clipped.scenario.with_(clip_norm=None))
     trace = traces.was(own, clipping="other")

@@ -194,7 +194,7 @@ def test_what_was_not_recorded(changes: dict[str, Any]) -> None:
 
 
 def test_no_clipping_needs_no_norms() -> None:
-    """Who declares no clipping has applied the gradient as it is; one that is NaN says nothing."""
+    """Without clipping the gradient is applied as it is; a NaN gradient determines no step."""
     initial, updates = trained("sgd")
     bare = {"grad_norm": None, "applied_norm": None}
     gradient = updates[0].gradient
@@ -209,7 +209,7 @@ def test_no_clipping_needs_no_norms() -> None:
 
 
 def test_decay_that_was_not_declared() -> None:
-    """Which tensors decay is the trainer's to say; until it does, nothing is expected."""
+    """The trainer has to declare which tensors decay; until it does, nothing is expected."""
     initial, updates = trained("sgd")
     assert not list(rule("sgd", initial, decayed=None).step(updates[0]))
     (_, plain), (_, decayed) = (

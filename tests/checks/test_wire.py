@@ -25,7 +25,7 @@ TURNED_AWAY = Admission(case="wrong secret", entitled=False, let_in=False, answe
 
 
 def judged(check: str, *events: Event) -> Finding:
-    """What `check` says of a probe that recorded `events`."""
+    """Return the finding of `check` on a probe that recorded `events`."""
     return traces.judge(check, [traces.hand_written(*events, subject=SUBJECT)])
 
 
@@ -42,7 +42,7 @@ def judged(check: str, *events: Event) -> Finding:
     ],
 )
 def test_right(check: str, event: Event) -> None:
-    """What is as it must be holds, with one comparison each."""
+    """A correct result holds, with one comparison each."""
     finding = judged(check, event)
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 1)
 
@@ -61,7 +61,7 @@ def test_right(check: str, event: Event) -> None:
     ],
 )
 def test_wrong(check: str, event: Event, place: str, said: str) -> None:
-    """What is not is falsified, and the case is named."""
+    """A wrong result is falsified, and the case is named."""
     finding = judged(check, event)
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
@@ -81,7 +81,7 @@ def test_the_real_wire_holds(check: str) -> None:
 
 
 def test_strangers_come_to_a_training() -> None:
-    """Of every kind one, and what is asked of them is whether they were let in."""
+    """One stranger of each kind comes, and none of them is let in."""
     (visited,) = [
         one for one in wire.plan_admission(traces.clause("admission")) if one.system != "wire"
     ]

@@ -219,7 +219,7 @@ def test_interrupted(contract: str, tmp_path: Path) -> None:
 def test_interrupted_while_shrinking(
     contract: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What was falsified stays falsified, and its counterexample is saved as far as it got."""
+    """A falsified clause stays falsified; its counterexample is saved as far as it was shrunk."""
     repeat_a_sample(monkeypatch)
     right, runs = systems.run, []
 

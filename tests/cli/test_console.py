@@ -13,7 +13,7 @@ from entrenar_py.untrusted import printing
 
 
 def printed(text: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What arrives on a standard output of this encoding."""
+    """Return the text that arrives on a standard output with this encoding."""
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
     console.standard_output(color=False).print(text)

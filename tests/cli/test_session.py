@@ -1,4 +1,4 @@
-"""What each flag does: every test here fails if its flag is accepted and ignored."""
+"""The effect of each flag: every test here fails if its flag is accepted and ignored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def traced(folder: Path) -> list[Scenario]:
 
 
 def scenarios_run(contract: str, folder: Path, *arguments: object) -> list[Scenario]:
-    """What a run with `arguments` really ran."""
+    """Return the scenarios that a run with `arguments` really ran."""
     check("--contract", contract, "--trace-dir", folder, "--examples", 0, *arguments)
     return traced(folder)
 
@@ -129,7 +129,7 @@ def test_a_contract_through_a_pipe(
 
 
 def test_list_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What looks like markup, and a clause that no check covers, are just text."""
+    """Text that looks like markup is printed unchanged, and so is a clause without a check."""
     extra = '  - {id: F-NEW-9, name: "[/red] α", severity: P2, invariant: nobody checks this}\n'
     assert check("--contract", contract_file(tmp_path, extra=extra), "--list") == 0
     printed = capsys.readouterr()
@@ -163,7 +163,7 @@ qa_gate: {id: G, name: a bar, checks: [sums_agree], required_tests: [sums]}
 def test_a_contract_of_others_is_told_of_in_few_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What no check covers is one paragraph, whatever there is of it; --validate tells all."""
+    """Clauses without a check fill one paragraph, however many; --validate lists them all."""
     path = tmp_path / "foreign-v1.yaml"
     path.write_text(FOREIGN % ", ".join(f"{{property: Law {n} holds}}" for n in range(40)))
     assert check("--contract", str(path)) == 4

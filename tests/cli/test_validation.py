@@ -32,7 +32,7 @@ def kept(tmp_path: Path) -> Path:
 
 
 def record(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds."""
+    """Return the contents of a JSON file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -99,7 +99,7 @@ def test_a_stale_suppression_warns(kept: Path, capsys: pytest.CaptureFixture[str
 def test_refused(
     kept: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    """What makes no sense is refused before anything is looked at, with exit code 2."""
+    """Options that make no sense are refused before any file is read, with exit code 2."""
     assert check("--contract", kept, "--validate", *arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err

@@ -262,7 +262,7 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_place_of_bindings_is_told(tmp_path: Path) -> None:
-    """What can't be read isn't passed over; the empty file that a shell makes is."""
+    """A file that can't be read isn't passed over; an empty one, as a shell makes, is."""
     beside = tmp_path / "own.bindings.yaml"
     beside.mkdir()
     assert bindings._says_something(beside)

@@ -141,7 +141,7 @@ def test_scalars_follow_the_safe_rules_and_dates_stay_text() -> None:
 
 
 def test_merge_keys_fill_in_and_never_overwrite() -> None:
-    """What stands in the mapping wins, then the first source."""
+    """The mapping's own keys win over merged ones, and the first source over later ones."""
     text = "x: &x {a: 1, b: 1}\ny: &y {b: 2, c: 2}\nz: {<<: [*x, *y], a: 0}\nw: {<<: *y}"
     assert _data(text)["z"] == {"a": 0, "b": 1, "c": 2}
     assert _data(text)["w"] == {"b": 2, "c": 2}

@@ -1,4 +1,4 @@
-"""What `depends_on` leads to."""
+"""The contracts that `depends_on` leads to."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def _load(tmp_path: Path, text: str) -> Contract:
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_contracts_load_under_strict(name: str) -> None:
-    """What we ship has neither an error nor a warning."""
+    """Shipped contracts load without an error or a warning."""
     loaded = contract.load(shipped.contract_path(name), vocabulary=known.OURS, strict=True)
     assert loaded.warnings == ()
     assert loaded.version == "1.0.0"
@@ -83,7 +83,7 @@ def test_a_foreign_contract_loses_nothing() -> None:
 
 
 def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
-    """What is missing or uncovered is a warning, what is not read a note: each with its place."""
+    """Missing and uncovered parts are warnings, unread keys are notes: each with its place."""
     loaded = contract.load(FOREIGN, vocabulary=known.OURS)
     expected = [
         ("9:16: note", "softmax-kernel-v1"),

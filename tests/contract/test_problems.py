@@ -1,4 +1,4 @@
-"""What is said about a name that is not known, and how lines begin."""
+"""Messages about unknown names, and the beginnings of lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a clause names outside its contract: checks, tolerance kinds, planted bugs."""
+"""Names that a clause uses from outside its contract: checks, tolerance kinds, planted bugs."""
 
 from __future__ import annotations
 

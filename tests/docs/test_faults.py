@@ -22,9 +22,7 @@ def rows_of(part: str) -> list[list[str]]:
 
 
 def test_the_page_has_every_case() -> None:
-    """Of each system; no kind or place was left out since the page was made, and no run ended
-    otherwise.
-    """
+    """Each system's table has all kinds and places, and every run ended as expected."""
     for part, system in zip(PARTS, TABLED, strict=False):
         cases = list(table.cases(system))
         rows = rows_of(part)

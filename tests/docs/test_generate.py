@@ -52,9 +52,7 @@ def test_make_docs_changes_nothing(
 
 
 def test_the_kill_matrix_is_current(matrix: list[Row]) -> None:
-    """Of what was tried here every line, but for the count, stands in the page, and of all the
-    variants that there are the names: say `make docs` if they do not.
-    """
+    """Every row tried here and all variants' names are in the page; if not, run `make docs`."""
     page = (DOCS / "kill-matrix.md").read_text("utf-8")
     lines = kill_matrix.markdown(matrix).splitlines()
     assert [one for one in lines if one not in page and "killed for the right" not in one] == []

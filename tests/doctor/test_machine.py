@@ -1,4 +1,4 @@
-"""What is found on the machine that these tests run on."""
+"""Facts about the machine on which these tests run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entrenar_py.errors import BackendUnavailable
 
 
 def test_versions_are_those_imported() -> None:
-    """Of what is there; and of what is not, that."""
+    """Versions are those of the imported packages; a missing package has an entry, too."""
     versions = machine.versions()
     assert versions["torch"] == torch.__version__
     assert {*machine.PACKAGES, "python", "nccl", "gloo", "cuda runtime", "wgpu_native"} <= {

@@ -1,4 +1,4 @@
-"""What can be exercised, on machines with and without devices."""
+"""The clauses that can be exercised, on machines with and without devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def clauses(found: Sequence[Found]) -> dict[str, Reach]:
 
 
 def test_without_devices() -> None:
-    """What asks for an adapter can't be exercised, and why; training on the CPU is not touched."""
+    """Clauses that need an adapter can't be exercised, and say why; training on the CPU can."""
     known = clauses([CPU, NO_CUDA, NO_WGPU])
     product, manifest, chain = (known[one] for one in ("F-WGPU-001", "F-HET-001", "F-DP-004"))
     assert (product.state, product.can, product.lacking) == ("no", 0, ("wgpu (no adapter)",))

@@ -1,4 +1,4 @@
-"""What the processes of these tests run: each job is a word that says what to do."""
+"""The jobs that the processes of these tests run: each job is a word that says what to do."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Misdeed:
 
 
 def speeches() -> Mapping[str, bytes]:
-    """What is said unasked."""
+    """Return the bytes that an uninvited client sends."""
     claim = FIELDS.pack(MAGIC, VERSION, Hello.tag, 1, 0, 0, 100, 0, 0) + bytes(16)
     return {
         "nothing": b"",

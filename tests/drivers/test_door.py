@@ -1,4 +1,4 @@
-"""Who is taken up, who is turned away, and what happens when nothing is left to take up with."""
+"""Connections that are accepted, those that are refused, and running out of file descriptors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def open_door(
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Whether nothing comes any more: the other end has closed it, or reset it."""
+    """Return whether the other end has closed or reset the connection."""
     try:
         return sock.recv(1, socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
@@ -119,7 +119,7 @@ def test_who_waits_at_a_door_that_closes() -> None:
 
 
 def test_a_door_that_closes_in_the_middle_of_a_handshake(authority: Authority) -> None:
-    """Who is in it is counted, and dropped: nothing is left of a run that is over."""
+    """A connection in its handshake is counted and dropped: nothing outlives the run."""
 
     async def story() -> None:
         own = authority.signed("coordinator")
@@ -177,7 +177,7 @@ def test_connections_that_are_gone_before_they_are_taken_up() -> None:
 
 
 def test_a_listener_that_is_broken_is_told() -> None:
-    """What no stranger can cause is not passed over."""
+    """An error that no stranger can cause is reported."""
 
     async def story() -> None:
         told: list[BaseException] = []

@@ -98,7 +98,7 @@ def test_a_run_byte_by_byte(num_blocks: int, by_server: bool) -> None:
 
 
 class Held:
-    """What is to be done beside everything else, until it is done."""
+    """Work to be done in parallel with everything else, held back until it is released."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []

@@ -32,7 +32,7 @@ def link_on(
 
 
 class Heard:
-    """What a link reads, a few bytes at a time, and why it ended."""
+    """The bytes that a link reads, a few at a time, and the reason of its end."""
 
     def __init__(self, sock: socket.socket, *, room_bytes: int = 7) -> None:
         self.data = bytearray()
@@ -307,7 +307,7 @@ def test_a_connection_that_the_kernel_does_not_watch(
 
 
 def test_what_nobody_hears_is_read_in_turns() -> None:
-    """Of whoever was sent away and goes on talking: a piece a turn, so that others have theirs."""
+    """A refused peer that goes on sending is read one piece a turn, so that others have theirs."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()

@@ -21,7 +21,7 @@ SIZES = (3, LARGE, 5, BULK_BYTES, BULK_BYTES - 1, LARGE + 1, 0, LARGE)
 
 
 class Parts:
-    """What a link reads, in parts of `sizes`, each into memory of its own."""
+    """The bytes that a link reads, in parts of `sizes`, each in memory of its own."""
 
     def __init__(self, sock: socket.socket, sizes: tuple[int, ...]) -> None:
         self.whole: list[bytes] = []
@@ -169,7 +169,7 @@ def test_a_connection_that_is_aborted_ends_while_threads_are_at_it(reads: bool) 
 
 
 def test_what_is_meddled_with_keeps_its_turn() -> None:
-    """What was to be sent before it is asked for before it: frames are numbered then."""
+    """Earlier messages are encoded before a tampered one, since encoding numbers the frames."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()

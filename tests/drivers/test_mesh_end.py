@@ -35,7 +35,7 @@ GROUP = Group(step=0, round=1, holders=(0, 1), ranks=(0, 1), addresses=("a:0", "
 
 
 def node(block: int = 1, round_: int = 1) -> TreeNode:
-    """What worker 0 has to say of a block of worker 1."""
+    """Return a node that worker 0 sends for a block of worker 1."""
     return TreeNode(step=0, round=round_, block=block, level=0, index=0, loss=1.0, weight=1.0)
 
 
@@ -213,7 +213,7 @@ def test_what_makes_no_sense_ends_that_link_alone(
 
 
 def test_damaged_bytes_end_that_link_alone() -> None:
-    """Of one who has proved nothing, too: of whom nobody is told."""
+    """That also holds for a link without a proof, of whose end the coordinator isn't told."""
     bench = Bench()
     bench.end.accepted("stranger", NONCE)
     bench.feed_from("stranger", b"GET / HTTP/1.1\r\n" * 3)

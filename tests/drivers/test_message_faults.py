@@ -1,4 +1,4 @@
-"""What befalls bytes on purpose."""
+"""Faults that are injected into bytes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ RESET_SECURED = Misdeed(first=0, says=b"", answers=False, then=0, end=End.RESET,
 
 
 class Contexts:
-    """What secures a run, if anything does: of the coordinator, the workers, and a stranger."""
+    """The TLS contexts of a run, if it has any: the coordinator's, the workers', a stranger's."""
 
     def __init__(self, authority: Authority | None) -> None:
         if authority is None:

@@ -1,4 +1,4 @@
-"""Who has to make room when one more comes: the policy by itself, without any connection."""
+"""The policy by which a connection has to make room for a new one, without any connection."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_who_proved_itself_or_left_takes_no_place() -> None:
     ],
 )
 def test_what_counts_as_one_address(one: str, other: str, alike: bool) -> None:
-    """Of IPv6 a /64: whoever has one address of it has all."""
+    """All IPv6 addresses in a /64 count as one."""
     assert (shared_address(one) == shared_address(other)) is alike
 
 
@@ -151,7 +151,7 @@ def test_a_worker_in_a_flood_of_its_own_address(proof_s: float, flood_per_s: int
 
 
 def test_a_pause_is_no_time() -> None:
-    """What came while nobody listened could not be heard: only a little of it counts."""
+    """While nobody listened nothing could be heard, so little of that time counts."""
     attention = Attention(10.0, most_s=0.1)
     assert attention.look(10.05) == pytest.approx(0.05)
     assert attention.look(70.0) == pytest.approx(0.15)

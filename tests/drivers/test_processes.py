@@ -34,7 +34,7 @@ def _pid(hand: Hand) -> int:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a process is gone, or will be within LONG_S."""
+    """Return whether a process has ended, or ends within LONG_S."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -67,7 +67,7 @@ def test_idle_processes_are_used_again(crew: Crew) -> None:
 
 
 def test_notes_come_before_the_answer(crew: Crew) -> None:
-    """What a process says while it works is heard in order, and is not taken for its answer."""
+    """Notes of a working process are heard in order, and not taken for its answer."""
     hand = crew.give(b"note")
     assert [hand.heard(), hand.heard()] == [b"one", b"two"]
     assert hand.answer is None
@@ -127,7 +127,7 @@ def test_dismissal_ends_everyone(crew: Crew) -> None:
 
 
 def test_dismissal_ends_the_frozen(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not go by itself is killed."""
+    """A process that does not end by itself is killed."""
     monkeypatch.setattr("entrenar_py.drivers.processes.ENDING_S", 0.05)
     frozen = crew.give(b"freeze")
     crew.dismiss()

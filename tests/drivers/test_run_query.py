@@ -49,7 +49,7 @@ async def ask(
     patience_s: float = 5.0,
     alone: Callable[[str], None] = lambda problem: None,
 ) -> Told | do.Finish:
-    """What is told there."""
+    """Ask the coordinator at `host`:`port`."""
     return await run_query.ask(
         host,
         port,
@@ -180,7 +180,7 @@ def test_another_service_is_there() -> None:
 
 
 def test_silence_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the connection and says nothing is not waited for longer than ANSWER_S."""
+    """A peer that accepts the connection and sends nothing is given up after ANSWER_S."""
 
     async def story() -> None:
         monkeypatch.setattr(run_query, "ANSWER_S", 0.05)
@@ -198,7 +198,7 @@ def test_silence_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_over_tls(tmp_path: Path) -> None:
-    """Who trusts the coordinator's certificate, and shows its own, is told; nobody else is."""
+    """Only a client that trusts the certificate and shows its own gets an answer."""
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
 
     async def story() -> None:

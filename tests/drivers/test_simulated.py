@@ -99,7 +99,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def test_a_run_that_never_ends_fails() -> None:
-    """Who is awaited for ever is not waited for beyond the limit."""
+    """A run that waits for a worker for ever fails at the limit."""
     simulation, _, _ = simulate(run_of(), ranks=(0,))
     finish = simulation.run(until_s=50.0)
     assert finish.status == "failed"
@@ -208,7 +208,7 @@ def test_any_fates_are_survived(
 
 
 def test_who_speaks_to_a_coordinator_that_died_is_not_heard() -> None:
-    """What a guest says arrives when another one has taken its place; the run goes on."""
+    """A guest's message to a dead coordinator arrives at its successor; the run goes on."""
     simulation, _, _ = simulate(run_of())
     simulation.visit(Guest(lambda _: bytes(100)))
     last_word_s = 2 * LATENCY_S[1]

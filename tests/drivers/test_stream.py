@@ -1,4 +1,4 @@
-"""What goes through a connection's codecs is counted: messages, their payloads, all bytes."""
+"""A connection's codecs count messages, their payloads, and all bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_both_ends_count_the_same() -> None:
 
 
 def test_what_is_not_whole_counts_as_bytes_alone() -> None:
-    """What was taken of a message whose connection broke, no more; what came of one, not at all."""
+    """A broken message counts as the bytes that were written; at the receiver as nothing."""
     here, there = Meter(), Meter()
     ours, theirs = stream(here), stream(there)
     first = next(iter(ours.encode(NODE, b"1234")))

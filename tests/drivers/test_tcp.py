@@ -143,7 +143,7 @@ def test_nobody_takes_the_connection_up() -> None:
 
 
 def test_another_service_listens() -> None:
-    """What is no coordinator is not waited for longer, though it takes every connection."""
+    """A service that is no coordinator is given up, though it takes every connection."""
 
     async def story() -> None:
         async def answer(_: object, writer: asyncio.StreamWriter) -> None:
@@ -161,7 +161,7 @@ def test_another_service_listens() -> None:
 
 
 def test_the_run_is_over() -> None:
-    """Who comes then finds nobody; and so does one who connects in the last moment."""
+    """A worker that comes then finds nobody; so does one that connects in the last moment."""
 
     async def story() -> None:
         server, port = await listening(run_of(awaited={}), FakeServer())
@@ -199,7 +199,7 @@ def test_a_wrong_secret() -> None:
 
 
 def test_a_rank_that_is_taken() -> None:
-    """Who asks for it is refused for as long as its owner is there, and gives up in time."""
+    """A worker that asks for it is refused while its owner is there, and gives up in time."""
 
     async def story() -> None:
         server, port = await listening(run_of(), FakeServer())

@@ -1,4 +1,4 @@
-"""What fails on our side of a connection ends what it must, and is told."""
+"""Failures on our side of a connection end what they must, and are reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _elsewhere(hands: FakeMember, rank: int, port: int) -> asyncio.Future[do.Fin
 
 
 def test_a_defect_of_the_coordinator_ends_the_run() -> None:
-    """What its hands raise comes out of `finish`; nobody waits for a run that can't go on."""
+    """An exception of its hands is raised by `finish`; nobody waits for a run that can't go on."""
 
     async def story() -> None:
         server, port = await listening(run_of(awaited={}), Clumsy())
@@ -57,7 +57,7 @@ def test_a_defect_of_the_coordinator_ends_the_run() -> None:
 
 
 def test_a_defect_of_a_worker_ends_the_worker() -> None:
-    """What its hands raise comes out of `run`, and the others do its shards."""
+    """An exception of its hands is raised by `run`, and the others compute its shards."""
 
     async def story() -> None:
         hands = FakeServer()

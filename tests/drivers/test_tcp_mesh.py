@@ -257,7 +257,7 @@ def test_a_worker_at_a_port_that_there_is_not() -> None:
 
 
 def test_a_worker_s_door_at_which_strangers_crowd() -> None:
-    """Who is sent away from it without a word comes again, and complains of nobody."""
+    """A worker that the door drops without a message comes again, and reports nobody."""
     sent_away = 0
 
     class Crowded(MeshClient):

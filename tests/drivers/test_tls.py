@@ -124,7 +124,7 @@ def test_a_coordinator_that_nobody_trusts(authority: Authority, stranger: Author
 
 
 def test_a_coordinator_of_another_name(authority: Authority) -> None:
-    """Whose certificate is good, but for another address."""
+    """A good certificate for another address is refused."""
 
     async def story() -> None:
         elsewhere = authority.signed("elsewhere", "192.0.2.1")

@@ -26,7 +26,7 @@ KEY = bytes(range(32))
 
 
 def spoken(*messages: Message, key: bytes = KEY) -> bytes:
-    """What a coordinator says, in one piece."""
+    """Return the bytes of a coordinator's `messages`, in one piece."""
     encoder = Encoder(key, direction=FROM_COORDINATOR)
     return b"".join(frame for one in messages for frame in encoder.encode(one))
 

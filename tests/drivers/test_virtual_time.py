@@ -35,7 +35,7 @@ def test_work_takes_its_time_one_piece_after_the_other() -> None:
 
 
 def test_what_is_forgotten_is_not_told() -> None:
-    """What is given afterwards is."""
+    """A result that was forgotten is not reported; a later one is."""
     timeline, told = Timeline(), list[str]()
     later = Later(timeline, random.Random(0), (0.5, 1.0), lambda action: action())
     later.run(lambda: "old", told.append)

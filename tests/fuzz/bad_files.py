@@ -161,7 +161,7 @@ class Outcome:
 
     @property
     def finding(self) -> str:
-        """What is wrong with it; "" if nothing."""
+        """The kind of problem; "" if there is none."""
         if self.code is None:
             return "KILLED"
         if "Traceback" in self.text or "bug" in self.text:
@@ -232,7 +232,7 @@ def cases() -> Iterator[tuple[str, str, Door, Make]]:
 
 
 def visit_nothing() -> Examination:
-    """What no machine has."""
+    """Return the examination of a machine that has nothing."""
     return Examination(versions={}, backends=(), trainers=(), clauses=())
 
 

@@ -49,10 +49,10 @@ class Mailbox:
         self._boxes.setdefault(peer, bytearray()).extend(b"".join(buffers))
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Who is closed hears no more; what was written before is still there."""
+        """A closed peer hears no more; the bytes written before are still there."""
 
     def take(self, peer: Peer) -> bytes:
-        """What is there for `peer`; it is gone then."""
+        """Return the bytes for `peer`, and remove them."""
         return bytes(self._boxes.pop(peer, b""))
 
 
@@ -103,7 +103,7 @@ class Door:
         return self.end.finished
 
     def weights(self) -> bytes:
-        """What the coordinator holds, as bits."""
+        """Return the bits of the coordinator's weights."""
         arrays = self.hands.replica.replica.arrays
         return b"".join(arrays[name].tobytes() for name in sorted(arrays))
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: functions of bytes, each a way in. They return, whatever the bytes are.
+"""The fuzzed functions of bytes, each a way in. They return, whatever the bytes are.
 
 An exception that a caller is told to expect is part of that; any other one is a finding.
 """
@@ -194,7 +194,7 @@ def _require_undisturbed(door: Door) -> None:
 
 
 def read_events(data: bytes) -> None:
-    """What a worker tells of itself, in a payload: what is read is read again."""
+    """Read a worker's trace events from a payload; a second round trip changes nothing."""
     with suppress(TraceError):
         told = trace.dump_events(trace.load_events(data))
         assert trace.dump_events(trace.load_events(told)) == told

@@ -39,7 +39,7 @@ def test_every_target_has_seeds() -> None:
 
 @pytest.mark.parametrize(("name", "number"), SEEDS)
 def test_seeds_are_found_right(name: str, number: int) -> None:
-    """What the fuzzer starts from is no finding."""
+    """The fuzzer's seeds are no findings."""
     TARGETS[name](corpus.seeds()[name][number])
 
 

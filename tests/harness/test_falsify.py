@@ -129,7 +129,7 @@ def test_a_break_found_by_exploring() -> None:
 
 
 def test_known_first(ran: list[Scenario]) -> None:
-    """What broke the clause before is tried before what the contract plans."""
+    """A scenario that broke the clause before is tried before the contract's own."""
     attempt(task(held, scenario(), known=(scenario(seed=5),)), num_examples=0)
     assert [one.seed for one in ran] == [5, 0]
 
@@ -196,7 +196,7 @@ class Clock:
 
 
 def test_timeout_leaves_scenarios_out(monkeypatch: pytest.MonkeyPatch, ran: list[Scenario]) -> None:
-    """What was not tried in time makes the clause inconclusive, and says how far it came."""
+    """Scenarios not tried in time make the clause inconclusive; the reason counts them."""
     clock = Clock(monkeypatch)
 
     def slow(one: Scenario) -> Verdict:
@@ -210,7 +210,7 @@ def test_timeout_leaves_scenarios_out(monkeypatch: pytest.MonkeyPatch, ran: list
 
 
 def test_timeout_ends_exploring_and_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the contract asks for was done: exploring ends with a note, shrinking where it is."""
+    """The contract's scenarios were run: exploring ends with a note, shrinking where it is."""
     clock = Clock(monkeypatch)
 
     def slow(one: Scenario) -> Verdict:
@@ -229,7 +229,7 @@ def test_timeout_ends_exploring_and_shrinking(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_interrupted() -> None:
-    """What is known of the clause in work, what was not begun, then the interrupt."""
+    """The current clause's result is kept, the others are named, then the interrupt is raised."""
 
     def decide(one: Scenario) -> Verdict:
         if one.seed == 2:

@@ -23,7 +23,7 @@ NUM_SCENARIOS = 60
 
 
 def fits(check: Check, scenario: Scenario) -> bool:
-    """Whether `check` judges training runs, and asks of the trainer only what it promises."""
+    """Return whether `check` judges training runs, and needs only what the trainer promises."""
     promises_bits = scenario.system == "reference"
     return check.explores and (promises_bits or check.name != "worker_count")
 

@@ -36,7 +36,7 @@ def clause(*scenarios: Mapping[str, Any], **changes: Any) -> Invariant:
 
 
 def planned(given: Plan, *scenarios: Mapping[str, Any], **changes: Any) -> tuple[Scenario, ...]:
-    """What `given` makes of a clause with `scenarios`."""
+    """Return the scenarios that `given` plans for a clause with `scenarios`."""
     ((task,), _) = plan.divide([clause(*scenarios, **changes)], given)
     return task.planned
 
@@ -70,7 +70,7 @@ def test_a_clause_about_another_trainer_is_run_on_that_one() -> None:
 
 
 def test_what_presupposes_common_steps_is_left_out() -> None:
-    """Of a system whose workers step alone; and it is told which clauses those are."""
+    """A system whose workers step alone leaves out clauses about common steps, and names them."""
     clauses = [clause(), clause(id="F-DP-001", name="identity")]
     for system, left_out in (("local_sgd", ["F-DP-001"]), ("ddp", []), (None, [])):
         wish = Plan(system=system)
@@ -160,7 +160,7 @@ def test_too_many_workers() -> None:
 
 
 def test_fixed() -> None:
-    """What a person asked for stays when exploring."""
+    """A field that a person gave on the command line stays fixed when exploring."""
     assert Plan().fixed == ()
     assert Plan(world_sizes=(2,)).fixed == ("world_size",)
 
@@ -190,7 +190,7 @@ def test_fixed() -> None:
     ],
 )
 def test_what_can_not_be_run(record: dict[str, Any], message: str) -> None:
-    """What only a run would miss is found before any run, and by validation alone too."""
+    """A scenario that can't run is refused before any run, and by validation alone too."""
     where = f"c.yaml:3:5: clause F-DP-002: .*{message}"
     with pytest.raises(UsageError, match=where):
         planned(Plan(), record)

@@ -141,7 +141,7 @@ def finding(verdict: Verdict, compared: int = 1, reason: str = "", *notes: str) 
 
 
 def test_telling() -> None:
-    """Of explored runs only those count that compared something, or that failed."""
+    """Explored runs count only if they compared something, or failed."""
     silent, loud = finding(Verdict.INCONCLUSIVE, 0), finding(Verdict.HELD)
     broken, failed = finding(Verdict.FALSIFIED), finding(Verdict.INCONCLUSIVE, 0, "crashed")
     explored = [
@@ -177,7 +177,7 @@ def test_the_worst_verdict_wins(verdicts: list[Verdict]) -> None:
 
 
 def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
-    """What held without it is inconclusive; what broke, and what held with it, stays."""
+    """A clause that held is inconclusive if the bug took no part; other verdicts stay."""
     check = checks.CHECKS["replica_identity"]
     mutated = scenario().with_(mutant="ddp-bypass")
 

@@ -36,7 +36,7 @@ def run(**changes: Any) -> Trace:
 
 
 def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(),)) -> Entry:
-    """What the check `name` says of `traces`."""
+    """Judge `traces` by the check `name`."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
     files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
@@ -117,7 +117,7 @@ def test_no_trace_is_its_own_baseline() -> None:
 
 @pytest.mark.parametrize("ranks", [{1}, {0, 1}])
 def test_a_blind_trace_is_not_hidden_by_a_good_one(ranks: set[int]) -> None:
-    """Whether one rank lacks the fact or all do; the reason names the file."""
+    """The reason names the blind trace's file, whether one rank lacks the fact or all do."""
     good, blind = own(), own(seed=9)
     events = tuple(
         replace(one, weights={})
@@ -165,7 +165,7 @@ def test_runs_with_nothing_to_compare_are_passed_over() -> None:
 
 
 def test_a_break_names_its_file() -> None:
-    """Of several files the one that broke the clause."""
+    """The reason names the file that broke the clause."""
     broken = edited(own(seed=1), trace.Update, weights={"weight": trace.TensorRecord("0" * 32)})
     reason = judged("replica_identity", own(), broken).finding.reason
     assert reason.startswith("1.jsonl: rank 1 and rank 0 hold different weights")
@@ -196,7 +196,7 @@ def test_probes_are_left_to_their_clauses() -> None:
 
 
 def test_failed_runs_count() -> None:
-    """Whether planned or not: a run that failed is never passed over."""
+    """A failed run is never passed over, planned or not."""
     failed = replace(run(seed=3), events=(trace.End(status="failed", reason="it crashed"),))
     entry = judged("replica_identity", run(), failed)
     assert entry.verdict is Verdict.INCONCLUSIVE
@@ -224,7 +224,7 @@ def test_load(tmp_path: Path) -> None:
 
 
 def test_environment() -> None:
-    """What all traces agree on once, what they differ in as a list."""
+    """Facts on which all traces agree are given once, differing ones as a list."""
     one, two = (replace(run(), environment={"torch": v, "python": "3"}) for v in ("1", "2"))
     more = replace(one, environment={"python": "3", "gpu": "a"})
     assert stored.environment([one, two, one, more]) == {

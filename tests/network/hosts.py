@@ -82,7 +82,7 @@ class Network:
         self._switch.ip("link", "set", self.hosts[name].port_name, "up")
 
     def swallow(self, name: str, other: str) -> None:
-        """What host `name` sends to `other` is dropped without a word; its own link stays up."""
+        """Silently drop packets from host `name` to `other`; its own link stays up."""
         self.hosts[name].ip("route", "add", "blackhole", f"{self.hosts[other].address}/32")
 
     def pass_on(self, name: str, other: str) -> None:

@@ -71,7 +71,7 @@ def _train(network: Network, star: Watched) -> Trace:
 
 
 def _trouble(network: Network, how: str) -> dict[str, Any]:
-    """What `Watched` has to call."""
+    """Return the callbacks for `Watched`."""
     worker = str(RANK)
     match how:
         case "unplugged":

@@ -1,4 +1,4 @@
-"""What `observe` refuses: each argument by its name, with what to give."""
+"""Arguments that `observe` refuses: each by its name, with what to give."""
 
 from __future__ import annotations
 

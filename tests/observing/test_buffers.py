@@ -63,7 +63,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
 
 
 def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:
-    """Of each start and update of a run."""
+    """Return the buffers of each start and update of a run."""
     events = assembly.ordered([*ranks])
     return [event.buffers for event in events if isinstance(event, Start | Update)]
 
@@ -79,7 +79,7 @@ def test_what_no_forward_pass_changes_is_recorded(record: RankTrace) -> None:
 
 
 def test_what_is_local_on_one_rank_is_so_on_all(record: RankTrace) -> None:
-    """Who had no samples did not change it, and must not differ by that."""
+    """A rank without samples did not change the buffer, and is not reported for the difference."""
     other = replace(record, header={**record.header, "rank": 1}, local=frozenset({"average"}))
     found = buffers([record, replace(other, events=record.events)])
     assert {tuple(one) for one in found} == {("replaced", "nothing")}
@@ -97,8 +97,8 @@ def test_synchronised_statistics_are_everyone_s() -> None:
 
 
 def test_a_model_that_is_never_called_has_none(record: RankTrace) -> None:
-    """What its parts do in their forward passes can't be seen from it; one rank that calls it is
-    enough.
+    """The forward passes of a model's parts don't show which buffers they change; one rank that
+    calls the whole model is enough.
     """
     silent = replace(record, local=None)
     assert not any(buffers([silent]))

@@ -77,7 +77,7 @@ obs.close()
 
 
 def recorded(code: str, world_size: int, folder: Path) -> list[RankTrace]:
-    """What each rank of a script recorded."""
+    """Return each rank's record of a script."""
     script = folder / "script.py"
     script.write_text(BEGIN + code)
     ran = subprocess.run(

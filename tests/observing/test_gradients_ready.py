@@ -11,8 +11,8 @@ from entrenar_py.observing.gradients_ready import GradientHooks
 
 
 def told(*, alone: bool) -> list[tuple[bool, ...]]:
-    """Which of two tensors had a gradient in each pass, of a loss of both and of one of the first;
-    `alone`: by torch.autograd.grad.
+    """Return which of two tensors had a gradient in each pass, of a loss of both and of one of the
+    first; `alone`: by torch.autograd.grad.
     """
     heard: list[tuple[bool, ...]] = []
     begun: list[int] = []

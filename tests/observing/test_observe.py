@@ -98,14 +98,14 @@ def test_what_is_recorded(folder: Path) -> None:
 
 
 class Compiled(nn.Module):
-    """What torch.compile makes of a module, as far as names go."""
+    """A module as torch.compile wraps it, as far as names go."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self._orig_mod = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is inside does it."""
+        """Call the inner module."""
         return cast(torch.Tensor, self._orig_mod(x))
 
 
@@ -117,7 +117,7 @@ def test_a_wrapper_is_looked_through(folder: Path) -> None:
 
 
 class Passing(torch.optim.Optimizer):
-    """What accelerate makes of an optimizer: it passes calls on, and has no hooks."""
+    """An optimizer as accelerate wraps it: it passes calls on, and has no hooks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -216,7 +216,7 @@ def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(folder: Path) -> RankTrace:
-    """What the one life of this rank recorded."""
+    """Return the record of this rank's only life."""
     (path,) = folder.glob("*.rank.jsonl")
     return rank_trace.load(path)
 

@@ -1,4 +1,4 @@
-"""Which samples are told of loaders and samplers, and that they are what they were."""
+"""Sample ids that loaders and samplers report, which themselves work as before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = TensorDataset(torch.arange(7.0))
 
 
 def handed_out(loader: DataLoader[tuple[torch.Tensor, ...]], draws: Draws) -> list[tuple[int, ...]]:
-    """What is told of each batch, which is what it holds."""
+    """Return the reported ids of each batch, which are those that it holds."""
     told = []
     for (batch,) in loader:
         told.append(draws.take()[1])
@@ -49,7 +49,7 @@ def test_epochs_are_counted() -> None:
 
 
 def test_a_batch_that_was_skipped_is_not_told() -> None:
-    """Of those since the last time the last one counts."""
+    """Only the last batch since the previous report counts."""
     loader = DataLoader(DATA, batch_size=2)
     draws, batches = Draws(loader), iter(loader)
     next(batches)

@@ -45,7 +45,7 @@ def test_norms_before_and_after_clipping(subject: Subject) -> None:
 
 
 def test_an_overflow_is_no_gradient(subject: Subject) -> None:
-    """Of a step that a scaler skips nothing is applied."""
+    """A step that a scaler skips applies no gradient."""
     step = StepInWork(0)
     step.reduced(subject)
     step.excuse()

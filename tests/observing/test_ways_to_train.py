@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(folder: Path) -> tuple[RankTrace, list[Event]]:
-    """What the one life of the one rank recorded, and what became of it."""
+    """Return the record of the only life of the only rank, and its events."""
     (rank,), problems = assembly.load(folder)
     assert not problems
     return rank, assembly.ordered([rank])
@@ -207,7 +207,7 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Of one sample."""
+        """Return the output for one sample."""
         again = partial(checkpoint, use_reentrant=self.reentrant)
         first, second, third, last = self.parts
         return last(again(third, second(again(second, again(first, x.requires_grad_())))))
@@ -241,8 +241,8 @@ def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
 
 
 def test_gradients_that_are_reduced_by_hand(folder: Path) -> None:
-    """What another rank's NaN makes of them shows after the backward pass: the step is skipped; at
-    the end of the run, too, and where the script says so.
+    """After the backward pass another rank's NaN shows in the reduced gradients, and the step is
+    skipped: also at the end of the run, and where the script says so.
     """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

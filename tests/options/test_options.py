@@ -131,7 +131,7 @@ def test_no_mode() -> None:
     ],
 )
 def test_refused(line: str, message: str) -> None:
-    """What makes no sense is refused by name, and nothing is silently ignored."""
+    """Options that make no sense are refused by name; none is silently ignored."""
     with pytest.raises(UsageError) as refusal:
         parse(line.split())
     assert message in str(refusal.value)

@@ -154,7 +154,7 @@ def test_refused(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is wrong in the file has its place; nothing ran."""
+    """An error in the file is reported with its place, and nothing runs."""
     configure(text, base=BASE)
     assert check(*arguments) == 2
     printed = capsys.readouterr()
@@ -261,7 +261,7 @@ def test_the_worst_exit_code(codes: tuple[int, ...], worst: int) -> None:
 
 
 def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
-    """What comes after the contract that was interrupted is not begun, and that is said."""
+    """Contracts after the interrupted one are not begun, and are named."""
 
     def stopped() -> int:
         raise several_contracts.Interrupted(4)

@@ -1,4 +1,4 @@
-"""What a configuration leaves out today: excluded, void, asked for all the same, not applicable."""
+"""Clauses that a configuration leaves out: excluded, void, asked for anyway, not applicable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command is made into: placeholders where names leave no doubt; the rest is pointed out."""
+"""Placeholders are put into a command where names leave no doubt; doubtful ones are listed."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_workers(line: str, made: str, world_size: int | None) -> None:
 
 
 def test_options_of_the_script() -> None:
-    """What is there is replaced, what is not is added; both are told. Knobs are pointed out."""
+    """Options of the command are replaced, missing ones added, both are listed; so are knobs."""
     found = guess("torchrun --nproc_per_node=2 train.py --output-dir=out --lr 1")
     assert " ".join(found.command[2:]) == (
         "train.py --output-dir={workdir} --lr 1 --max-steps {steps} --seed {seed}"
@@ -154,7 +154,7 @@ def test_what_keeps_runs_from_being_compared() -> None:
     ],
 )
 def test_restarts(options: str, restarts: bool) -> None:
-    """Whether a worker that was killed comes back is up to the launcher."""
+    """The launcher's options decide whether a killed worker comes back."""
     assert guess(f"torchrun {options}--nproc_per_node=2 train.py").restarts == restarts
 
 
@@ -181,7 +181,7 @@ def test_a_module(module: str) -> None:
 
 
 def test_options_that_argparse_does_not_know() -> None:
-    """What a script reads by itself is seen where it is given."""
+    """Options that a script parses by itself are recognised where the command gives them."""
     Path("train.py").write_text("import sys, entrenar_py\nentrenar_py.observe(1, 2)\n")
     found = guess("torchrun train.py config.py --max_iters=20 --out_dir out --compile=False")
     assert found.command[-5:] == [

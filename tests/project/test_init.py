@@ -25,7 +25,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """What was guessed of the example is written, and said."""
+    """The guesses for the example are written and printed."""
     assert check("init", "--", *COMMAND) == 0
     project = reading.load(Path("entrenar-check.toml"))
     assert " ".join(project.command) == (
@@ -79,7 +79,7 @@ def test_pyproject(end: str, last: str) -> None:
 def test_nothing_is_overwritten(
     name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is there stays, and the message says why."""
+    """An existing file stays, and the message says why."""
     Path(name).write_text(text)
     assert check("init", "--", *COMMAND) == 2
     assert message in capsys.readouterr().err

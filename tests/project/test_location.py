@@ -29,7 +29,7 @@ def test_the_nearest_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", location.ROOT_MARKS)
 def test_not_above_a_repository(tmp_path: Path, mark: str) -> None:
-    """What is above its root is of another project; at the root it counts. `.git` may be a file."""
+    """A file above the repository's root is ignored, one at it counts; `.git` may be a file."""
     (tmp_path / location.SHARED).write_text(TABLE)
     inner = tmp_path / "repository" / "src"
     inner.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_not_above_a_repository(tmp_path: Path, mark: str) -> None:
 
 
 def test_two_in_one_folder(tmp_path: Path) -> None:
-    """Which of them is meant can't be known."""
+    """Two configurations in one folder are ambiguous, and refused."""
     (tmp_path / location.OWN).write_text("")
     (tmp_path / location.SHARED).write_text(TABLE)
     with pytest.raises(UsageError, match="both configure entrenar-check; keep one of them"):

@@ -51,7 +51,7 @@ def write(folder: Path, text: str, name: str = "pyproject.toml") -> Path:
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """What is wrong with a table of these lines, without the file's name."""
+    """Return the errors in a table of these lines, without the file's name."""
     path = write(folder, f"[tool.entrenar-check]\n{text}")
     with pytest.raises(ContractError) as refusal:
         reading.load(path)

@@ -75,7 +75,7 @@ def test_read(tmp_path: Path) -> None:
     ],
 )
 def test_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    """What is wrong is an error at its place."""
+    """A wrong value is an error at its place."""
     path = configured(tmp_path, TABLE.replace(old, new, 1))
     with pytest.raises(ContractError) as refusal:
         reading.load(path)

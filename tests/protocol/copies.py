@@ -46,7 +46,7 @@ class Copies:
         self._whole.setdefault(shard, []).append((rank, got))
 
     def compare(self, shard: int) -> tuple[list[int], list[int]]:
-        """Whose copies there are, and which are the same."""
+        """Return the ranks that sent copies, and which copies are the same."""
         whole = self._whole.get(shard, [])
         values = [got for _, got in whole]
         return [rank for rank, _ in whole], [values.index(got) for got in values]

@@ -111,7 +111,7 @@ class Mesh:
     # --- a fair world -----------------------------------------------------------------------------
 
     def ready(self) -> list[Callable[[], None]]:
-        """What can happen next: a message arrives, an end is heard of, work or a dial is done."""
+        """Return the possible next actions: hear a message or an end, finish work or a dial."""
         actions: list[Callable[[], None]] = [partial(self.answer, *dial) for dial in self.dials]
         actions += [partial(self.work, station) for station in self.stations if station.jobs]
         for wire in self.wires:
@@ -177,7 +177,7 @@ class Mesh:
         self.all_lost |= not members and any(isinstance(one, do.Left) for one in self.effects)
 
     def _carried(self, wire: Wire, message: Message) -> Payload:
-        """What a message of the coordinator carries; nobody makes what not all have."""
+        """Return the payload of a coordinator's message; all hold a step before its commit."""
         if isinstance(message, Welcome):
             assert len(self.stored) == message.step, "the state is that before the step"
             return self.stored
@@ -222,7 +222,7 @@ class Mesh:
         return []
 
     def _stand(self, station: Station, effect: Effect, said: Said | None) -> None:
-        """What concerns a worker's state."""
+        """Carry out an effect on a worker's state."""
         match effect:
             case do.Load(_, step):
                 assert said is not None

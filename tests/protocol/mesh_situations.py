@@ -45,7 +45,7 @@ def average(block: int, *, round_: int = 1, step: int = 5) -> Average:
 
 
 def hello_of(rank: int) -> Hello:
-    """What another worker says to CHALLENGE, with its proof."""
+    """Return another worker's answer to CHALLENGE, with its proof."""
     hello = Hello(
         version=VERSION,
         run=TERMS.run,
@@ -90,7 +90,7 @@ def linked() -> MeshWorker:
 
 
 def computes(machine: MeshWorker) -> list[Effect]:
-    """What follows when it has computed shards 1 and 2, which are no node together."""
+    """Return the effects of computing shards 1 and 2, which are no node together."""
     (asked,) = machine.receive(Assign(step=5, shards=(1, 2)), 0.0)
     assert isinstance(asked, do.Compute)
     return machine.computed(asked, OWN)
@@ -100,5 +100,5 @@ OWN = [node(block, 0, index, round_=0) for block in (4, 3, 2, 1, 0) for index in
 
 
 def complaint(rank: int, reason: str, *, round_: int = 1) -> do.Send:
-    """What the coordinator is told of a worker that can't be reached."""
+    """Return the report to the coordinator of a worker that can't be reached."""
     return do.Send(PEER, Unreachable(round=round_, rank=rank, reason=reason))

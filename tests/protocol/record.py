@@ -1,4 +1,4 @@
-"""What a coordinator had done, with nothing in it, and what must hold of it whatever happens.
+"""A record of the coordinator's effects, with empty data, and the invariants that must hold.
 
 The payload of a block of a tree node is the shards under it, that of an average its step, all
 that was added, and its block; the state is a tuple of what was added in each step.
@@ -58,14 +58,14 @@ def under(run: Run, node: TreeNode) -> list[int]:
 
 @dataclass
 class Delivery:
-    """What a worker has begun to deliver: the shards of each block that came and count."""
+    """A delivery in progress: the shards of each block that arrived and count."""
 
     shards: tuple[int, ...]
     came: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Record:
-    """What the coordinator of `run` had done. `moves` are those of the run from stage to stage."""
+    """The effects of the coordinator of `run`. `moves` are those of the run from stage to stage."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -114,7 +114,7 @@ class Record:
         return delivery.came.keys() == due and all(of_each)
 
     def left(self, rank: int) -> None:
-        """What had not come for good is void."""
+        """A lost worker's incomplete delivery is void."""
         self._open.pop(rank, None)
         self.copies.forget(rank)
 
@@ -168,7 +168,7 @@ class Record:
         self.state += (self._added(step),)
 
     def payload(self, peer: do.Peer, message: Message, machine: Coordinator) -> Payload:
-        """What `message` to `peer` carries; nobody is told to make what not all have."""
+        """Return the payload of `message` to `peer`; no step is committed before all hold it."""
         match message:
             case Welcome():
                 return self.state

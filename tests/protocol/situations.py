@@ -16,7 +16,7 @@ def node(step: int = 0, level: int = 2, index: int = 0, block: int = 0) -> TreeN
 
 
 def computed(*shards: int, step: int = 0) -> Computed:
-    """What comes before the nodes of `shards`."""
+    """Return the message that announces the nodes of `shards`."""
     return Computed(step=step, shards=shards)
 
 

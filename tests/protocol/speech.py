@@ -1,4 +1,4 @@
-"""What can be said, as strategies, and how it gets through a pair of codecs."""
+"""All messages, as strategies, and their way through a pair of codecs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def written(encoder: Encoder, message: Message, payload: bytes = b"") -> list[by
 
 
 def feed(decoder: Decoder, data: bytes, cuts: Iterable[int] = ()) -> list[Received]:
-    """What comes out when `data` arrives in pieces that end at `cuts`, and at its end."""
+    """Return the messages decoded from `data` in pieces that end at `cuts`, and at its end."""
     got = []
     ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
     at = 0
@@ -78,7 +78,7 @@ def feed(decoder: Decoder, data: bytes, cuts: Iterable[int] = ()) -> list[Receiv
 
 
 def refused(decoder: Decoder, *pieces: bytes, why: str = ".") -> list[Received]:
-    """What comes out before one of `pieces` is refused, with a reason that `why` matches."""
+    """Return the messages decoded before one of `pieces` is refused; the reason matches `why`."""
     got = []
     with pytest.raises(ProtocolError, match=why):  # noqa: PT012 - any of them may be the one
         for piece in pieces:

@@ -31,7 +31,7 @@ def run_of(**changes: Any) -> Run:
 
 
 def closes(effects: Iterable[Effect], link: Link) -> bool:
-    """Whether the coordinator ends `link` by these."""
+    """Return whether these effects end `link`."""
     return any(isinstance(one, do.Close) and one.peer == link.peer for one in effects)
 
 
@@ -178,7 +178,7 @@ class Star:
     # --- a fair world -----------------------------------------------------------------------------
 
     def ready(self) -> list[Callable[[], None]]:
-        """What can happen next: a message arrives, an end is heard of, work is done."""
+        """Return the possible next actions: hear a message or an end, or finish work."""
         actions: list[Callable[[], None]] = [self.reduce] if self.reducing else []
         for link in self.links.values():
             if not link.dead and (link.up or link.ended_below):

@@ -35,7 +35,7 @@ def new(secret: bytes = SECRET) -> Applicant:
 
 
 def hello(machine: Applicant) -> Hello:
-    """What it says when it is challenged."""
+    """Return the applicant's answer to the challenge."""
     said, _ = machine.receive(CHALLENGE)
     assert isinstance(said, do.Send)
     assert isinstance(said.message, Hello)
@@ -113,7 +113,7 @@ def test_a_stranger_is_told_nothing(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", ["run", "manifest", "data"])
 def test_half_a_question_is_none(given: str) -> None:
-    """Who names a part of the run means to join it, and is refused by the name of the rest."""
+    """A hello with only a part of the run is one to join it, and is refused for the rest."""
     named: dict[str, Any] = {given: "x"}
     said = replace(hello(new()), **named)
     said = replace(said, proof=handshake.proof_of_worker(SECRET, CHALLENGE, said))

@@ -1,4 +1,4 @@
-"""Whom to ask for a copy of an audited shard, and what several copies say."""
+"""The worker to ask for a copy of an audited shard, and the verdict on several copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from entrenar_py.protocol.audits import Audit, Verdict, verdict
     ],
 )
 def test_verdict(copies: list[int], alike: list[int], found: Verdict | None) -> None:
-    """What two workers agree on counts, and one may be wrong; one worker twice is one worker."""
+    """The copy of two workers counts, and one may be wrong; one worker twice is one."""
     assert verdict(copies, alike) == found
 
 
@@ -52,7 +52,7 @@ def test_another(copies: list[int], present: Collection[int], asked: int | None)
 
 
 def test_everyone_audits_everyone() -> None:
-    """Who is asked beside a worker is another in each turn, and never the worker itself."""
+    """The second worker is another in each turn, and never the first."""
     seconds = {Audit(asked=[1]).second({0, 1, 2, 3}, turn) for turn in range(3)}
     assert seconds == {0, 2, 3}
     assert Audit(asked=[1]).second({1}, 0) is None

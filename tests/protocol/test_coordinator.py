@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_halts_everyone() -> None:
 
 
 def test_an_average_that_is_not_finite_halts_everyone() -> None:
-    """What every worker called finite may not be when it is added; that is nobody's fault."""
+    """A sum may overflow though each worker's part is finite; no worker is blamed."""
     star, link = alone()
     machine = star.coordinator
     machine.receive(link.peer, computed(0, 1, 2, 3), 0.0)

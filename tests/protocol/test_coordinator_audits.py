@@ -26,7 +26,7 @@ def audited(num_workers: int = 3, *, shards: tuple[int, ...] = (1,), **changes: 
 
 
 def dealt(star: Star) -> list[tuple[int, tuple[int, ...]]]:
-    """Who was given which shards so far, in order; peers have the numbers of their ranks."""
+    """Return the assignments so far, in order; peers have the numbers of their ranks."""
     sent = [(one.peer, one.message) for one in star.effects if isinstance(one, do.Send)]
     return [(int(str(peer)), said.shards) for peer, said in sent if isinstance(said, Assign)]
 
@@ -94,7 +94,7 @@ def test_an_average_waits_for_what_the_culprit_had() -> None:
 
 
 def test_two_workers_are_asked_once_more() -> None:
-    """Who says something else the second time was wrong the first time."""
+    """The worker that changes its answer the second time was wrong the first time."""
     for culprit in (0, 1):
         star = audited(2, num_steps=1)
         wrong(star, culprit)
@@ -126,7 +126,7 @@ def test_three_answers_halt_the_run() -> None:
 
 
 def test_who_is_alone_is_not_audited() -> None:
-    """Which the effect says: one copy, which counts."""
+    """Its shard is concluded with one copy, which counts."""
     star = audited(1)
     assert dealt(star) == [(0, (0, 2, 3)), (0, (1,))]
     assert finished(star) == "completed"
@@ -206,7 +206,7 @@ def test_an_auditor_that_dies_is_replaced() -> None:
 
 
 def test_an_owner_that_dies_is_replaced() -> None:
-    """What it had delivered of the step, too: none of it was kept."""
+    """Its earlier deliveries of the step are replaced, too: none of them was kept."""
     star = audited(num_steps=1, num_shards=6)
     link = link_of(star.stations[0])
     star.until(lambda: star.coordinator.peers[link.peer].delivered == [0])

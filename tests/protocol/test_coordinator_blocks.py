@@ -37,7 +37,7 @@ def test_a_block_is_averaged_when_every_shard_of_it_is_there() -> None:
 
 
 def test_what_is_averaged_stays_when_its_worker_is_lost() -> None:
-    """Who takes over delivers every block; the one that is averaged is counted no more."""
+    """The worker that takes over delivers every block; an averaged block isn't counted again."""
     star, first, second = two_of_a_step(2)
     for link, index, shards in ((first, 0, (0, 1)), (second, 1, (2, 3))):
         star.say_above(link, computed(*shards))
@@ -55,7 +55,7 @@ def test_what_is_averaged_stays_when_its_worker_is_lost() -> None:
 
 
 def test_what_is_not_averaged_is_void_when_its_worker_is_lost() -> None:
-    """What it had sent of an open delivery is missing again, in every such block."""
+    """The blocks of a delivery that was still open are missing again."""
     star, first, second = two_of_a_step(2)
     star.say_above(second, computed(2, 3))
     star.say_above(second, node(level=1, index=1, block=1))
@@ -105,7 +105,7 @@ def test_what_is_being_averaged_stays_when_its_worker_is_lost() -> None:
 
 
 def test_a_step_that_everyone_left_is_averaged_anew() -> None:
-    """What was being averaged of it is forgotten."""
+    """Averages in progress are forgotten."""
     star = Star(run_of(awaited={0: (0,)}), beside=True)
     star.arrive()
     star.until(lambda: bool(star.reducing))

@@ -106,7 +106,7 @@ def test_a_node_above_the_root_is_refused(level: int) -> None:
 
 
 def _owes_two_deliveries() -> tuple[Star, Link]:
-    """Of two workers the second is gone, and the first has its shards, too."""
+    """Return a star whose second of two workers is lost; the first has its shards, too."""
     star = Star(run_of(awaited={0: (0, 1)}))
     first, second = link_of(star.arrive()), link_of(star.arrive())
     star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
@@ -116,14 +116,14 @@ def _owes_two_deliveries() -> tuple[Star, Link]:
 
 
 def test_a_node_is_of_one_delivery() -> None:
-    """What a delivery brings counts when it is whole, so no node may reach into the next."""
+    """A delivery counts when it is whole, so no node may reach into the next one."""
     star, link = _owes_two_deliveries()
     star.say_above(link, computed(0, 1))
     assert closes(star.say_above(link, node()), link)
 
 
 def test_deliveries_come_one_after_the_other() -> None:
-    """What belongs to a delivery comes after the one before is whole."""
+    """Nodes of a delivery come after the previous delivery is whole."""
     for early in (node(level=1, index=1), computed(2, 3)):
         star, link = _owes_two_deliveries()
         star.say_above(link, computed(0, 1))
@@ -164,7 +164,7 @@ def test_a_stranger_is_refused_and_sent_away() -> None:
 
 
 def test_the_dead_are_not_heard() -> None:
-    """What was on its way when a connection ended is nobody's word."""
+    """Messages that were on their way when a connection ended are ignored."""
     star, link = alone()
     star.cut(link)
     assert star.coordinator.receive(link.peer, node(), star.now) == []
@@ -177,7 +177,7 @@ def test_the_dead_are_not_heard() -> None:
 
 
 def _breaks(star: Star, station: Station, shard: int) -> list[do.Effect]:
-    """What follows when `station` takes part, and says that it computed what it was not given."""
+    """Return the effects when `station` joins and delivers a shard that it was not assigned."""
     if station.link is None:
         star.connect(station)
     star.until(lambda: bool(station.jobs))

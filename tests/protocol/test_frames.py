@@ -202,7 +202,7 @@ def test_the_key_covers_all_of_a_frame() -> None:
 
 
 def test_a_frame_sent_back_is_refused() -> None:
-    """What an end said itself is not taken for the other end's word."""
+    """An end never accepts its own frames as the other end's."""
     ours = Encoder(KEY, direction=frames.FROM_COORDINATOR)
     (frame,) = written(ours, Heartbeat())
     with pytest.raises(ProtocolError, match="out of its turn"):
@@ -258,7 +258,7 @@ def test_a_claimed_size_allocates_nothing(claim: int) -> None:
 
 
 def test_the_limit_is_of_the_kind_and_of_the_moment() -> None:
-    """What one message may bring another may not, and what was allowed once need not stay so."""
+    """Each kind of message has its own limit, and limits may change during a connection."""
     allowed: dict[type[Message], int] = {TreeNode: 8}
     reader = Decoder(lambda kind: allowed.get(kind, 0), KEY)
     encoder = Encoder(KEY)
@@ -354,7 +354,7 @@ def test_a_stranger_says_nothing_else(kind: type[Message], data: st.DataObject) 
 
 @pytest.mark.parametrize("kind", UNKEYED, ids=lambda kind: kind.__name__)
 def test_a_stranger_is_brief(kind: type[Message]) -> None:
-    """What comes before anyone proved anything is bounded by 4 KiB, with or without a key."""
+    """Messages before any proof are limited to 4 KiB, with or without a key."""
     message = {
         Challenge: Challenge(version=VERSION, nonce="0" * 32),
         Hello: Hello(

@@ -85,7 +85,7 @@ def test_the_secret_counts_and_the_proof_does_not(use: Use) -> None:
 
 
 def test_each_use_is_another() -> None:
-    """What a worker proves can't be sent back to it, and is no key."""
+    """A worker's proof can't be sent back to it, and is no key."""
     made = {
         proof_of_worker(SECRET, CHALLENGE, HELLO),
         proof_of_coordinator(SECRET, CHALLENGE, HELLO),

@@ -181,7 +181,7 @@ def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint:
     ids=range(23),
 )
 def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
-    """What is no JSON, too deep, too long, doubled, or written in another way than `dump` does."""
+    """Invalid JSON, too deep, too long, doubled, or spelled otherwise than `dump` does."""
     with pytest.raises(ProtocolError) as caught:
         headers.parse(16, sent)
     assert str(caught.value).startswith("Commit")
@@ -206,7 +206,7 @@ def test_an_unknown_tag_is_refused(tag: int) -> None:
 
 
 def test_the_longest_of_everything_fits_a_frame() -> None:
-    """What `parse` allows is no longer than what `frames` allows."""
+    """The longest header that `parse` allows is within the limit of `frames`."""
     longest = NonFinite(
         step=INT_MAX,
         shard=INT_MAX,

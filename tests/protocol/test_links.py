@@ -43,7 +43,7 @@ def said(effects: list[Effect]) -> list[Message]:
 
 
 def hello_of(dialer: Links, nonce: str = THERE) -> Hello:
-    """What it answers to the challenge with `nonce`."""
+    """Return its answer to the challenge with `nonce`."""
     dialer.dialed("out", TO_2, HERE, 0.0)
     effects, _ = dialer.greet("out", Challenge(version=VERSION, nonce=nonce), 0.0)
     (hello,) = said(effects)
@@ -164,7 +164,7 @@ def test_who_is_connected_to_proves_itself_too(proof: str) -> None:
 
 @pytest.mark.parametrize("message", [SAID, Heartbeat(), Accept(proof="0" * 64)])
 def test_nothing_is_heard_before_that(message: Message) -> None:
-    """Of who has connected, and of whom was connected to."""
+    """That holds for the end that connects and for the one that listens."""
     made = links(1)
     made.dialed("out", TO_2, HERE, 0.0)
     made.accepted("in", HERE, 0.0)
@@ -216,7 +216,7 @@ def test_what_is_said_early_waits() -> None:
 
 
 def test_a_link_that_is_lost_is_told_of() -> None:
-    """Whose it was, unless that one is not in the group; a stranger's is nobody's."""
+    """The lost link's rank is reported if it is in the group; a stranger's link has none."""
     one, two = linked()
     assert one.lost("out", "cut") == ([do.Close("out", "cut")], 2)
     two.group(2, {0: "a:0"})

@@ -102,7 +102,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: bool(self._links()))
     @rule(choice=st.integers(min_value=0), kind=KINDS)
     def lie(self, choice: int, kind: type[Message]) -> None:
-        """What a worker says to another that makes no sense ends that link at most."""
+        """An illegal message between workers ends that link at most."""
         wire = self._links()[choice % len(self._links())]
         assert wire.to is not None
         there = set(self.mesh.coordinator.peers)

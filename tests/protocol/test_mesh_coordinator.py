@@ -54,7 +54,7 @@ def wire_of(station: Station) -> Wire:
 
 
 def say(mesh: Mesh, station: Station, message: Message) -> list[Effect]:
-    """What follows when the coordinator hears `message` of a worker; all of it is done."""
+    """Return the effects of `message` from a worker at the coordinator; all are carried out."""
     before = len(mesh.effects)
     mesh.say_above(wire_of(station), message)
     return mesh.effects[before:]
@@ -159,7 +159,7 @@ def test_a_complaint_begins_another_round() -> None:
 
 
 def test_the_third_complaint_sends_the_worst_away() -> None:
-    """Of whom, or by whom, there was most of it; of equals the highest rank."""
+    """The worker in most complaints is dismissed; of equals the highest rank."""
     mesh, stations = started()
     for round_, (by, of) in enumerate([(0, 1), (1, 2)], start=1):
         say(mesh, stations[by], unreachable(of, round_))
@@ -172,7 +172,7 @@ def test_the_third_complaint_sends_the_worst_away() -> None:
 
 
 def wire_of_lost(effects: list[Effect]) -> do.Peer:
-    """Whom the coordinator has sent away."""
+    """Return the peer that the coordinator has dismissed."""
     (peer,) = [one.peer for one in effects if isinstance(one, do.Close)]
     return peer
 
@@ -264,7 +264,7 @@ def test_all_may_die_with_a_state_that_was_fetched() -> None:
 
 
 def test_a_stop_saves_what_is_here() -> None:
-    """What no worker is left to give is not asked for: nobody waits for it any more."""
+    """State that no worker is left to give is not asked for: nobody waits for it any more."""
     for saves, saved in (((1,), [1, 1]), ((), [])):
         mesh, _ = started(2, saves=saves)
         mesh.until(
@@ -311,7 +311,7 @@ def _stands_in(mesh: Mesh, stage: Stage) -> bool:
 
 
 def test_an_average_that_is_not_finite_halts_everyone() -> None:
-    """Who found it out says so; it is nobody's fault."""
+    """The worker that finds it says so; no worker is blamed."""
     mesh, stations = started(2)
     effects = say(mesh, stations[1], Overflow(step=0, block=1))
     reason = "the average gradient or loss is not finite, though every worker said its was"
@@ -348,7 +348,7 @@ def test_who_asks_what_the_run_is_needs_no_port() -> None:
     ("host", "address"), [("10.0.0.7", "10.0.0.7:0"), ("::1", "[::1]:0"), ("w1", "w1:0")]
 )
 def test_an_address_can_be_read_again(host: str, address: str) -> None:
-    """Of either family: an IPv6 one is put in brackets."""
+    """Addresses of both families can be parsed: an IPv6 one is put in brackets."""
     mesh = Mesh(run_of(), host=host)
     mesh.arrive()
     mesh.until(lambda: mesh.coordinator.stage is Stage.COMPUTING)
@@ -408,7 +408,7 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
 
 @pytest.mark.parametrize("shards", [(0,), (2,), (0, 1, 2), ()])
 def test_what_was_not_assigned_is_refused(shards: tuple[int, ...]) -> None:
-    """Of three workers the first has shards 0 and 1."""
+    """With three workers the first has shards 0 and 1, and no others."""
     mesh, stations = started()
     closed = closing(say(mesh, stations[0], Computed(step=0, shards=shards)))
     assert closed.reason.endswith("not assigned, or said before")

@@ -132,7 +132,7 @@ def test_the_state_is_given_when_it_is_asked_for() -> None:
 
 
 def test_another_round_begins_from_nothing() -> None:
-    """What was computed here is sent again; what had come of others has to come again."""
+    """Own results are sent again; other workers' have to arrive again."""
     machine = linked()
     computes(machine)
     for block in (3, 0):

@@ -68,7 +68,7 @@ EXCHANGED = (TreeNode, Average, Heartbeat)
 
 @pytest.mark.parametrize("kind", [one for one in MESSAGES.values() if one not in EXCHANGED])
 def test_workers_say_nothing_else_to_each_other(kind: type[Message]) -> None:
-    """What the coordinator may say another worker may not."""
+    """The coordinator's other messages are illegal between workers."""
     (closed, *_) = linked().receive_from("in", SAMPLES[kind][0], 0.0)
     assert closed == do.Close("in", f"{kind.__name__} from another worker")
 
@@ -109,7 +109,7 @@ def test_a_link_that_is_lost_is_complained_of() -> None:
 
 
 def test_who_connects_again_is_complained_of() -> None:
-    """What it had been told over the old link may be lost."""
+    """Messages that it got over the old link may be lost."""
     machine = linked()
     machine.accepted("in 2", NONCE, 0.0)
     effects = machine.receive_from("in 2", hello_of(0), 0.0)

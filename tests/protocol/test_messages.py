@@ -1,4 +1,4 @@
-"""What can be said: every kind has its tag, and a text is cut to what a message holds."""
+"""Every kind of message has its tag, and a text is cut to the length that a message holds."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.star.links))
     @rule(choice=st.integers(min_value=0), kind=KINDS)
     def lie(self, choice: int, kind: type[Message]) -> None:
-        """What is not legal ends that connection; everyone else's stays."""
+        """An illegal message ends its connection; all others stay."""
         link = self._link(choice)
         phase = self.star.coordinator.peers[link.peer].phase
         if kind in PEER_MAY_SAY[phase] or (kind in ALWAYS and phase is not PeerPhase.CHALLENGED):

@@ -30,7 +30,7 @@ def _stands(star: Star, stage: Stage) -> bool:
 
 
 def _last(star: Star) -> list[do.Effect]:
-    """What followed from the last step that was made, without who was told."""
+    """Return the effects that followed the last step, but for messages."""
     kinds = (do.Apply, do.Gather, do.Save, do.Finish)
     return [one for one in star.effects if isinstance(one, kinds)]
 
@@ -48,7 +48,7 @@ def test_the_step_in_work_is_finished(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", IN_WORK)
 def test_at_once_the_step_in_work_is_given_up(stage: Stage) -> None:
-    """What nobody is known to have made is not made: the state before it is saved."""
+    """A step that nobody is known to have made is not made: the state before it is saved."""
     star = reach(stage)
     star.stop(WHY)
     star.stop(WHY, at_once=True)

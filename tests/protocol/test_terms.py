@@ -1,4 +1,4 @@
-"""Who is let in: the secret first, then everything that must agree, then a free rank."""
+"""Admission: the secret first, then everything that must agree, then a free rank."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
 def answer(
     said: Hello, *, taken: Collection[int | None] = (), barred: Collection[int] = ()
 ) -> Admission | Answer | Refuse:
-    """What `admit` says in a run of three."""
+    """Return the answer of `admit` in a run of three."""
     rules: dict[str, Any] = {"world_size": 3, "taken": taken, "barred": barred}
     return admit(said, CHALLENGE, TERMS, secret=SECRET, **rules)
 
 
 def test_a_barred_rank_is_nobodys() -> None:
-    """Who asks for it is refused for good, and who takes any gets another."""
+    """A hello for a barred rank is refused for good; one for any rank gets another."""
     reason = "rank=0: it was caught too often computing something else"
     assert answer(hello(rank=0), barred={0}) == Refuse(reason=reason, retry=False)
     admitted = answer(hello(), barred={0})
@@ -73,7 +73,7 @@ def test_a_barred_rank_is_nobodys() -> None:
 def test_a_refusal_says_why(
     changes: dict[str, Any], taken: Collection[int | None], reason: str, retry: bool
 ) -> None:
-    """What was given and what it should be; whether it may help to come again."""
+    """The refusal says what was given, what is right, and whether it may help to come again."""
     assert answer(hello(**changes), taken=taken) == Refuse(reason=reason, retry=retry)
 
 

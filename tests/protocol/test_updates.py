@@ -12,7 +12,7 @@ from tests.protocol.star import Link, Star, closing, run_of
 
 
 def weights(block: int, step: int = 0) -> Weights:
-    """What the coordinator sends of `block`."""
+    """Return the coordinator's message with `block`."""
     return Weights(step=step, block=block, loss=1.0, weight=1.0)
 
 
@@ -29,7 +29,7 @@ def serving(*, beside: bool = False) -> tuple[Star, Link, Link]:
 
 
 def sent(star: Star, *kinds: type[Message]) -> list[do.Send]:
-    """What was sent of these kinds, in order."""
+    """Return the sent messages of these kinds, in order."""
     return [one for one in star.effects if isinstance(one, do.Send) and type(one.message) in kinds]
 
 

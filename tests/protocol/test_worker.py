@@ -53,7 +53,7 @@ def new(rank: int | None = None) -> Worker:
 
 
 def hello(rank: int | None = None) -> Hello:
-    """What it says to CHALLENGE, with its proof."""
+    """Return the worker's answer to CHALLENGE, with its proof."""
     said = Hello(
         version=VERSION,
         run=TERMS.run,
@@ -69,7 +69,7 @@ def hello(rank: int | None = None) -> Hello:
 
 
 def welcome(rank: int | None = None) -> Welcome:
-    """What it waits for then: rank 2, the state before step 5, and a vector in two blocks."""
+    """Return the welcome: rank 2, the state before step 5, and a vector in two blocks."""
     proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello(rank))
     return Welcome(rank=2, step=5, blocks=2, resumed=False, proof=proof)
 
@@ -81,7 +81,7 @@ def connect(machine: Worker) -> Worker:
 
 
 def told(machine: Worker, *messages: Message) -> list[Effect]:
-    """What follows from the last of `messages`."""
+    """Return the effects of the last of `messages`."""
     return [machine.receive(message, 0.0) for message in messages][-1]
 
 
@@ -238,7 +238,7 @@ def test_it_is_staged_with_the_last_block(order: tuple[int, int]) -> None:
 
 
 def test_blocks_are_of_one_stay() -> None:
-    """What it held of a step is forgotten with the connection, and with the step."""
+    """Blocks of a step are forgotten with the connection, and with the step."""
     machine = reach(WorkerPhase.READY)
     told(machine, AVERAGES[0])
     machine.lost("cut")
@@ -256,7 +256,7 @@ def test_a_vector_has_at_least_one_block() -> None:
 
 
 def _thrown_out(machine: Worker, reason: str) -> list[Effect]:
-    """What follows when the machine comes back, and is told in its step that it broke something."""
+    """Return the effects when the worker rejoins and is dismissed in its step."""
     connect(machine)
     told(machine, CHALLENGE, welcome(rank=machine.rank))
     return told(machine, Refuse(reason=f"thrown out: {reason}", retry=True))

@@ -23,7 +23,7 @@ def values(record: TensorRecord) -> list[float]:
 
 
 def recorded_by(rank: int, pieces: dict[str, Piece], *events: Event) -> RankTrace:
-    """What a rank recorded, two for data and two for each of their models."""
+    """Return the record of one of four ranks: two for data and two for each of their models."""
     return RankTrace(
         life=0,
         header={"rank": rank, "world_size": 4},
@@ -52,7 +52,7 @@ def four_ranks() -> list[RankTrace]:
 
 
 def test_each_rank_sees_its_own_copy() -> None:
-    """Of a copy that ranks hold together its pieces, of one that it holds alone its own."""
+    """A shared copy is assembled from its pieces; a copy of its own is taken as it is."""
     starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
     assert [values(one.weights["up.weight"]) for one in starts] == [
         *([1, 2, 3, 4], [1, 2, 3, 4]),

@@ -48,7 +48,7 @@ def test_ties() -> None:
 
 
 def test_a_piece_of_nothing_is_none() -> None:
-    """What reaches out of its whole was not written by a rank."""
+    """A piece that reaches out of its whole was not written by a rank."""
     piece = Piece(offset=(2, 0), shape=(1, 4), whole=(3, 4), ranks=(0, 1))
     assert layout.piece_from(piece.to_list()) == piece
     for wrong in ([[2], [2], [3], [0]], [[0], [1], [1], []], [[0], [1, 1], [1], [0]], 7):

@@ -78,7 +78,7 @@ def header(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def found(check: str, *paths: Path) -> Finding:
-    """What the check finds on the runs in `paths`."""
+    """Return the finding of the check on the runs in `paths`."""
     traces = stored.load(paths)
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     planned = (own_run().scenario,)
@@ -89,7 +89,7 @@ def found(check: str, *paths: Path) -> Finding:
 
 @pytest.mark.parametrize("check", ["replica_identity", "coverage", "parity"])
 def test_whole_runs_are_held(tmp_path: Path, check: str) -> None:
-    """Of two workers and of one, given as folders: nothing launched them, and they are compared."""
+    """Runs of two workers and of one are compared, given as folders and launched by nobody."""
     two = write(tmp_path / "two", 0, 1, of=own_run())
     one = write(tmp_path / "one", 0, of=own_run(1))
     finding = found(check, two, one)
@@ -135,7 +135,7 @@ def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:
-    """What one rank of two says is no run: inconclusive, whoever it agrees with."""
+    """One rank of two makes no run: inconclusive, whoever it agrees with."""
     finding = found("replica_identity", write(tmp_path / "run", 0, of=own_run()))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "no file of rank 1: give the files of all ranks" in finding.reason

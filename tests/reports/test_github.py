@@ -92,7 +92,7 @@ def test_summary(full: Report) -> None:
 
 
 def test_summary_is_appended(full: Report, tmp_path: Path) -> None:
-    """What other steps wrote stays; without a runner there is nowhere to write it."""
+    """Text of other steps stays; without a runner there is no file to append to."""
     path = tmp_path / "summary.md"
     path.write_text("before\n", encoding="utf-8")
     assert github.summary_path({"GITHUB_STEP_SUMMARY": str(path)}) == path

@@ -133,7 +133,7 @@ def test_curves(full: Report) -> None:
 
 
 def test_the_falsified_run_is_drawn_first(full: Report) -> None:
-    """Of many trainings a few are drawn, first that of the counterexample."""
+    """A few of many trainings are drawn, the counterexample's first."""
     broken = full.entries[3].finding.counterexample
     assert broken is not None
     assert broken.scenario is not None

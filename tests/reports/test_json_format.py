@@ -42,7 +42,7 @@ def test_full_report(
 def test_any_report_fits_the_schema(
     data: DataObject, any_report: SearchStrategy[Report], validator: Any
 ) -> None:
-    """What is dumped is strict JSON in UTF-8 and valid against the published schema."""
+    """A dumped report is strict JSON in UTF-8 and valid against the published schema."""
     record = json_format.dump(data.draw(any_report))
     json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8")
     validator.validate(record)

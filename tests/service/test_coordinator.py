@@ -31,7 +31,7 @@ def star(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def refusal(star: Cluster, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What is said, in one line, of a command that is invalid."""
+    """Return the one line that an invalid command prints."""
     assert cli.main(["coordinator", str(star.folder / "run.yaml"), *options]) == exit_codes.INVALID
     said = capsys.readouterr().err
     assert said.count("\n") == 1

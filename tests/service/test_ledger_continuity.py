@@ -69,7 +69,7 @@ class Run:
         self.ledger.write_bytes(b"".join(kept))
 
     def noted(self, what: str) -> str:
-        """What was told of this name."""
+        """Return the note with this name."""
         return next(one.text for one in self.heard if isinstance(one, Noted) and one.what == what)
 
     def change_note(self, change: dict[str, Any] | None) -> None:

@@ -17,9 +17,9 @@ from entrenar_py.trace import Trace
 
 
 class Between(ScenarioRun):
-    """What befalls a message with a block befalls that of `block`; those that go before arrive.
+    """A fault at a message with a block strikes `block`'s message; those before it arrive.
 
-    `num_again` counts the blocks that a worker sent though they were averaged: for somebody who
+    `num_again` counts the blocks that a worker sent though they were averaged: for a worker that
     was lost after that.
     """
 

@@ -82,7 +82,7 @@ def deliver(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> None
 
 
 def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
-    """Which shards each member computes."""
+    """Return the shards that each member computes."""
     shards = range(hands.server.scenario.num_shards)
     return {rank: tuple(run) for rank, run in sharding.runs(shards, hands.members).items()}
 

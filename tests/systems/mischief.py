@@ -32,8 +32,10 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass
 class Mischief:
-    """What is done at `host`:`port`, over TLS by half of them if there is a `context`. `recorded`
-    is what a worker said there. `done` counts what was done, `answered` who heard anything.
+    """Attacks at `host`:`port`, half of them over TLS if there is a `context`.
+
+    `recorded` is a worker's traffic. `done` counts the attacks by name, `num_answered` those that
+    got an answer.
     """
 
     host: str

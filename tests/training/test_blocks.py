@@ -118,7 +118,7 @@ def test_what_is_lost_is_sent_again_by_another() -> None:
 
 
 def test_a_whole_delivery_outlives_its_worker() -> None:
-    """What is delivered is nobody's any more."""
+    """A delivered sum no longer depends on its worker."""
     sums, _ = two_workers()
     for rank in (0, 1):
         sums.deliver(rank)

@@ -1,4 +1,4 @@
-"""What is left of a checkpoint when its writer is killed, or the disk is full: for real."""
+"""Survival of a checkpoint when its writer is killed, or the disk is full: for real."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_elements_are_zeroed_or_scaled() -> None:
 
 
 def test_the_gradient_goes_through_the_same_mask() -> None:
-    """What was zeroed gets no gradient."""
+    """Elements that were zeroed get no gradient."""
     x = torch.ones(50, requires_grad=True)
     out = _dropout()(x)
     out.sum().backward()  # type: ignore[no-untyped-call]

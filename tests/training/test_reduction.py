@@ -165,7 +165,7 @@ def test_height(num_shards: int, level: int) -> None:
 
 
 def test_the_ragged_edge_climbs_alone() -> None:
-    """Of five shards the last is a whole subtree by itself: ((0+1)+(2+3))+4."""
+    """With five shards the last is a whole subtree by itself: ((0+1)+(2+3))+4."""
     values = [np.float32(v) for v in (1e8, 1.0, -1e8, 1.0, 0.5)]
     leaves = [
         Node(0, shard, np.array([value]), float(value), 1.0) for shard, value in enumerate(values)

@@ -28,7 +28,7 @@ def drawn(model: GivenVectors, sample: int, *pieces: int) -> Array:
 
 
 def gradient(model: GivenVectors, ids: list[int], at: float, scale: float = 1.0) -> Array:
-    """Of the samples `ids`, where every element of the tensor is `at`."""
+    """Return the gradient of the samples `ids`, where every element of the tensor is `at`."""
     tensors = {"vector": torch.full((LENGTH,), at)}
     _, (found,) = model.gradients(tensors, ids, drop=dropout.none, scale=scale)
     return found

@@ -1,4 +1,4 @@
-"""What every workload promises, and what is particular to `linear` and `mlp`."""
+"""Promises of every workload, and properties of `linear` and `mlp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others wrote is shown, and does nothing: one hostile text through every door and format."""
+"""Text of others is shown, and does nothing: one hostile text through every door and format."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_every_unseen_character_is_spelled_out() -> None:
 
 @given(st.text(st.characters(exclude_categories=())))
 def test_any_text_is_fit_for_xml_and_json(text: str) -> None:
-    """What comes out can be written anywhere, stays as it is the second time, and JSON keeps it."""
+    """Escaped text can be written anywhere and stays as it is the second time; JSON keeps it."""
     shown = escaping.text(text)
     shown.encode("utf-8")
     assert not UNSEEN.search(shown)
@@ -196,7 +196,7 @@ def test_json_and_sarif(tmp_path: Path) -> None:
 
 
 def test_pytest_says_so() -> None:
-    """What fails a test is harmless, too."""
+    """A test's failure message is harmless, too."""
     report = hostile_report()
     for entry in report.entries:
         judged = Judged(entry=entry, report=report)

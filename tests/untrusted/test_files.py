@@ -148,7 +148,7 @@ def test_a_rank_file_of_another_name() -> None:
 
 
 def test_more_than_a_judge_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank's file and of a trace: how much it is, and what is allowed."""
+    """The message gives the size of a rank's file or a trace, and the limit."""
     path = Path("00000-000.rank.jsonl")
     path.write_bytes(bad_contents.rank_lines())
     monkeypatch.setattr(rank_trace, "EVENTS_MAX", 2)
@@ -188,7 +188,7 @@ def test_checkpoints(name: str) -> None:
 
 
 def test_a_checkpoint_that_is_right() -> None:
-    """What the others are changed from is taken."""
+    """The checkpoint from which the bad ones are made is accepted."""
     bad_contents.saved(Path("good"))
     server = Server(Scenario(system="parameter_server", **bad_contents.TRAINING))
     server.checkpoint_path = Path("good")
@@ -213,7 +213,7 @@ def test_a_counterexample_of_no_clause() -> None:
 
 @pytest.mark.parametrize("key", ["ledger", "metrics"])
 def test_links_in_a_circle(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a coordinator writes is looked at before it listens."""
+    """The files that a coordinator writes are checked before it listens."""
     KINDS["loop"](Path("bad"))
     bad_contents.write_configuration(Path("run.yaml"), **{key: "bad"})
     assert service.main(["coordinator", "run.yaml"]) == 2

@@ -1,4 +1,4 @@
-"""What rows of numbers mean: who differs from whom, what is not finite, what does not move."""
+"""Judging rows of numbers: ranks that differ, values that are not finite, tensors at rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A, B = piece("a"), piece("b")
 
 
 def judge(*ranks: list[Piece], check: str = IDENTITY, patience: int = 2) -> Judge:
-    """Of one clause."""
+    """Return a judge of one clause."""
     return Judge(ranks, {check: ALL[check]}, patience)
 
 

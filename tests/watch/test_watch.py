@@ -86,7 +86,7 @@ class LowRank(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is unused has a gradient of zeros, what is frozen one from before it was."""
+        """An unused parameter has a zero gradient, a frozen one that from before."""
         self.b.grad = torch.ones(1, 1)
         low = x @ self.a.t() @ self.b.t() + self.empty.sum() + 0 * self.unused.sum()
         return self.frozen(x) + low  # type: ignore[no-any-return]
@@ -179,7 +179,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_beside_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is recorded has the step that the watch stopped in."""
+    """The recorded steps include the one in which the watch stopped."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(WatchFinding):
         train(nn.Linear(2, 1), 3, spoil=1)

@@ -20,7 +20,7 @@ clauses:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What came of every training, by rank."""
+    """Return the outcome of every training, by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "nan.yaml").write_text(NAN)
     forked = HERE.parent / "command" / "forked.py"

@@ -253,7 +253,7 @@ def _usable(result: Tensor) -> bool:
 
 
 def tried(graph: RandomGraph, compute: Compute) -> tuple[str, int, int]:
-    """What is wrong with `compute(captured graph, inputs)`; how many elements, and with a bound."""
+    """Return the errors of `compute(captured graph, inputs)`, and how many elements and bounds."""
     inputs = list(graph.inputs.values())
     captured = capture.capture(graph, inputs)
     found = agreement.agrees(compute(graph, captured, inputs), captured, inputs)
@@ -266,13 +266,13 @@ def tried(graph: RandomGraph, compute: Compute) -> tuple[str, int, int]:
 
 
 def on_cpu(graph: RandomGraph, captured: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What the captured graph makes in float32."""
+    """Run the captured graph in float32."""
     del graph
     return list(captured(*(one.detach() for one in inputs)))
 
 
 def on_device(device: Device) -> Compute:
-    """What `device` makes of it, and made the same bits of again."""
+    """Run it on `device`, twice, and require the same bits."""
 
     def compute(
         graph: RandomGraph, captured: GraphModule, inputs: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""Which adapter is taken, and what is said when none can be."""
+"""The choice of an adapter, and the message when none can be opened."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeAdapter:
 
     @property
     def info(self) -> dict[str, str]:
-        """What wgpu calls the adapter's info."""
+        """The adapter's info under the names that wgpu uses."""
         return {
             "adapter_type": self.adapter_type,
             "backend_type": self.backend_type,
@@ -47,7 +47,7 @@ def test_hardware_before_software_before_opengl() -> None:
 
 
 def test_equals_keep_their_order() -> None:
-    """Of several GPUs, `wgpu:0` is the one that the driver lists first."""
+    """With several GPUs, `wgpu:0` is the one that the driver lists first."""
     first, second = FakeAdapter("DiscreteGPU", name="one"), FakeAdapter("DiscreteGPU", name="two")
     assert [one.name for one in ranked([first, FakeAdapter("CPU"), second])][:2] == ["one", "two"]
 
@@ -101,7 +101,7 @@ def test_clean_exit(wgpu_backend: WgpuBackend) -> None:
 
 @pytest.mark.wgpu
 def test_a_lost_device_is_opened_again(wgpu_backend: WgpuBackend) -> None:
-    """What was destroyed fails in the adapter's words; who opens the backend gets a new device."""
+    """A destroyed device fails with the adapter's message; opening the backend gives a new one."""
     assert wgpu_backend.device
     first = open_wgpu(0)
     assert open_wgpu(0) is first

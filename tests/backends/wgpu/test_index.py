@@ -23,7 +23,7 @@ def variables(shape: Sequence[int]) -> Indices:
 
 
 def value(index: Index, place: Sequence[int]) -> int:
-    """What a rendered index is where the variables have these values; `/` is WGSL's, of i32."""
+    """Return the value of a rendered index for these variables; `/` is WGSL's, of i32."""
     names = {f"v{dim}": one for dim, one in enumerate(place)}
     return int(eval(at.render(index).replace("/", "//"), {}, names))
 

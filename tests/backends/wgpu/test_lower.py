@@ -1,4 +1,4 @@
-"""What becomes a dispatch and what does not, on devices of few bindings and few workgroups too."""
+"""Lowering: one dispatch or none, also on devices with few bindings and few workgroups."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_operand_beyond_the_adapter(wgpu_backend: WgpuBackend) -> None:
 def test_device_errors_are_translated(
     wgpu_backend: WgpuBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What wgpu raises comes out as BackendUnavailable with its words."""
+    """wgpu's errors are raised as BackendUnavailable, with its message."""
     monkeypatch.setattr(
         "entrenar_py.backends.wgpu.product.product_text.write",
         lambda *_, **__: "fn main() { let x: f32 = 1u; }",

@@ -56,7 +56,7 @@ def agree(device: Device, fn: Function, *inputs: Tensor, packed: bool = False) -
 
 
 def groups(results: Sequence[Tensor]) -> list[list[int]]:
-    """Which results are packed together: up to six of one type."""
+    """Return the results that are packed together: up to six of one type."""
     found = []
     for dtype in dict.fromkeys(one.dtype for one in results):
         same = [number for number, one in enumerate(results) if one.dtype == dtype]
@@ -206,7 +206,7 @@ def test_reductions(device: Device) -> None:
 
 
 def test_long_reductions_to_few_results(device: Device) -> None:
-    """What one workgroup would take long for is folded in parts; a prime length in one."""
+    """A reduction too long for one workgroup is folded in parts; one of a prime length in one."""
 
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return x.sum(), x.amax((0, 2), keepdim=True), (x * x).mean((0, 2)), y.sum(), y.argmax()

@@ -94,7 +94,7 @@ def operand(
 
 
 def dispatch(device: Device, kernel: Kernel, inputs: list[Tensor], output: Tensor) -> Tensor:
-    """What the kernel leaves in a copy of `output`, its binding 2."""
+    """Return the contents of binding 2 after the kernel ran, which starts as a copy of `output`."""
     import wgpu
 
     gpu, usage = device.handle, wgpu.BufferUsage

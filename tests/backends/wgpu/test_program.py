@@ -58,7 +58,7 @@ def test_what_needs_no_input_is_computed_once(device: Device) -> None:
 
 
 def test_what_a_run_does_not_need_is_let_go(device: Device) -> None:
-    """What was on the way to a table that is computed once takes no memory afterwards."""
+    """The intermediate results of a table that is computed once take no memory afterwards."""
 
     def fn(x: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         return (x @ (table @ table.t() @ table),)
@@ -80,7 +80,7 @@ def test_a_device_goes_with_its_pipelines() -> None:
 
 
 def test_inputs_and_constants_as_results(device: Device) -> None:
-    """What is only passed through comes back as it is, whatever its type."""
+    """Inputs that are passed through come back unchanged, whatever their type."""
 
     def fn(x: Tensor, i: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return x, i, b, x, torch.full((2, 2), 7)

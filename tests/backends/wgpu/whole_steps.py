@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 def arrays(tensors: Sequence[Tensor]) -> list[Array]:
-    """What a run takes."""
+    """Return the inputs of a run."""
     return [one.numpy() for one in tensors]
 
 

@@ -58,7 +58,7 @@ def test_no_change_crashes(tmp_path: Path, good: list[Any]) -> None:
 
 
 def _agreed(path: Path, seed: int) -> Validation:
-    """What validation finds, which is what the reader says, at places that are there."""
+    """Validate, and require that the reader reports the same, at places that exist."""
     found = validated(path)
     (judged,) = found.contracts
     problems: list[str] = []
@@ -76,7 +76,7 @@ def _agreed(path: Path, seed: int) -> Validation:
 
 
 def test_every_finding_can_be_put_aside_or_turned_off(tmp_path: Path) -> None:
-    """Of a contract that breaks much, nothing is left but what can't be read."""
+    """With every rule off, all findings on a badly broken contract go, but for unreadable parts."""
     data = mutated(yaml.safe_load(KERNEL), random.Random(3), num_changes=20)
     path = written(tmp_path, yaml.safe_dump(data))
     off = {rule.id: "off" for rule in validation.RULES if not rule.fixed}

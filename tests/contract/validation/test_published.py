@@ -96,7 +96,7 @@ def test_every_published_rule_is_broken_here() -> None:
     ],
 )
 def test_kinds(tmp_path: Path, kind: str, broken: set[str]) -> None:
-    """What is no kernel needs no equations, gate and proofs; who names no kind is told why."""
+    """Only kernel contracts need equations, gate and proofs; the default kind is named."""
     text = KERNEL.replace("  description: what a softmax is\n", f"  {kind}\n")
     for part in (EQUATIONS, HARNESSES, GATE):
         text = text.replace(part, "")

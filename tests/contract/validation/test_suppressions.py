@@ -59,7 +59,7 @@ def test_written_on_a_command_line() -> None:
     ],
 )
 def test_refused(text: str, message: str) -> None:
-    """What is missing or wrong is named."""
+    """A missing or wrong key is named."""
     with pytest.raises(UsageError) as refusal:
         parsed(text)
     assert message in str(refusal.value)

@@ -58,7 +58,7 @@ def scenario(name: str, **changes: Any) -> Scenario:
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "decoder"])
 def test_gradients_are_the_trainable_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is declared and sent is every trainable tensor, no frozen one and no buffer."""
+    """Every trainable tensor is declared and sent, and no frozen one and no buffer."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", lambda: replace(open_cpu(), name="cuda"))
     monkeypatch.setitem(backends.BACKENDS, "wgpu", absent)
     asked = scenario(name)

@@ -114,7 +114,7 @@ def test_refusals_hold() -> None:
 @pytest.mark.wgpu
 @pytest.mark.usefixtures("adapter")
 def test_a_meter_counts_what_was_done() -> None:
-    """Of a program that is run twice, and of what torch computes beside it."""
+    """It counts a program's two runs, and the operations that torch computes on the host."""
     device = backends.open_backend("wgpu").programs.device  # type: ignore[attr-defined]
     x = torch.ones(5)
     with device_meter.watching() as compiling:

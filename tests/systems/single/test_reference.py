@@ -167,7 +167,7 @@ def test_workers_that_left_stay_away_after_a_resume() -> None:
 
 
 def test_departures_and_returns_are_recorded() -> None:
-    """Who left, who came back, with whose state."""
+    """The trace says which worker left, which came back, and with which state."""
     trace = _run(_leave(1, 2), _join(1, 4))
     changes = [(m.step, m.rank, m.change) for m in trace.of(Membership)]
     assert changes == [(2, 1, "left"), (4, 1, "joined")]
@@ -286,7 +286,7 @@ def test_a_fault_of_one_rank_strikes_its_shards_alone() -> None:
 
 
 def test_a_halted_step_moves_no_one() -> None:
-    """What was committed before the halt is the calm run's prefix."""
+    """The steps before the halt are a prefix of the calm run's."""
     fault = Fault(kind="non_finite_loss", step=3, shard=0, value="nan")
     halted, calm = _held(_run(fault)), _held(_run())
     assert halted == calm[: len(halted)]

@@ -49,7 +49,7 @@ def _run(scenario: Scenario) -> Trace:
 
 
 def _updates(trace: Trace) -> Bits:
-    """What each step left behind on the first worker: every digest, norm and loss, as bits."""
+    """Return the result of each step on the first worker: every digest, norm and loss, as bits."""
     bits: Bits = []
     for update in trace.of(Update):
         if len(bits) > update.step:
@@ -69,7 +69,7 @@ def _updates(trace: Trace) -> Bits:
 
 
 def _shards(trace: Trace) -> Bits:
-    """What each logical shard gave, whoever computed it."""
+    """Return the result of each logical shard, whichever worker computed it."""
     return sorted(
         (s.step, s.shard, s.ids, (s.loss_sum or 0.0).hex(), s.weight, s.draws, repr(s.gradient))
         for s in trace.of(Shard)
@@ -77,7 +77,7 @@ def _shards(trace: Trace) -> Bits:
 
 
 def _agree(trace: Trace) -> bool:
-    """Whether all workers hold the same after every step."""
+    """Return whether all workers hold the same after every step."""
     held: dict[int, set[str]] = {}
     for update in trace.of(Update):
         text = repr((update.weights, update.optimizer, update.buffers))

@@ -50,7 +50,7 @@ def locate(block: int, place: int) -> tuple[str, int]:
     ],
 )
 def test_copies_differ_in_any_bit(other: tuple[Node, ...]) -> None:
-    """Of any block, in its sign, its loss, or since there are fewer."""
+    """A block may differ in its sign or its loss, or be missing."""
     copies, first = Copies(), (node(1 if other[0].vector[0] else 0.0, 2), node(3, 4))
     give(copies, 0, *first)
     give(copies, 1, *other)
@@ -59,7 +59,7 @@ def test_copies_differ_in_any_bit(other: tuple[Node, ...]) -> None:
 
 
 def test_a_copy_is_not_compared_with_itself() -> None:
-    """Of two that are the same there is one comparison, of each block."""
+    """Two equal copies take one comparison of each block."""
     copies, first = Copies(), (node(1, 2), node(3, 4))
     give(copies, 0, *first)
     give(copies, 1, *first)
@@ -78,7 +78,7 @@ def test_a_copy_is_not_compared_with_itself() -> None:
 
 
 def test_what_is_recorded_of_an_audit() -> None:
-    """Who computed it, where the culprit differs first, and the events of what counts alone."""
+    """The audit has its workers, the culprit's first difference, and the valid copy's events."""
     copies, shard = Copies(), trace.Planted(name="of what counts")
     give(copies, 1, node(1, 2), node(3, 5), events=(trace.Planted(name="void"), SUFFERED))
     give(copies, 2, node(1, 2), node(3, 4), events=(shard,))

@@ -25,7 +25,7 @@ def audited(system: str, *faults: Fault, share: float = 1.0, **changes: object) 
 
 
 def caught(trace: Trace) -> list[tuple[int, int | None, int]]:
-    """Who, by step, rank and shard."""
+    """Return step, rank and shard of each worker that was caught."""
     audits = trace.of(Audit)
     return [(one.step, one.culprit, one.shard) for one in audits if one.culprit is not None]
 
@@ -113,7 +113,7 @@ def test_an_auditor_killed_and_a_culprit_in_one_step() -> None:
 
 @pytest.mark.parametrize("system", ["mesh", "ring", "mesh_simulated", "ring_simulated"])
 def test_who_can_not_audit_says_so(system: str) -> None:
-    """What is asked for is done or refused, never ignored."""
+    """An option is obeyed or refused, never ignored."""
     scenario = subject(system, options={"audit_share": 1.0})
     with pytest.raises(UsageError, match=f"option='audit_share' on system {system}: allowed are"):
         systems.require_possible(scenario)

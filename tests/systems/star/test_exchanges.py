@@ -79,7 +79,7 @@ def test_an_own_block_has_the_bits_of_the_star_s() -> None:
 
 
 def test_another_round_begins_from_nothing() -> None:
-    """What came is void, what was computed here is counted again: the same bits come out."""
+    """Received blocks are void, own results are counted again, and the same bits come out."""
     _, one, other = members()
     exchange(one, other, 2)
     before = bytes(one.payload(average(2)))
@@ -128,7 +128,7 @@ def test_a_round_s_blocks_come_where_they_stay() -> None:
 
 
 def test_nobody_writes_over_an_own_block() -> None:
-    """What is said to be its average lies elsewhere, before anyone has looked who said it."""
+    """Bytes that claim to be its average go elsewhere, before the sender has been checked."""
     _, one, other = members()
     exchange(one, other, 2)
     before = bytes(one.payload(average(2)))

@@ -64,7 +64,7 @@ def test_an_old_step_is_said_again() -> None:
 
 
 def test_who_was_not_there_makes_an_old_step_up() -> None:
-    """What it says now, of the step before."""
+    """It sends its present message with the number of the step before."""
     one, _ = liar("old_step", "Staged")
     assert one.speak(Staged(step=2, round=0), b"") == [(Staged(step=1, round=0), b"")]
 

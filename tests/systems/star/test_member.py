@@ -43,7 +43,7 @@ def _average(loss: float = 1.0, weight: float = 8.0) -> Average:
 
 
 def _nodes(member: Member, *shards: int) -> list[tuple[TreeNode, np.ndarray[Any, Any]]]:
-    """What `member` would send for `shards` of step 0."""
+    """Return the nodes that `member` would send for `shards` of step 0."""
     outcome = member.work(0, shards)
     assert not isinstance(outcome, NonFinite)
     return [(node, np.frombuffer(member.payload(node), "<f4")) for node in outcome]
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_has_no_place() -> None:
 
 
 def test_a_new_stay_begins_anew() -> None:
-    """What it had computed, held and not yet told of an earlier one is forgotten."""
+    """Results, blocks and events of an earlier stay are forgotten."""
     hands = by_hand.met(stars.subject("parameter_server", world_size=1))
     member = hands.members[0]
     (node, *_) = by_hand.begin(hands, 0, 0, (0, 1, 2))
@@ -166,7 +166,7 @@ def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> 
 
 @pytest.mark.parametrize("num_bytes", [4, 148, 156, 604])
 def test_room_of_another_size_is_elsewhere(num_bytes: int) -> None:
-    """What a damaged prefix says of a block, or one who lies: the average is not touched."""
+    """A block with a wrong size, from a damaged prefix or a liar, does not touch the average."""
     member = _in_blocks(160)
     average = by_hand.average_of(0, 3)
     right = member.room(average, 152)
@@ -188,7 +188,7 @@ def test_a_vector_has_no_more_blocks_than_elements() -> None:
 
 @pytest.mark.parametrize("message", [Commit(step=0), Heartbeat()])
 def test_most_messages_carry_nothing(message: Message) -> None:
-    """What comes with one of them is not looked at."""
+    """A payload is refused where none is due."""
     member = _alone()
     member.require(message, b"")
     with pytest.raises(ProtocolError, match="with a payload of 1 bytes: 0 are due"):

@@ -55,7 +55,7 @@ def test_what_takes_time(kind: str, at: str) -> None:
 
 
 def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who gave it is given up, once and before anyone takes it for there; another is asked."""
+    """A worker with an invalid state is dropped once, before it is let in; another is asked."""
     payload, given = Member.payload, list[int]()
 
     def bent(self: Member, message: Message) -> Buffer:
@@ -85,7 +85,7 @@ def test_blocks_of_any_size_give_the_reference(block_bytes: int, at: str) -> Non
 
 @pytest.mark.parametrize(("value", "at"), stars.LIES)
 def test_a_lie_changes_no_bit(value: str, at: str) -> None:
-    """Who lies to the coordinator is given up; of who lies to another worker the link is."""
+    """A lie to the coordinator costs the worker its place; one to another worker costs the link."""
     trace = stars.require_right(stars.lying(MESH_SIMULATED, value, at))
     if at in BETWEEN or (value, at) == ("twice", "Staged"):  # which is said of a round, not once
         assert stars.changes(trace) == []
@@ -100,7 +100,7 @@ def test_strangers_are_turned_away(value: str) -> None:
 
 
 def test_who_leaves_and_joins() -> None:
-    """What it had delivered is computed again, too; who comes gets another worker's state."""
+    """Its delivered shards are computed again; a worker that joins gets another's state."""
     leave = Fault(kind="leave", step=1, rank=2)
     join = Fault(kind="join", step=3, rank=2)
     trace = stars.require_right(subject(MESH_SIMULATED, faults=(leave, join)))
@@ -133,7 +133,7 @@ def test_all_are_cut_off(kind: str, at: str) -> None:
 
 
 def test_all_are_lost() -> None:
-    """What they had learned is lost with them, and the run says so."""
+    """Their state is lost with them, and the run says so."""
     planned = tuple(Fault(kind="kill", step=STEP, rank=rank, at="Assign") for rank in range(3))
     trace = stars.run(subject(MESH_SIMULATED, faults=planned))
     reason = "no worker is left that holds the state before step 2: go on from the last checkpoint"

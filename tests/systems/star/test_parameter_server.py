@@ -44,7 +44,7 @@ class Remembering(Crew):
         return self.given[-1]
 
     def answers(self) -> list[dict[str, Any]]:
-        """What everyone said at the end."""
+        """Return the last answers of all processes."""
         return [json.loads(hand.answer or b"null") for hand in self.given]
 
 

@@ -50,7 +50,7 @@ def test_blocks_of_any_size_give_the_reference(block_bytes: int) -> None:
 @pytest.mark.parametrize("at", ["TreeNode", "Average"])
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_breaks_a_connection_between_blocks(kind: str, at: str, block: int) -> None:
-    """Of four blocks 3 goes first: what was averaged by then stays, and no bit is another."""
+    """Block 3 of four goes first: averaged blocks stay, and every bit is right."""
     fault = Fault(kind=kind, step=stars.STEP, rank=1, at=at)
     scenario = stars.in_blocks(SIMULATED, 160, faults=(fault,))
     trace = Between(scenario, block).train()

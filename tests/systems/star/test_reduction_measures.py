@@ -1,4 +1,4 @@
-"""What is measured of a reduction is what there is: errors by hand, bytes at both ends."""
+"""Measures of a reduction are true: errors by hand, bytes at both ends."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def require_near(one: list[Tensors], other: list[Tensors]) -> None:
 
 
 def digests(trace: Trace) -> list[dict[str, str]]:
-    """Of the weights after each step."""
+    """Return the digests of the weights after each step."""
     return [{name: one.digest for name, one in held.items()} for held in stars.held(trace)]
 
 

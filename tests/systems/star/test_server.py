@@ -94,7 +94,7 @@ def test_a_node_weighs_what_a_batch_can(loss: float, weight: float) -> None:
 
 
 def test_half_a_delivery_does_not_count() -> None:
-    """What a worker sent of a run of shards is forgotten when it is gone before the rest."""
+    """A worker that is lost before it sent its whole run of shards has delivered nothing."""
     scenario = _subject(num_steps=1)
     hands = by_hand.met(scenario)
     (node, *_) = by_hand.begin(hands, 1, 0, (3, 4, 5))
@@ -116,7 +116,7 @@ def test_half_a_delivery_does_not_count() -> None:
 
 @pytest.mark.parametrize("num_averaged", [1, 2, 3])
 def test_who_is_lost_between_blocks_leaves_the_right_bits(num_averaged: int) -> None:
-    """What is averaged of it stays; in all other blocks what others computed counts instead."""
+    """Averaged blocks stay; in all others the results of other workers count instead."""
     scenario = stars.in_blocks("parameter_server", 160, num_steps=1)
     hands = by_hand.met(scenario)
     assert hands.server.blocks.count == 4
@@ -238,7 +238,7 @@ def test_no_block_is_longer_than_asked(block_bytes: int) -> None:
 
 @pytest.mark.parametrize("block_bytes", [0, 3, -4, 4.0, "8", True, None])
 def test_a_block_holds_an_element_at_least(block_bytes: Any) -> None:
-    """What was given is named, and what is allowed."""
+    """The refusal names the value, and what is allowed."""
     with pytest.raises(UsageError, match=r"block_bytes=.*: use a whole number of bytes >= 4"):
         Server(_subject(options={"block_bytes": block_bytes}))
 

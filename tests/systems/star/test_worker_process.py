@@ -1,4 +1,4 @@
-"""What a worker process says of its job, and what befalls it on purpose."""
+"""A worker process's reports on its job, and the faults that it suffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCENARIO = stars.subject("parameter_server")
 
 @pytest.fixture
 def as_before() -> Iterator[None]:
-    """What a worker changes in its process is changed back: here it is this one."""
+    """Undo the changes of a worker to its process, which is this one here."""
     handler, num_threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
     yield
     signal.signal(signal.SIGINT, handler)
@@ -53,7 +53,7 @@ def _job(**changes: Any) -> dict[str, Any]:
 
 
 def _answers(*jobs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a worker answers, job after job, until there is none."""
+    """Return a worker's answers, job after job, until there is none."""
     ours, theirs = Pipe()
     answers = []
 

@@ -32,7 +32,7 @@ def test_a_shard_is_struck_on_all_who_compute_it() -> None:
 
 
 def test_in_stages_it_strikes_where_the_tensor_or_the_loss_is() -> None:
-    """Of a group's ranks the first has the first tensor, the last the loss."""
+    """In a group the first rank has the first tensor, the last rank the loss."""
     assert struck(NAN, STAGES) == [(2, None)]
     assert struck(LOSS, STAGES) == [(1, None)]
     named = Fault(**{**RANK.to_dict(), "tensor": "output.bias"})

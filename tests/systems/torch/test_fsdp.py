@@ -47,7 +47,7 @@ def test_all_ranks_train() -> None:
 
 
 def test_micro_batches_without_samples_are_no_second_look_at_others() -> None:
-    """What is not yet reduced stands in no `.grad`, and was not cleared for that."""
+    """A micro-batch without samples is empty: gradients not yet reduced stand in no `.grad`."""
     run = _run(world_size=1, num_samples=2, batch_size=2, num_steps=1, accumulation=4)
     assert [shard.ids for shard in run.of(trace.Shard)] == [(0,), (1,), (), ()]
 

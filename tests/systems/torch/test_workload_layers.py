@@ -14,7 +14,7 @@ NAMES = ("linear", "mlp", "decoder", "decoder_full")
 
 
 def scenario(name: str) -> Scenario:
-    """Of twelve samples."""
+    """Return a scenario with twelve samples."""
     return Scenario(
         system="tensor_parallel",
         workload=name,
@@ -27,7 +27,7 @@ def scenario(name: str) -> Scenario:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_the_workload_s(name: str) -> None:
-    """Of the same tensors by the same names; rows behind the samples count nothing."""
+    """The same tensors under the same names give the same loss; padding rows count nothing."""
     subject = scenario(name)
     workload, model = models.model_of(subject), workload_layers.build(subject)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -1,4 +1,4 @@
-"""What a float32 device may compute: never less than it does, and not much more."""
+"""Bounds on a float32 device: never narrower than its results, and not much wider."""
 
 from __future__ import annotations
 
