@@ -42,7 +42,8 @@ def test_a_rank_that_has_closed(tmp_path: Path) -> None:
 def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
     """Is refused, with the line."""
     file = RankFile(tmp_path, {"rank": 0, "world_size": 2})
-    file.arrange({"axes": [["dp", 2]], "tied": [], "pieces": {"weight": [[3], [1], [2], [0, 1]]}})
+    pieces = {"weight": [[3], [1], [2], [0, 1]]}
+    file.note("layout", axes=[["dp", 2]], tied=[], pieces=pieces)
     file.close()
     (path,) = tmp_path.glob("*.rank.jsonl")
     with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):

@@ -134,6 +134,14 @@ def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
     assert (finding.counterexample.step, finding.counterexample.rank) == (2, 1)
 
 
+def test_ranks_that_are_brought_together_now_and_then(tmp_path: Path) -> None:
+    """Their run promises to agree after each round, and not after each step."""
+    met = tuple(trace.Synchronised(step=STEPS - 1, rank=rank, weights={}) for rank in (0, 1))
+    (alone,) = stored.load([write(tmp_path / "alone", 0, 1, of=own_run())]).values()
+    (outer,) = stored.load([write(tmp_path / "outer", 0, 1, of=own_run(), extra=met)]).values()
+    assert (alone.promises, outer.promises) == ((), ("rounds",))
+
+
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:
     """One rank of two makes no run: inconclusive, whoever it agrees with."""
     finding = found("replica_identity", write(tmp_path / "run", 0, of=own_run()))

@@ -30,26 +30,12 @@ def of(
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
-    status, reason = ending.of(ranks, events, asked, ended, problems)
-    environment = dict(ranks[0].header.get("versions", {})) if ranks else {}
+    how = ending.of(ranks, events, asked, ended, problems)
+    recorded = shown_scenario.trace_of(ranks, events, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
-        environment["killed"] = f"{left} that it left running"
-    recorded = trace.Trace(
-        scenario=scenario,
-        traits=traits,
-        environment=environment,
-        promises=("rounds",) if any(isinstance(e, trace.Synchronised) for e in events) else (),
-        events=(
-            *assembly.numbered(
-                events,
-                scenario.accumulation,
-                assembly.places(ranks),
-                steps_per_epoch=shown_scenario.steps_per_epoch(scenario, traits),
-            ),
-            trace.End(status=status, reason=reason),
-        ),
-    )
+        killed = {**recorded.environment, "killed": f"{left} that it left running"}
+        recorded = replace(recorded, environment=killed)
     return _with_its_faults(recorded)
 
 

@@ -45,25 +45,25 @@ class Recording:
     def write(self, events: Sequence[trace.Event]) -> None:
         """Write `events`, after what is new of where the pieces lie that they have."""
         if (news := self._subject.news()) is not None:
-            self._file.arrange(news)
+            self._file.note("layout", **news)
         self._file.append(events)
 
     def compressed(self, compression: str) -> None:
         """Write in what gradients are sent, if that has changed."""
         if compression != self._compression:
             self._compression = compression
-            self._file.compress(compression)
+            self._file.note("compressed", to=compression)
 
     def look_at_constants(self) -> None:
         """Write that the optimizers' constants have changed, if they have."""
         constants = tensors.constants(self._subject.optimizers)
         if constants != self._constants:
             self._constants = constants
-            self._file.change()
+            self._file.note("changed")
 
     def leave_out(self, buffers: Iterable[str]) -> None:
         """Write that these buffers follow the rank's own samples, and are not to be compared."""
-        self._file.leave_out(buffers)
+        self._file.note("local", buffers=sorted(buffers))
 
     def close(self) -> None:
         """Write that training came to its end."""

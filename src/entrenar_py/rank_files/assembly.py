@@ -16,7 +16,17 @@ from entrenar_py.errors import TraceError
 from entrenar_py.rank_files import rank_trace, whole_events
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Event, Halt, Injected, Membership, Shard, Start, Synchronised, Update
+from entrenar_py.trace import (
+    Event,
+    Halt,
+    Held,
+    Injected,
+    Membership,
+    Shard,
+    Start,
+    Synchronised,
+    Update,
+)
 
 # The order of the events of one step: starts come first, updates after the shards.
 _IN_ORDER = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
@@ -151,4 +161,30 @@ def numbered(
         elif isinstance(event, Update):
             event = replace(event, weight=weights[event.step])
         found.append(event)
+    return found
+
+
+def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
+    """Return how many bytes of parameters each rank starts with.
+
+    Ranks whose layout doesn't spread parameters, or that recorded no values, are left out.
+    """
+    found = []
+    for rank in ranks:
+        start = next((event for event in rank.events if isinstance(event, Start)), None)
+        if rank.layout is None or rank.layout.num_parts < 2 or start is None:
+            continue
+        recorded = {name: record.values() for name, record in start.weights.items()}
+        held = {name: values for name, values in recorded.items() if values is not None}
+        if len(held) < len(recorded):
+            continue
+        whole = {name: math.prod(piece.whole) for name, piece in rank.pieces.items()}
+        found.append(
+            Held(
+                rank=rank.rank,
+                num_parts=rank.layout.num_parts,
+                held_bytes=sum(values.nbytes for values in held.values()),
+                whole_bytes=sum(whole.get(n, v.size) * v.itemsize for n, v in held.items()),
+            )
+        )
     return found

@@ -25,9 +25,9 @@ SUFFIX = ".rank.jsonl"
 STACK_SUFFIX = ".stack.txt"  # where the rank stands, if it is asked
 
 
-def closing_line(problem: str = "") -> str:
-    """Return the last line of a file whose rank came to the end of training, by `problem`."""
-    return json.dumps({"kind": "closed", "problem": problem}) + "\n"
+def line(kind: str, **fields: Any) -> str:
+    """Return a line of the file that is no event."""
+    return json.dumps({"kind": kind, **fields}) + "\n"
 
 
 class RankFile:
@@ -40,31 +40,19 @@ class RankFile:
         folder.mkdir(parents=True, exist_ok=True)
         self._file, self.life = _new(folder, int(header["rank"]))
         self.stack = folder / f"{header['rank']:05}-{self.life:03}{STACK_SUFFIX}"
-        self._write(json.dumps({"kind": "rank", "version": rank_header.VERSION, **header}) + "\n")
+        self.note("rank", version=rank_header.VERSION, **header)
 
     def append(self, events: Iterable[trace.Event]) -> None:
         """Write `events`; a process that is killed now loses none of them."""
         self._write(trace.dump_events(events).decode())
 
-    def arrange(self, layout: Mapping[str, Any]) -> None:
-        """Write how the ranks are arranged, and where the pieces lie of what is recorded next."""
-        self._write(json.dumps({"kind": "layout", **layout}) + "\n")
-
-    def leave_out(self, local: Iterable[str]) -> None:
-        """Write that the buffers `local` are never to be compared, and that others may be."""
-        self._write(json.dumps({"kind": "local", "buffers": sorted(local)}) + "\n")
-
-    def change(self) -> None:
-        """Write that from here on the optimizer's constants are not those of the header."""
-        self._write(json.dumps({"kind": "changed"}) + "\n")
-
-    def compress(self, compression: str) -> None:
-        """Write in what format gradients are sent from here on; "" for their own."""
-        self._write(json.dumps({"kind": "compressed", "to": compression}) + "\n")
+    def note(self, kind: str, **fields: Any) -> None:
+        """Write a line between events; `rank_trace` says which kinds there are."""
+        self._write(line(kind, **fields))
 
     def close(self, problem: str = "") -> None:
         """Write that training is over, by an error if `problem` says so, and write no more."""
-        self._write(closing_line(problem))
+        self.note("closed", problem=problem)
         self._file.close()
 
     def _write(self, text: str) -> None:

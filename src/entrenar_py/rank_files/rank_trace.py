@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.rank_files import layout, rank_header
 from entrenar_py.rank_files.layout import Layout, Piece
-from entrenar_py.rank_files.rank_file import SUFFIX, closing_line
+from entrenar_py.rank_files.rank_file import SUFFIX, line
 from entrenar_py.trace import records
 from entrenar_py.untrusted import files
 
@@ -27,7 +27,7 @@ FILE_BYTES_MAX = 2**30
 EVENTS_MAX = 2**20
 
 _NAME = re.compile(rf"[0-9]{{1,9}}-(?P<life>[0-9]{{1,9}}){re.escape(SUFFIX)}")
-_CLOSED_WELL = closing_line().encode()
+_CLOSED_WELL = line("closed", problem="").encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RankTrace:
     ended: bool
     problem: str
     layout: Layout | None = None
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
     local: frozenset[str] | None = None
     changed: bool = False
     compression: str = ""
@@ -70,102 +70,80 @@ def load(path: Path) -> RankTrace:
     life = life_of(path)
     try:
         with files.open_file(path, bytes_max=FILE_BYTES_MAX) as file:
-            return _Reader(path).read(file, life)
+            return _read(path, file, life)
     except OSError as error:
         advice = "; record fewer steps (--steps)" if error.errno == errno.EFBIG else ""
         raise TraceError(f"rank file {path}: can't be read ({error.strerror}{advice})") from error
 
 
-class _Reader:
-    """Reads one file line by line; errors name the line by its number."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._number = 0
-        self._events: list[trace.Event] = []
-        self._layout: Layout | None = None
-        self._pieces: dict[str, Piece] = {}
-        self._local: frozenset[str] | None = None
-        self._changed, self._compression = False, ""
-        self._closing: Mapping[str, Any] | None = None
-
-    def read(self, file: BinaryIO, life: int) -> RankTrace:
-        """Return the record that the whole of `file` holds."""
-        header: Mapping[str, Any] | None = None
-        for line in files.lines(file):
-            if not line.endswith(b"\n"):
-                break
-            self._number += 1
-            where = f"{self._path}:{self._number}"
-            record = _record(where, line)
-            if header is None:
-                header = rank_header.require(record, where)
-                continue
-            try:
-                self._take(record, header)
-            except UsageError as error:
-                raise TraceError(f"{where}: {error}") from error
-        if header is None:
-            raise TraceError(f"{self._path}: no header: the process died before it wrote one")
-        return RankTrace(
-            layout=self._layout,
-            pieces=self._pieces,
-            local=self._local,
-            changed=self._changed,
-            compression=self._compression,
-            life=life,
-            header=header,
-            events=tuple(self._events),
-            ended=self._closing is not None,
-            problem="" if self._closing is None else str(self._closing.get("problem", "")),
-        )
-
-    def _take(self, record: dict[str, Any], header: Mapping[str, Any]) -> None:
-        """Take the record of one line after the header."""
-        if self._closing is not None:
-            raise TraceError("a line after the one that says that training is over")
-        match record.get("kind"):
-            case "closed":
-                self._closing = record
-            case "layout":
-                self._layout, fresh = _layout(record, header)
-                self._pieces |= fresh
-            case "local":
-                self._local = (self._local or frozenset()).union(_names(record.get("buffers", [])))
-            case "changed":
-                self._changed = True
-            case "compressed":
-                self._compression = str(record.get("to", ""))
-            case _:
-                self._add(records.from_record(record))
-
-    def _add(self, event: trace.Event) -> None:
-        if isinstance(event, trace.Injected):
-            Fault.from_dict(event.fault)  # raises UsageError for what is none
-        step = getattr(event, "step", None)
-        if (step or 0) < 0:
-            raise TraceError(f"step={step}: steps count from 0")
-        if len(self._events) == EVENTS_MAX:
-            raise TraceError(f"more than {EVENTS_MAX} events; record fewer steps (--steps)")
-        self._events.append(event)
+def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
+    """Return the record that the whole of `file` holds; errors name the line by its number."""
+    rank: RankTrace | None = None
+    events: list[trace.Event] = []
+    for number, text in enumerate(files.lines(file), start=1):
+        if not text.endswith(b"\n"):
+            break
+        where = f"{path}:{number}"
+        record = _record(where, text)
+        if rank is None:
+            header = rank_header.require(record, where)
+            rank = RankTrace(life=life, header=header, events=(), ended=False, problem="")
+            continue
+        try:
+            if rank.ended:
+                raise TraceError("a line after the one that says that training is over")
+            note = _NOTES.get(str(record.get("kind")))
+            if note is None:
+                events.append(_event(record, len(events)))
+            else:
+                rank = note(rank, record)
+        except UsageError as error:
+            raise TraceError(f"{where}: {error}") from error
+    if rank is None:
+        raise TraceError(f"{path}: no header: the process died before it wrote one")
+    return replace(rank, events=tuple(events))
 
 
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+def _event(record: Mapping[str, Any], num_before: int) -> trace.Event:
+    event = records.from_record(record)
+    if isinstance(event, trace.Injected):
+        Fault.from_dict(event.fault)  # raises UsageError for what is none
+    step = getattr(event, "step", None)
+    if (step or 0) < 0:
+        raise TraceError(f"step={step}: steps count from 0")
+    if num_before == EVENTS_MAX:
+        raise TraceError(f"more than {EVENTS_MAX} events; record fewer steps (--steps)")
+    return event
+
+
+def _local(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
+    names = record.get("buffers", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TraceError("buffers: use a list of names")
-    return value
+    return replace(rank, local=(rank.local or frozenset()).union(names))
 
 
-def _layout(
-    record: Mapping[str, Any], header: Mapping[str, Any]
-) -> tuple[Layout, dict[str, Piece]]:
+def _layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
     try:
-        axes = layout.require(dict(record["axes"]), int(header["world_size"]), "layout")
+        axes = layout.require(dict(record["axes"]), rank.header["world_size"], "layout")
         arranged = Layout(axes=axes, tied=layout.require_ties(record["tied"]))
         pieces = {name: layout.piece_from(parts) for name, parts in record["pieces"].items()}
-        return arranged, pieces
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(f"layout can't be read ({error!r})") from error
+    rank.pieces.update(pieces)  # in place: a file may have a line for each of very many
+    return replace(rank, layout=arranged)
+
+
+# Kind of a line that is no event -> the rank's record with what the line says.
+_NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
+    "closed": lambda rank, record: replace(
+        rank, ended=True, problem=str(record.get("problem", ""))
+    ),
+    "layout": _layout,
+    "local": _local,
+    "changed": lambda rank, _: replace(rank, changed=True),
+    "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),
+}
 
 
 def life_of(path: Path) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from entrenar_py.rank_files import assembly, shown_optimizer
+from entrenar_py.errors import UsageError
+from entrenar_py.rank_files import assembly
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Shard, Traits, Update
+from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Update
+from entrenar_py.trace.traits import CONSTANTS
 
 SYSTEM = "command"
+# torch.optim's optimizers whose rule is known to the checks, and the one in a scenario's words.
+_KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
 def of(
@@ -33,7 +38,7 @@ def of(
     batch_size = max(samples_by_step.values(), default=1) or 1
     accumulation = 1 + max((shard.shard for shard in shards), default=0)
     num_parts = len({*assembly.places(ranks).values()})
-    optimizer = shown_optimizer.of(ranks, updates)
+    optimizer, traits = _optimizer(ranks, header, updates)
     scenario = Scenario(
         system=SYSTEM,
         workload="own",
@@ -46,17 +51,37 @@ def of(
         accumulation=accumulation,
         dropout=float(header.get("dropout", 0.0)),
         detail="values" if header.get("values") else "digests",
-        optimizer=optimizer.kind,
-        learning_rate=optimizer.learning_rate,
-        weight_decay=optimizer.weight_decay,
+        **optimizer,
     )
-    return scenario, Traits.from_dict({**_of_the_data(ranks, header), **optimizer.traits})
+    return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits})
 
 
-def steps_per_epoch(scenario: Scenario, traits: Traits) -> int:
-    """Return how many batches the data set has."""
+def trace_of(
+    ranks: Sequence[RankTrace],
+    events: Sequence[Event],
+    scenario: Scenario,
+    traits: Traits,
+    ending: tuple[str, str],
+) -> Trace:
+    """Return the trace of a run whose end had a status and a reason, as in `ending`."""
+    status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
-    return max(1, int(batches) if traits.drop_last else math.ceil(batches))
+    numbered = assembly.numbered(
+        events,
+        scenario.accumulation,
+        assembly.places(ranks),
+        steps_per_epoch=max(1, int(batches) if traits.drop_last else math.ceil(batches)),
+    )
+    return Trace(
+        scenario=scenario,
+        traits=traits,
+        environment=dict(ranks[0].header.get("versions", {})) if ranks else {},
+        promises=("rounds",) if any(isinstance(e, Synchronised) for e in events) else (),
+        events=(*numbered, End(status=status, reason=reason)),
+    )
+
+
+# --- data -------------------------------------------------------------------------------------
 
 
 def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,3 +96,76 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed
     return traits
+
+
+# --- optimizer --------------------------------------------------------------------------------
+
+
+def _optimizer(
+    ranks: Sequence[RankTrace], header: Mapping[str, Any], updates: Sequence[Update]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a scenario's fields on the optimizer in `header`, and the traits that are unusual.
+
+    `rule: other` where no check knows what the optimizer makes of a gradient, `schedule: other`
+    where the learning rate changes, `decay: coupled` where decay is a part of the gradient.
+    """
+    groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
+    name, first = header.get("optimizer", ""), groups[0]
+    decays = _decays(groups)
+    rate = float(first.get("initial_lr", first.get("lr", 0.0)))
+    is_plain = name == "SGD" and not first.get("momentum")
+    traits = _unusual(first) if name in _KINDS and not is_plain else {}
+    if name not in _KINDS or _is_mixed(groups) or _has_changed(ranks):
+        traits["rule"] = "other"
+    if decays and name == "Adam" and not first.get("decoupled_weight_decay"):
+        traits["decay"] = "coupled"
+    if any(update.learning_rate != rate for update in updates):
+        traits["schedule"] = "other"
+    fields = {
+        "optimizer": "sgd" if is_plain else _KINDS.get(name, "momentum"),
+        "learning_rate": rate,
+        "weight_decay": max(decays, default=0.0),
+    }
+    return fields, traits
+
+
+def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
+    """Return the weight decays of all parameter groups that have one."""
+    return {float(group.get("weight_decay") or 0) for group in groups} - {0.0}
+
+
+def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constants of a parameter group that differ from the usual ones.
+
+    Where one is nothing that torch.optim would take, no check knows the rule.
+    """
+    constants = {name: group[name] for name in CONSTANTS if name in group}
+    if isinstance(constants.get("nesterov"), int):
+        constants["nesterov"] = bool(constants["nesterov"])
+    try:
+        return Traits.from_dict(constants).to_dict()
+    except UsageError:
+        return {"rule": "other"}
+
+
+def _is_mixed(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether parameter groups differ, or have a rule that no check knows."""
+    first = groups[0]
+    return len(_decays(groups)) > 1 or any(
+        group.get("maximize")
+        or group.get("amsgrad")
+        or any(group.get(name) != first.get(name) for name in CONSTANTS)
+        for group in groups
+    )
+
+
+def _has_changed(ranks: Sequence[RankTrace]) -> bool:
+    """Return whether constants changed while a rank trained, or differ between ranks and lives."""
+    return any(rank.changed for rank in ranks) or len({_declared(rank) for rank in ranks}) > 1
+
+
+def _declared(rank: RankTrace) -> str:
+    """Return as text the optimizer that a rank declared when it began, but for its rates."""
+    groups: Sequence[Mapping[str, Any]] = rank.header.get("groups") or ()
+    constants = [[group.get(name) for name in (*CONSTANTS, "weight_decay")] for group in groups]
+    return json.dumps([rank.header.get("optimizer", ""), constants])

@@ -27,22 +27,8 @@ def load(files: Iterable[Path]) -> trace.Trace:
     events = assembly.ordered(ranks)
     world_sizes = sorted({int(rank.header["world_size"]) for rank in ranks})
     scenario, traits = shown_scenario.of(ranks, events, world_sizes[-1])
-    status, reason = _ending(LastLives(ranks, events), world_sizes)
-    return trace.Trace(
-        scenario=_disturbed(scenario, events),
-        traits=traits,
-        environment=dict(ranks[0].header.get("versions", {})),
-        promises=(),
-        events=(
-            *assembly.numbered(
-                events,
-                scenario.accumulation,
-                assembly.places(ranks),
-                steps_per_epoch=shown_scenario.steps_per_epoch(scenario, traits),
-            ),
-            trace.End(status=status, reason=reason),
-        ),
-    )
+    ending = _ending(LastLives(ranks, events), world_sizes)
+    return shown_scenario.trace_of(ranks, events, _disturbed(scenario, events), traits, ending)
 
 
 def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:

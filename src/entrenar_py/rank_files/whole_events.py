@@ -6,20 +6,18 @@ Ranks may hold a model in pieces, in stages, or share micro-batches: a `Layout` 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from entrenar_py.rank_files import micro_batches, whole_tensors
+from entrenar_py.rank_files import whole_tensors
 from entrenar_py.rank_files.layout import Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.rank_files.whole_tensors import Ranks
 from entrenar_py.trace import Event, Shard, Start, Update
 
-# Fields of an event that ranks hold in pieces.
-_PARTS = {
-    Start: ("weights", "optimizer", "buffers"),
-    Update: ("weights", "optimizer", "buffers", "gradient"),
-}
+State = TypeVar("State", Start, Update)
+_IN_PIECES = ("weights", "optimizer", "buffers", "gradient")  # fields that ranks hold so
 
 
 def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
@@ -29,61 +27,78 @@ def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
 
 def of_life(life: Sequence[RankTrace]) -> list[Event]:
     """Return the events of one life of all ranks, in no order of steps."""
+    events = [event for rank in life for event in rank.events]
     layout = layout_of(life)
     if layout is None:
-        return [event for rank in life for event in rank.events]
+        return events
     ranks = {rank.rank: rank for rank in life}
-    shards: dict[int, list[Shard]] = {rank: [] for rank in ranks}
-    by_step: dict[tuple[type[Event], int], dict[int, Start | Update]] = defaultdict(dict)
-    others: list[Event] = []
+    return [
+        *_shared(ranks, layout),
+        *(event for event in events if not isinstance(event, Shard | Start | Update)),
+        *(_start(r, starts, ranks, layout) for starts in _by_step(life, Start) for r in starts),
+        *(_update(r, made, ranks, layout) for made in _by_step(life, Update) for r in made),
+    ]
+
+
+# --- starts and updates -----------------------------------------------------------------------
+
+
+def _by_step(life: Iterable[RankTrace], kind: type[State]) -> Iterable[dict[int, State]]:
+    """Return for each step the event of `kind` of each rank."""
+    by_step: dict[int, dict[int, State]] = defaultdict(dict)
     for rank in life:
         for event in rank.events:
-            if isinstance(event, Shard):
-                shards[rank.rank].append(event)
-            elif isinstance(event, Start | Update):
-                by_step[type(event), event.step][rank.rank] = event
-            else:
-                others.append(event)
-    whole: list[Event] = [
-        _whole(rank, by_rank, ranks, layout) for by_rank in by_step.values() for rank in by_rank
-    ]
-    return [*micro_batches.shared(shards, ranks, layout), *others, *whole]
+            if isinstance(event, kind):
+                by_step[event.step][rank.rank] = event
+    return by_step.values()
 
 
-def _whole(
-    rank: int, by_rank: Mapping[int, Start | Update], ranks: whole_tensors.Ranks, layout: Layout
-) -> Start | Update:
-    """Return what `rank` recorded, with the tensors of the whole model."""
-    own = by_rank[rank]
-    parts: dict[str, Any] = {
-        part: whole_tensors.seen_by(
-            rank, {other: getattr(event, part) for other, event in by_rank.items()}, ranks, layout
-        )
-        for part in _PARTS[type(own)]
-    }
-    replica = layout.replica(rank)
-    beside = [event for other, event in sorted(by_rank.items()) if layout.replica(other) == replica]
-    if isinstance(own, Start):
-        starts = [event for event in beside if isinstance(event, Start)]
-        return replace(own, **(parts | _names(starts, layout)))
-    updates = [event for event in beside if isinstance(event, Update)]
-    rates = {layout.first_name(n): event.rate_of(n) for event in updates for n in event.weights}
-    parts["rates"] = {n: rate for n, rate in rates.items() if rate != own.learning_rate}
-    if own.grad_norm is not None:
-        others = [event for event in by_rank.values() if isinstance(event, Update)]
-        parts |= _norms([own, *others], whole_tensors.norm(parts["gradient"]))
-    return replace(own, **parts)
-
-
-def _names(starts: Sequence[Start], layout: Layout) -> dict[str, Any]:
-    """Return the names that any of the ranks of one replica trains, freezes and decays."""
-    return {
+def _start(rank: int, starts: Mapping[int, Start], ranks: Ranks, layout: Layout) -> Start:
+    """Return the start of `rank`, with tensors and names of the whole model."""
+    names: dict[str, Any] = {
         kind: tuple(
             dict.fromkeys(
-                layout.first_name(name) for start in starts for name in getattr(start, kind) or ()
+                layout.first_name(name)
+                for start in _of_replica(rank, starts, layout)
+                for name in getattr(start, kind) or ()
             )
         )
         for kind in ("trainable", "frozen", "decayed")
+    }
+    return replace(starts[rank], **_tensors(rank, starts, ranks, layout), **names)
+
+
+def _update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout: Layout) -> Update:
+    """Return the update of `rank`, with tensors, rates and norms of the whole model."""
+    own = updates[rank]
+    parts = _tensors(rank, updates, ranks, layout)
+    rates = {
+        layout.first_name(name): update.rate_of(name)
+        for update in _of_replica(rank, updates, layout)
+        for name in update.weights
+    }
+    parts["rates"] = {name: rate for name, rate in rates.items() if rate != own.learning_rate}
+    if own.grad_norm is not None:
+        parts |= _norms([own, *updates.values()], whole_tensors.norm(parts["gradient"]))
+    return replace(own, **parts)
+
+
+def _of_replica(rank: int, by_rank: Mapping[int, State], layout: Layout) -> list[State]:
+    """Return the events of the ranks that hold the model together with `rank`."""
+    replica = layout.replica(rank)
+    return [event for other, event in sorted(by_rank.items()) if layout.replica(other) == replica]
+
+
+def _tensors(
+    rank: int, by_rank: Mapping[int, State], ranks: Ranks, layout: Layout
+) -> dict[str, Any]:
+    """Return by field the tensors of the whole model, as `rank` sees them."""
+    return {
+        part: whole_tensors.seen_by(
+            rank, {other: getattr(event, part) for other, event in by_rank.items()}, ranks, layout
+        )
+        for part in _IN_PIECES
+        if hasattr(by_rank[rank], part)
     }
 
 
@@ -95,3 +110,69 @@ def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | N
         if update.grad_norm and update.applied_norm is not None
     ]
     return {"grad_norm": norm, "applied_norm": norm * kept[0] if norm and kept else norm}
+
+
+# --- micro-batches ----------------------------------------------------------------------------
+
+
+def _shared(ranks: Ranks, layout: Layout) -> list[Event]:
+    """Return one Shard for each micro-batch of the ranks that draw the same samples.
+
+    A rank that drew others than the first of them has a Shard of its own next to theirs.
+    """
+    parts: dict[Any, dict[int, Shard]] = defaultdict(dict)
+    for rank in sorted(ranks):
+        for shard in _micro_batches(ranks[rank], layout):
+            parts[layout.data(rank), shard.step, shard.shard][rank] = shard
+    return [shard for place in sorted(parts) for shard in _merged(parts[place], ranks, layout)]
+
+
+def _micro_batches(rank: RankTrace, layout: Layout) -> list[Shard]:
+    shards = [event for event in rank.events if isinstance(event, Shard)]
+    if not layout.has(["pp"]):
+        return shards
+    # A pipeline's schedule cuts a batch further, as no sampler knows: a step is one.
+    by_step: dict[int, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        by_step[shard.step].append(shard)
+    return [_joined(of_step) for of_step in by_step.values()]
+
+
+def _joined(shards: Sequence[Shard]) -> Shard:
+    """Return all that a rank computed in a step as one micro-batch."""
+    losses = [shard for shard in shards if shard.loss_sum is not None]
+    return replace(
+        shards[0],
+        shard=0,
+        ids=tuple(id_ for shard in shards for id_ in shard.ids),
+        loss_sum=sum(shard.loss_sum or 0.0 for shard in losses) if losses else None,
+        weight=sum(shard.weight for shard in losses or shards),
+        finite=all(shard.finite for shard in shards),
+        draws=_draws(shards),
+        gradient=whole_tensors.total(shard.gradient for shard in shards),
+    )
+
+
+def _merged(parts: Mapping[int, Shard], ranks: Ranks, layout: Layout) -> list[Shard]:
+    """Return the Shard of a micro-batch, and one of each rank that drew other samples for it."""
+    group = sorted(parts)
+    drew = [rank for rank in group if parts[rank].ids] or group
+    first = parts[drew[0]]
+    others = [parts[rank] for rank in drew if parts[rank].ids != first.ids]
+    with_loss = next((shard for shard in parts.values() if shard.loss_sum is not None), first)
+    culprits = [rank for rank in group if not parts[rank].finite]
+    gradients = {rank: shard.gradient for rank, shard in parts.items()}
+    merged = replace(
+        first,
+        rank=(culprits or group)[0],
+        loss_sum=with_loss.loss_sum,
+        weight=with_loss.weight,
+        finite=not culprits,
+        draws=_draws(parts.values()),
+        gradient={} if others else whole_tensors.gradient(group, gradients, ranks, layout),
+    )
+    return [merged, *(replace(shard, gradient={}) for shard in others)]
+
+
+def _draws(shards: Iterable[Shard]) -> str | None:
+    return next((shard.draws for shard in shards if shard.draws is not None), None)

@@ -32,7 +32,7 @@ from entrenar_py.drivers.processes import Crew, Hand, Job
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.faults import Fault
 from entrenar_py.observing import FAULTS, FOLDER
-from entrenar_py.rank_files import assembly, parameter_counts
+from entrenar_py.rank_files import assembly
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import environment, membership, preloaded
 from entrenar_py.systems.torch import fault_timing
@@ -248,7 +248,7 @@ class _Lives:
         events = assembly.numbered(
             assembly.ordered(ranks), self._micro_batches, assembly.places(ranks)
         )
-        for event in [*parameter_counts.holdings(ranks), *events]:
+        for event in [*assembly.holdings(ranks), *events]:
             if isinstance(event, trace.Injected):
                 fault = placed[json.dumps(dict(event.fault))]
                 event = replace(event, fault=fault.to_dict())
