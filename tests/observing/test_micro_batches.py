@@ -13,7 +13,7 @@ from entrenar_py.observing.samplers import Samples
 @pytest.fixture
 def micro_batches() -> MicroBatches:
     """Those of a small model, whose samples a script tells."""
-    return MicroBatches(nn.Linear(1, 1), Samples(None))
+    return MicroBatches(nn.Linear(1, 1), 1, Samples(None))
 
 
 def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> None:
@@ -23,16 +23,16 @@ def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> No
     if draw:
         torch.rand(1)
     micro_batches.after_forward()
-    micro_batches.after_backward({}, finite=True)
+    micro_batches.after_backward(0, {}, finite=True)
 
 
 def test_each_is_numbered_and_has_its_loss(micro_batches: MicroBatches) -> None:
     """Those written before count on; a loss that was not told is unknown."""
     micro_batches.tell_loss(0.5, 2)
     go_through(micro_batches, 0, 1)
-    (first,) = micro_batches.written(step=0, rank=1)
+    (first,) = micro_batches.written()
     go_through(micro_batches, 2, 3, draw=True)
-    (second,) = micro_batches.written(step=0, rank=1)
+    (second,) = micro_batches.written()
     assert (first.shard, first.ids, first.loss_sum, first.draws) == (0, (0, 1), 1.0, None)
     assert (second.shard, second.ids, second.loss_sum) == (1, (2, 3), None)
     assert second.draws is not None
@@ -45,7 +45,7 @@ def test_the_same_samples_again(micro_batches: MicroBatches) -> None:
     go_through(micro_batches, 0, 1)
     micro_batches.forget_repeated()
     assert (micro_batches.done, micro_batches.samples.ids) == ([], [0, 1])
-    micro_batches.after_backward({}, finite=True)
+    micro_batches.after_backward(0, {}, finite=True)
     micro_batches.samples.ids = [2]
     micro_batches.forget_repeated()
     assert [micro.ids for micro in micro_batches.done] == [(0, 1)]
@@ -57,17 +57,17 @@ def test_losses_ahead(micro_batches: MicroBatches) -> None:
     for mean in (1.0, 2.0):
         micro_batches.tell_loss(mean, 1)
     ahead = micro_batches.take_losses_ahead()
-    assert [shard.loss_sum for shard in micro_batches.written(step=0, rank=0)] == [1.0]
+    assert [shard.loss_sum for shard in micro_batches.written()] == [1.0]
     micro_batches.give_losses(ahead)
     go_through(micro_batches, 1)
-    assert [shard.loss_sum for shard in micro_batches.written(step=1, rank=0)] == [2.0]
+    assert [shard.loss_sum for shard in micro_batches.written()] == [2.0]
 
 
 def test_a_loss_that_is_not_finite(micro_batches: MicroBatches) -> None:
     """Is told of its micro-batch, also where its gradients are excused."""
     go_through(micro_batches, 0)
-    micro_batches.done[0].finite = False
+    micro_batches.within_backward({}, finite=False)
     micro_batches.excuse()
     micro_batches.tell_loss(float("nan"), 1)
-    (shard,) = micro_batches.written(step=0, rank=0)
+    (shard,) = micro_batches.written()
     assert not shard.finite

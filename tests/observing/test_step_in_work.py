@@ -16,38 +16,38 @@ def subject() -> Subject:
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.full((1, 1), 3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Subject(model, [optimizer], declared=None, world_size=1)
+    return Subject(model, [optimizer], declared=None, rank=0, world_size=1)
 
 
 def test_gradients_are_those_that_are_applied(subject: Subject) -> None:
     """Where the script says nothing of when they are reduced; the norm is unknown then."""
-    step = StepInWork(7)
-    step.apply(subject, subject.gradients(), ["weight"])
+    step = StepInWork(subject, 7)
+    step.apply(subject.optimizers[0], ["weight"])
     step.stepped.add(0)
-    made = step.end(subject, 0, {})
+    made = step.end()
     assert (made.step, list(made.gradient), made.grad_norm) == (7, ["weight"], None)
     assert (step.number, step.stepped) == (8, set())
-    assert step.end(subject, 0, {}).gradient == {}
+    assert step.end().gradient == {}
 
 
 def test_norms_before_and_after_clipping(subject: Subject) -> None:
     """Where the script says when they are reduced, the gradients are those of then."""
-    step = StepInWork(0)
-    step.reduced(subject)
+    step = StepInWork(subject, 0)
+    step.reduced()
     before = step._gradient["weight"]
     weight = subject.trained["weight"]
     assert weight.grad is not None
     weight.grad /= 3
-    step.apply(subject, subject.gradients(), ["weight"])
-    made = step.end(subject, 0, {})
+    step.apply(subject.optimizers[0], ["weight"])
+    made = step.end()
     assert (made.grad_norm, made.applied_norm) == (3.0, 1.0)
     assert made.gradient["weight"] == before
 
 
 def test_an_overflow_is_no_gradient(subject: Subject) -> None:
     """A step that a scaler skips applies no gradient."""
-    step = StepInWork(0)
-    step.reduced(subject)
+    step = StepInWork(subject, 0)
+    step.reduced()
     step.excuse()
-    made = step.end(subject, 0, {})
+    made = step.end()
     assert (made.gradient, made.grad_norm) == ({}, None)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from entrenar_py.observing import backward, dtensors, tensors, unsharded_parameters
-from entrenar_py.observing.fault_timing import PlannedFaults
-from entrenar_py.observing.gradients_ready import GradientHooks
+from entrenar_py.observing import dtensors, tensors, unsharded_parameters
+from entrenar_py.observing.gradients_ready import GradientHooks, call_last
+from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.subject import Subject
 
 # Is given what a pass adds to each parameter, by name, and whether all of that is finite.
@@ -44,7 +44,7 @@ class BackwardHooks:
         """Hook the parameters as they are now, in place of those before."""
         self.remove()
         # Before the hook that records them: gradients are recorded as they were made wrong.
-        self._handles = self._faults.hooks(self._subject)
+        self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:
             self._handles += self._pieces.watch(self._subject.model)
             self._whole = None
@@ -71,11 +71,11 @@ class BackwardHooks:
 
     def _end_whole(self, gradients: Sequence[Tensor | None]) -> None:
         self._ended(self._named(gradients), tensors.is_finite(gradients))
-        backward.call_last(self._summed)
+        call_last(self._summed)
 
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
         self._added(self._named(gradients), tensors.is_finite(gradients))
-        backward.call_last(self._summed)
+        call_last(self._summed)
 
     def _named(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         return dict(zip(self._subject.trained, gradients, strict=True))

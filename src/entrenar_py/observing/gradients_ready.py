@@ -1,4 +1,4 @@
-"""Hooks that are called, in each backward pass, when the gradients of all parameters are there."""
+"""Calls in a backward pass: when the gradients of all parameters are there, and at its end."""
 
 from __future__ import annotations
 
@@ -90,3 +90,12 @@ class GradientHooks:
         adds = self._outer is not None and self._told
         self._told = True
         (self._add if adds else self._tell)([found.get(n) for n in range(len(self._nodes))])
+
+
+def call_last(call: Callable[[], None]) -> None:
+    """Call `call` when this backward pass is over, after all callbacks that were queued by then.
+
+    Others queue theirs while the pass begins: so `call` is queued by a callback.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(call))

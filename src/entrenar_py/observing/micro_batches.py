@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,62 +14,19 @@ from entrenar_py.observing.samplers import Samples
 from entrenar_py.rank_files import whole_tensors
 
 
-@dataclass(kw_only=True)
-class MicroBatch:
-    """One backward pass, and the forward passes that led to it.
-
-    `draws` is a digest of the generators' state before dropout drew, None if nothing was drawn;
-    `gradient` is what the pass alone added.
-    """
-
-    epoch: int
-    ids: tuple[int, ...]
-    draws: str | None
-    finite: bool
-    gradient: trace.Tensors
-
-    def add(self, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Add what a backward pass within this one gave."""
-        both = self.gradient.keys() & gradient.keys()
-        sums = whole_tensors.total(
-            {name: terms[name] for name in both} for terms in (self.gradient, gradient)
-        )
-        self.finite = self.finite and finite
-        self.gradient = {**self.gradient, **gradient, **sums}
-
-    def shard(
-        self, *, step: int, rank: int, index: int, loss: tuple[float, float] | None
-    ) -> trace.Shard:
-        """Return its record, as micro-batch `index` of this rank in `step`.
-
-        `loss` is a mean and its weight. Micro-batches of all ranks are numbered when their files
-        are put together.
-        """
-        mean, weight = (None, len(self.ids)) if loss is None else loss
-        return trace.Shard(
-            step=step,
-            epoch=self.epoch,
-            rank=rank,
-            shard=index,
-            ids=self.ids,
-            loss_sum=None if mean is None else mean * weight,
-            weight=float(weight),
-            finite=self.finite and (mean is None or mean - mean == 0),
-            draws=self.draws,
-            gradient=self.gradient,
-        )
-
-
 class MicroBatches:
     """Those of one step: in the forward pass, then `done` with the backward one, then written.
 
-    The losses that a script tells, one for each, may be ahead of them.
+    Each is one backward pass, and the forward passes that led to it. Its `gradient` is what the
+    pass alone added, `draws` a digest of the generators' state before dropout drew. The losses that
+    a script tells, one for each, may be ahead of them. Those of all ranks are numbered when their
+    files are put together.
     """
 
-    def __init__(self, model: torch.nn.Module, samples: Samples) -> None:
-        self.done: list[MicroBatch] = []
+    def __init__(self, model: torch.nn.Module, rank: int, samples: Samples) -> None:
+        self.done: list[trace.Shard] = []
         self.samples = samples
-        self._model = model
+        self._model, self._rank = model, rank
         self._losses: list[tuple[float, float]] = []
         self._num_written = 0
         # Digests of the generators' state before the forward pass ("" for no pass), and of the same
@@ -99,34 +56,45 @@ class MicroBatches:
         if before and self._draws is None and tensors.random_state(self._model) != before:
             self._draws = before
 
-    def after_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Note that a micro-batch is done."""
+    def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
+        """Note that a micro-batch of `step` is done."""
         self.samples.collect()
         self.done.append(
-            MicroBatch(
+            trace.Shard(
+                step=step,
                 epoch=self.samples.epoch,
+                rank=self._rank,
+                shard=self.index,
                 ids=tuple(self.samples.ids),
-                draws=self._draws,
+                loss_sum=None,
+                weight=float(len(self.samples.ids)),
                 finite=finite,
+                draws=self._draws,
                 gradient=gradient,
             )
         )
         self._state_before, self._draws, self.samples.ids = "", None, []
+
+    def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
+        """Add what a backward pass within the last one gave."""
+        if self.done:
+            last = self.done[-1]
+            total = whole_tensors.total([last.gradient, gradient])
+            self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> None:
         """Forget those that are done, if they are about to be made again at other weights.
 
         No new samples were drawn then: the same ones are those of the pass that begins.
         """
-        ids = [] if self.samples.ids else [id_ for micro in self.done for id_ in micro.ids]
+        ids = [] if self.samples.ids else [id_ for shard in self.done for id_ in shard.ids]
         if ids:
             self.done.clear()
             self.samples.ids = ids
 
     def excuse(self) -> None:
         """Blame no micro-batch for values that are not finite: the loss scale was too large."""
-        for micro in self.done:
-            micro.finite, micro.gradient = True, {}
+        self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
 
     def clear(self) -> None:
         """Forget what was noted of passes that have no effect: a closure is run again."""
@@ -143,13 +111,12 @@ class MicroBatches:
         """Note losses that were taken."""
         self._losses.extend(losses)
 
-    def written(self, *, step: int, rank: int) -> list[trace.Shard]:
+    def written(self) -> list[trace.Shard]:
         """Return the records of those that are done, with their losses, and forget them."""
-        losses = dict(enumerate(self._losses))
-        shards = [
-            micro.shard(step=step, rank=rank, index=self._num_written + n, loss=losses.get(n))
-            for n, micro in enumerate(self.done)
-        ]
+        shards = list(self.done)
+        for index, (shard, (mean, weight)) in enumerate(zip(self.done, self._losses, strict=False)):
+            finite = shard.finite and mean - mean == 0
+            shards[index] = replace(shard, loss_sum=mean * weight, weight=weight, finite=finite)
         self._num_written += len(shards)
         self.clear()
         return shards

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from entrenar_py import trace
-from entrenar_py.observing import Observation, arguments, backward, dtensors, grad_scaler, tensors
+from entrenar_py.observing import (
+    Observation,
+    arguments,
+    dtensors,
+    reduced_gradients,
+    step_in_work,
+    tensors,
+)
 from entrenar_py.observing.backward_hooks import BackwardHooks
-from entrenar_py.observing.buffers import Buffers
-from entrenar_py.observing.closures import Arguments, look_before_step
-from entrenar_py.observing.fault_timing import PlannedFaults
 from entrenar_py.observing.micro_batches import MicroBatches
 from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
+from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samplers import Samples
@@ -44,31 +49,31 @@ class Observer(Observation):
         layout: Any = None,
         tied: Iterable[Iterable[str]] = (),
     ) -> None:
-        self._rank, world_size = rank_file.environment_rank()
+        rank, world_size = rank_file.environment_rank()
         self._subject = Subject(
             model,
             arguments.optimizers(model, optimizer),
             declared=dtensors.declared(layout, tied, world_size),
+            rank=rank,
             world_size=world_size,
         )
-        self._step = StepInWork(arguments.steps("step", step, least=0))
-        self._buffers = Buffers(self._subject.model)
+        self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler
         self._started = False
         samples = Samples(sampler)
-        self._micro_batches = MicroBatches(self._subject.model, samples)
+        self._micro_batches = MicroBatches(self._subject.model, rank, samples)
         self._gradients = ReducedGradients()
-        self._synchronisations = OuterSynchronisations(self._rank)
+        self._synchronisations = OuterSynchronisations()
         self._recording = Recording(
             self._subject,
             {
-                "rank": self._rank,
+                "rank": rank,
                 "world_size": world_size,
                 "versions": {"torch": str(torch.__version__)},
                 **samples.facts(),
             },
         )
-        self._faults = PlannedFaults(self._rank, self._place, self._recording.write)
+        self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._hook()
 
     # --- what the script tells --------------------------------------------------------------------
@@ -84,7 +89,7 @@ class Observer(Observation):
             self._skip_step()
 
     def reduced(self) -> None:
-        self._step.reduced(self._subject)
+        self._step.reduced()
 
     def halted(
         self,
@@ -108,8 +113,8 @@ class Observer(Observation):
         self._recording.write([halt])
 
     def synchronised(self, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-        held, step = self._buffers.held(), self._step.number - 1
-        event = self._synchronisations.event(self._subject, optimizer, weights, held, step)
+        step = self._step.number - 1
+        event = self._synchronisations.event(self._subject, optimizer, weights, step)
         self._recording.write([event])
 
     def close(self) -> None:
@@ -155,7 +160,7 @@ class Observer(Observation):
         return self._step.number, self._micro_batches.index
 
     def _before_forward(self) -> None:
-        self._buffers.before_forward()
+        self._subject.buffers.before_forward()
         model = self._subject.model
         if not (model.training and torch.is_grad_enabled()):
             return
@@ -165,11 +170,11 @@ class Observer(Observation):
             self._first.remove()
             self._hook_first()
         self._gradients.expect()
-        self._recording.compressed(backward.compression())
+        self._recording.compressed(reduced_gradients.compression())
         self._micro_batches.before_forward()
 
     def _after_forward(self, output: Any) -> None:
-        if (local := self._buffers.after_forward()) is not None:
+        if (local := self._subject.buffers.after_forward()) is not None:
             self._recording.leave_out(local)
         self._micro_batches.after_forward()
         if self._subject.model.training:
@@ -188,13 +193,13 @@ class Observer(Observation):
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
-        self._micro_batches.after_backward(self._values(gradients), finite=finite)
+        values = self._values(gradients)
+        self._micro_batches.after_backward(self._step.number, values, finite=finite)
         if not self._recording.life:  # else it has died before, and was started again
             self._faults.perhaps_die()
 
     def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
-        if self._micro_batches.done:
-            self._micro_batches.done[-1].add(self._values(gradients), finite=finite)
+        self._micro_batches.within_backward(self._values(gradients), finite=finite)
 
     def _values(self, gradients: Mapping[str, Tensor | None]) -> trace.Tensors:
         """Return records of `gradients`, of a model of which values are kept."""
@@ -220,8 +225,8 @@ class Observer(Observation):
         self._micro_batches.excuse()
         self._step.excuse()
 
-    def _step_begins(self, index: int, _: Any, *called: Any) -> Arguments | None:
-        return look_before_step(
+    def _step_begins(self, index: int, _: Any, *called: Any) -> step_in_work.Arguments | None:
+        return step_in_work.look_before_step(
             partial(self._before_step, index), self._micro_batches.clear, *called
         )
 
@@ -230,13 +235,12 @@ class Observer(Observation):
         if index in self._step.stepped:
             self._end_step()
         optimizer, due = self._subject.optimizers[index], list[str]()
-        if grad_scaler.has_overflowed(optimizer):
+        if step_in_work.has_overflowed(optimizer):
             self._excuse()
         else:
             due = self._subject.stepped_by(index, alone=not self._step.stepped)
         self._write_shards()
-        gradients = grad_scaler.unscaled(self._subject.gradients(), optimizer)
-        self._step.apply(self._subject, gradients, due)
+        self._step.apply(optimizer, due)
 
     def _after_step(self, index: int, *_: Any) -> None:
         self._step.stepped.add(index)
@@ -249,7 +253,7 @@ class Observer(Observation):
             return
         self._write_shards()
         self._recording.look_at_constants()
-        self._recording.write([self._step.end(self._subject, self._rank, self._buffers.held())])
+        self._recording.write([self._step.end()])
         self._synchronisations.stepped()
         self._micro_batches.end_step()
         self._gradients.forget()
@@ -257,8 +261,7 @@ class Observer(Observation):
     # --- what is recorded -------------------------------------------------------------------------
 
     def _write_shards(self) -> None:
-        shards = self._micro_batches.written(step=self._step.number, rank=self._rank)
-        self._recording.write(shards)
+        self._recording.write(self._micro_batches.written())
 
     def _start(self) -> None:
         """Record what this rank starts from, once; and find parameters that were replaced."""
@@ -267,6 +270,5 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        progress, held = tensors.progress(self._scheduler), self._buffers.held()
-        start = self._subject.start(self._step.number, self._rank, progress, held)
-        self._recording.write([start])
+        progress = tensors.progress(self._scheduler)
+        self._recording.write([self._subject.start(self._step.number, progress)])

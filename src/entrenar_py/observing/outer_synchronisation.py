@@ -16,8 +16,7 @@ from entrenar_py.observing.subject import Subject
 class OuterSynchronisations:
     """Counts the collectives of synchronisations apart from those called while ranks step alone."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._begun: int | None = None
         self._stepped: int | None = None
 
@@ -31,7 +30,6 @@ class OuterSynchronisations:
         subject: Subject,
         optimizer: torch.optim.Optimizer,
         weights: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
         step: int,
     ) -> trace.Synchronised:
         """Return the record of a synchronisation after `step`; the rank goes on from here.
@@ -45,10 +43,10 @@ class OuterSynchronisations:
         self._begun = self._stepped = now
         return trace.Synchronised(
             step=step,
-            rank=self._rank,
+            rank=subject.rank,
             weights=subject.record(subject.parameters),
             optimizer=subject.record(dict(tensors.optimizer_state(optimizer, names))),
-            buffers=subject.buffers(buffers),
+            buffers=subject.buffer_records(),
             collectives=collectives,
             collectives_alone=collectives_alone,
         )

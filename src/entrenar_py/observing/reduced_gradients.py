@@ -1,12 +1,16 @@
-"""The gradients that a step's backward passes have left, and whether these are finite."""
+"""The gradients that a step's backward passes have left, and how these were reduced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from entrenar_py.observing import backward, tensors
+from entrenar_py.observing import tensors
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+_EXACT = {"allreduce_hook", "noop_hook"}
 
 
 class ReducedGradients:
@@ -24,8 +28,12 @@ class ReducedGradients:
         self._kept: list[Tensor] = []
 
     def expect(self) -> None:
-        """Note, as a forward pass begins, whether its gradients will be reduced."""
-        self._reduces = backward.is_reduced()
+        """Note, as a forward pass begins, whether its gradients will be reduced.
+
+        Under DistributedDataParallel's `no_sync` they won't; that is decided in the forward pass.
+        """
+        wrapper = DistributedDataParallel._active_ddp_module
+        self._reduces = wrapper is None or wrapper.require_backward_grad_sync
 
     def look(self, gradients: Iterable[Tensor | None]) -> None:
         """Keep the gradients that a backward pass has left."""
@@ -41,3 +49,19 @@ class ReducedGradients:
     def forget(self) -> None:
         """Forget them: the step was made."""
         self._kept, self._overflowed = [], False
+
+
+def compression() -> str:
+    """Return how the communication hook of DistributedDataParallel rounds gradients.
+
+    That is `float16`, `bfloat16`, the name of another hook of torch's, or "" if nothing is rounded.
+    """
+    wrapper = DistributedDataParallel._active_ddp_module
+    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    for hook in hooks:
+        if getattr(hook, "__module__", "").startswith(_HOOKS):
+            name = str(getattr(hook, "__name__", ""))
+            if name in _EXACT:
+                continue
+            return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
+    return ""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.observing import tensors
 from entrenar_py.observing.subject import Subject
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class StepInWork:
     """Step `number` of the run; `stepped` are the optimizers, by index, that have made theirs."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, subject: Subject, number: int) -> None:
+        self._subject = subject
         self.number = number
         self.stepped: set[int] = set()
         self._gradient: dict[str, trace.TensorRecord] = {}
@@ -23,30 +27,79 @@ class StepInWork:
         self._norm: float | None = None
         self._applied_norm: float | None = None
 
-    def reduced(self, subject: Subject) -> None:
+    def reduced(self) -> None:
         """Note the gradients: those of the whole batch, not clipped yet."""
-        gradients = subject.gradients()
-        self._gradient = dict(subject.record(gradients))
+        gradients = self._subject.gradients()
+        self._gradient = dict(self._subject.record(gradients))
         self._norm = tensors.norm(gradients.values())
 
     def excuse(self) -> None:
         """Forget the gradients: they are not finite, since the loss scale was too large."""
         self._gradient, self._norm = {}, None
 
-    def apply(
-        self, subject: Subject, gradients: Mapping[str, Tensor | None], names: Iterable[str]
-    ) -> None:
-        """Note `gradients`, which an optimizer is about to apply to the parameters `names`."""
+    def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+        """Note the gradients, which `optimizer` is about to apply to the parameters `names`."""
+        gradients = _unscaled(self._subject.gradients(), optimizer)
         if self._norm is None:
-            self._gradient |= subject.record({name: gradients[name] for name in names})
+            self._gradient |= self._subject.record({name: gradients[name] for name in names})
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())
 
-    def end(self, subject: Subject, rank: int, buffers: Mapping[str, Tensor]) -> trace.Update:
+    def end(self) -> trace.Update:
         """Return the record of the step; from here on this is the next one."""
-        update = subject.update(self.number, rank, self._gradient, buffers)
-        update = replace(update, grad_norm=self._norm, applied_norm=self._applied_norm)
+        update = self._subject.update(self.number, self._gradient, self._norm, self._applied_norm)
         self.number += 1
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None
         return update
+
+
+def look_before_step(
+    look: Callable[[], None],
+    again: Callable[[], None],
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> Arguments | None:
+    """Call `look` when the gradients of a step are there: now, or when its closure has run.
+
+    `arguments` and `named` are those of the optimizer's step. With a closure, which computes the
+    gradients inside of the step, the arguments to call it with in their place are returned. A
+    closure may be run again within the step (by LBFGS): then `again` is called after it.
+    """
+    optimizer, *given = arguments
+    closure = given[0] if given else named.get("closure")
+    if closure is None:
+        look()
+        return None
+    looked = False
+
+    def run() -> Any:
+        nonlocal looked
+        loss = closure()
+        if looked:
+            again()
+        else:
+            look()
+        looked = True
+        return loss
+
+    return (optimizer,), {**named, "closure": run}
+
+
+# --- the marks of a `GradScaler` on an optimizer that unscales by itself, as fused ones do ----
+
+
+def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step that begins is to move nothing, since the scale was too large."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def _unscaled(
+    gradients: dict[str, Tensor | None], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor | None]:
+    """Return `gradients` as they are applied; the same if they are unscaled already."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return gradients
+    return {name: None if grad is None else grad / scale for name, grad in gradients.items()}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing.buffers import Buffers
 from entrenar_py.rank_files.layout import Layout, Piece, plain
 
 
@@ -21,6 +22,7 @@ class Subject:
 
     - `parameters`, and those `trained`, by name. A wrapper or a script may put new objects in their
       place while the model is trained; `look_up` finds them anew.
+    - `buffers`: those of the model that every rank is to hold alike.
     - `layout`: how the ranks are arranged, None where nothing says so.
     - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
     - `values`: whether tensors are recorded with their values, not just digests.
@@ -34,10 +36,12 @@ class Subject:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         declared: Layout | None,
+        rank: int,
         world_size: int,
     ) -> None:
         self.model, self.optimizers = tensors.unwrapped(model), optimizers
-        self._declared, self._world_size = declared, world_size
+        self.rank, self._world_size, self._declared = rank, world_size, declared
+        self.buffers = Buffers(self.model)
         self.parameters: dict[str, Tensor] = {}
         self.trained: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
@@ -52,14 +56,8 @@ class Subject:
         current: dict[str, Tensor] = {
             tensors.plain_name(n): p for n, p in self.model.named_parameters()
         }
-        known = [(p, current.get(name)) for name, p in self.parameters.items()]
         trained = {name: p for name, p in current.items() if p.requires_grad}
-        same = len(current) == len(known) and all(now is before for before, now in known)
-        same = same and trained.keys() == self.trained.keys()
-        gathered = any(
-            isinstance(before, DTensor) and not isinstance(now, DTensor) for before, now in known
-        )
-        if known and (same or gathered):
+        if self.parameters and not self._are_others(current, trained):
             return False
         self.parameters = current
         self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
@@ -72,14 +70,23 @@ class Subject:
         self._require_values()
         return True
 
-    def start(
-        self, step: int, rank: int, progress: Mapping[str, int], buffers: Mapping[str, Tensor]
-    ) -> trace.Start:
+    def _are_others(self, current: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> bool:
+        same = current.keys() == self.parameters.keys() and all(
+            current[name] is before for name, before in self.parameters.items()
+        )
+        if same:
+            return trained.keys() != self.trained.keys()
+        return not any(
+            isinstance(before, DTensor) and not isinstance(current.get(name), DTensor)
+            for name, before in self.parameters.items()
+        )
+
+    def start(self, step: int, progress: Mapping[str, int]) -> trace.Start:
         """Return the record of what this rank holds before `step`."""
         decayed = self.decayed()
         return trace.Start(
             step=step,
-            rank=rank,
+            rank=self.rank,
             trainable=tuple(self.trained),
             frozen=tuple(name for name in self.parameters if name not in self.trained),
             decayed=tuple(name for name, p in self.parameters.items() if p in decayed),
@@ -87,26 +94,32 @@ class Subject:
             progress=progress,
             weights=self.record(self.parameters),
             optimizer=self.optimizer_state(),
-            buffers=self.buffers(buffers),
+            buffers=self.buffer_records(),
         )
 
     def update(
-        self, step: int, rank: int, gradient: trace.Tensors, buffers: Mapping[str, Tensor]
+        self,
+        step: int,
+        gradient: trace.Tensors,
+        grad_norm: float | None,
+        applied_norm: float | None,
     ) -> trace.Update:
         """Return the record of what this rank holds after `step`, made with `gradient`."""
         rate, rates = self.rates()
         return trace.Update(
             step=step,
-            rank=rank,
+            rank=self.rank,
             loss=None,
             weight=0.0,  # of all ranks together: known when their files are
             learning_rate=rate,
             rates=rates,
             finite=tensors.is_finite(self.parameters.values()),
             gradient=gradient,
+            grad_norm=grad_norm,
+            applied_norm=applied_norm,
             weights=self.record(self.parameters),
             optimizer=self.optimizer_state(),
-            buffers=self.buffers(buffers),
+            buffers=self.buffer_records(),
         )
 
     def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
@@ -134,14 +147,15 @@ class Subject:
         self._place(state)
         return self.record(state)
 
-    def buffers(self, named: Mapping[str, Tensor]) -> trace.Tensors:
+    def buffer_records(self) -> trace.Tensors:
         """Return records of what this rank holds of buffers.
 
         They have no values if the buffers have more elements than VALUES_MAX.
         """
-        self._place(named)
-        small = sum(buffer.numel() for buffer in named.values()) <= tensors.VALUES_MAX
-        return self._record(named, self.values and small)
+        held = self.buffers.held()
+        self._place(held)
+        small = sum(buffer.numel() for buffer in held.values()) <= tensors.VALUES_MAX
+        return self._record(held, self.values and small)
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
         """Note where the pieces of tensors lie that are no parameters."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from entrenar_py.observing import backward, tensors
+from entrenar_py.observing import gradients_ready, tensors
 
 Found = Callable[[str, Tensor], None]
 
@@ -73,7 +73,7 @@ class BackwardPasses:
         if not self._ending:
             self._ending = True
             self._begun()
-            backward.call_last(self._end)
+            gradients_ready.call_last(self._end)
 
     def _end(self) -> None:
         finite, self._ending, self._finite = self._finite, False, True

@@ -1,0 +1,128 @@
+"""The faults that are planned for this rank, planted in what it holds or in its process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from entrenar_py import trace
+from entrenar_py.faults import Fault
+from entrenar_py.observing import FAULTS, dtensors, unsharded_parameters
+from entrenar_py.observing.subject import Subject
+
+
+class PlannedFaults:
+    """The faults that the harness told this process of; each strikes once.
+
+    `place` gives the step and the micro-batch that this rank is in.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        place: Callable[[], tuple[int, int]],
+        write: Callable[[Sequence[trace.Event]], None],
+    ) -> None:
+        self._subject, self._place, self._write = subject, place, write
+        planned = json.loads(os.environ.get(FAULTS, "[]"))
+        self._faults = [Fault.from_dict(fields) for fields in planned]
+        self._struck: set[Fault] = set()
+
+    def hooks(self) -> list[Any]:
+        """Hook this rank's faults that plant values; return the hooks."""
+        plant = {
+            "non_finite_gradient": self._spoil_gradient,
+            "huge_gradient": self._spoil_gradient,
+            "non_finite_loss": self._spoil_loss,
+        }
+        trained = self._subject.trained
+        return [
+            handle
+            for fault in self._faults
+            if fault.kind in plant
+            and fault.rank in (None, self._subject.rank)
+            and trained
+            and fault.tensor in (None, *trained)  # else it is in another stage
+            for handle in plant[fault.kind](fault)
+        ]
+
+    def perhaps_die(self) -> None:
+        """Kill this process if a fault plans that for this step; write that first."""
+        step, rank = self._place()[0], self._subject.rank
+        for fault in self._faults:
+            if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
+                reason = "killed (SIGKILL)"
+                left = trace.Membership(step=step, rank=rank, change="left", reason=reason)
+                self._write([trace.Injected(fault=fault.to_dict(), step=step, rank=rank), left])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _strikes(self, fault: Fault) -> bool:
+        """Return whether `fault` strikes now: in its step and shard, and once; record that then.
+
+        A fault's shard is a micro-batch of this rank.
+        """
+        step, shard = self._place()
+        if fault.step != step or fault.shard not in (None, shard) or fault in self._struck:
+            return False
+        self._struck.add(fault)
+        fields, rank = fault.to_dict(), self._subject.rank
+        self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
+        return True
+
+    def _spoil_gradient(self, fault: Fault) -> list[Any]:
+        """Plant a value in what this rank adds to a gradient, before that is reduced."""
+        subject = self._subject
+        name = fault.tensor or subject.first_held()
+
+        def spoil(gradient: Tensor) -> Tensor | None:
+            place = _element(subject, name, fault, gradient)
+            if not place or not self._strikes(fault):
+                return None
+            spoiled = gradient.clone()
+            dtensors.local(spoiled)[place] = float(fault.value or "nan")
+            return spoiled
+
+        def spoil_whole(parameter: str, whole: Tensor) -> None:
+            if parameter == name:
+                whole.register_hook(spoil)  # type: ignore[no-untyped-call]
+
+        if subject.is_fully_sharded:
+            return unsharded_parameters.when_whole(subject.model, spoil_whole)
+        return [subject.trained[name].register_hook(spoil)]  # type: ignore[no-untyped-call]
+
+    def _spoil_loss(self, fault: Fault) -> list[Any]:
+        """Plant a value in the model's output, whose gradient stays."""
+
+        def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
+            if not (isinstance(output, Tensor) and self._strikes(fault)):
+                return None
+            return output + (float(fault.value or "nan") - output.detach())
+
+        return [self._subject.model.register_forward_hook(spoil)]
+
+
+def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
+    """Return the index of the element to strike in what this rank holds of a gradient.
+
+    That is the first element if the fault names none. The index is empty if another rank holds it.
+    """
+    held = dtensors.local(gradient)
+    if fault.element is None:
+        return (0,) * held.dim() if held.numel() else ()
+    piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
+    whole = held.shape if piece is None else piece.whole
+    if fault.element >= math.prod(whole):
+        return ()
+    place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
+    if piece is not None:
+        place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
+    inside = all(0 <= at < size for at, size in zip(place, held.shape, strict=True))
+    return tuple(place) if inside else ()
