@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from entrenar_py.command import script_errors, stacks
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
-from entrenar_py.rank_files.last_lives import LastLives
+from entrenar_py.rank_files.assembly import LastLives
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event
 from entrenar_py.untrusted import escaping

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from entrenar_py.observing import dtensors, tensors, unsharded_parameters
 from entrenar_py.observing.gradients_ready import GradientHooks, call_last
@@ -20,7 +22,8 @@ class BackwardHooks:
     """Calls `begun` before a backward pass adds anything, and `ended` with what it has added.
 
     `added` is called with what a pass within it adds, and `summed` when the gradients are there
-    that the pass leaves. Of a model in pieces it is known only whether what was added is finite.
+    that the pass leaves. Of a model in pieces it is known only whether what was added to whole
+    parameters is finite: a piece of the sum has the terms of all ranks.
     """
 
     def __init__(
@@ -35,8 +38,9 @@ class BackwardHooks:
     ) -> None:
         self._subject, self._faults = subject, faults
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
-        self._pieces = unsharded_parameters.BackwardPasses(begun, self._end_pieces)
         self._whole: GradientHooks | None = None
+        # Of a model in pieces: whether the end of this pass will be heard of, and what is known.
+        self._ending, self._finite = False, True
         self._handles: list[Any] = []
         self.set()
 
@@ -46,36 +50,51 @@ class BackwardHooks:
         # Before the hook that records them: gradients are recorded as they were made wrong.
         self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:
-            self._handles += self._pieces.watch(self._subject.model)
+            self._handles += unsharded_parameters.when_whole(
+                self._subject.model,
+                lambda _, whole: whole.register_hook(self._look),  # type: ignore[no-untyped-call]
+            )
             self._whole = None
             return
         trained = list(self._subject.trained.values())
-        self._whole = GradientHooks(trained, self._begun, self._end_whole, self._add)
+        tell, add = partial(self._tell, self._ended), partial(self._tell, self._added)
+        self._whole = GradientHooks(trained, self._begun, tell, add)
         self._handles.append(self._whole)
 
     def expect(self, output: Any) -> None:
-        """Note that a forward pass gave `output`: a backward pass begins there."""
-        if self._whole is None or dtensors.is_fully_sharded(self._subject.model):
-            self._pieces.expect(output)
-        else:
+        """Note that a forward pass gave `output`: a backward pass begins there.
+
+        Hooks on pieces can't tell where it ends: they are called when a sum is reduced.
+        """
+        if self._whole is not None and not dtensors.is_fully_sharded(self._subject.model):
             self._whole.expect(output)
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Hear of nothing any more."""
         for handle in self._handles:
             handle.remove()
 
-    def _end_pieces(self, finite: bool) -> None:
+    def _tell(self, gave: Gave, gradients: Sequence[Tensor | None]) -> None:
+        named = dict(zip(self._subject.trained, gradients, strict=True))
+        gave(named, tensors.is_finite(gradients))
+        call_last(self._summed)
+
+    # --- a model in pieces ------------------------------------------------------------------------
+
+    def _look(self, gradient: Tensor) -> None:
+        self._finite &= tensors.is_finite([gradient])
+
+    def _begin(self, _: Tensor) -> None:
+        if not self._ending:
+            self._ending = True
+            self._begun()
+            call_last(self._end)
+
+    def _end(self) -> None:
+        finite, self._ending, self._finite = self._finite, False, True
         self._ended({}, finite)
         self._summed()
-
-    def _end_whole(self, gradients: Sequence[Tensor | None]) -> None:
-        self._ended(self._named(gradients), tensors.is_finite(gradients))
-        call_last(self._summed)
-
-    def _add(self, gradients: Sequence[Tensor | None]) -> None:
-        self._added(self._named(gradients), tensors.is_finite(gradients))
-        call_last(self._summed)
-
-    def _named(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        return dict(zip(self._subject.trained, gradients, strict=True))

@@ -25,8 +25,10 @@ DECLARE = 'declare them: observe(..., layout={"dp": 2, "tp": 2}), sizes row-majo
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of `tensor`, without a copy."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def is_partial(tensor: Tensor) -> bool:

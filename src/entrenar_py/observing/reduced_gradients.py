@@ -57,11 +57,8 @@ def compression() -> str:
     That is `float16`, `bfloat16`, the name of another hook of torch's, or "" if nothing is rounded.
     """
     wrapper = DistributedDataParallel._active_ddp_module
-    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    for hook in hooks:
-        if getattr(hook, "__module__", "").startswith(_HOOKS):
-            name = str(getattr(hook, "__name__", ""))
-            if name in _EXACT:
-                continue
+    for hook, _ in getattr(wrapper, "_comm_hooks", ()):
+        name = str(getattr(hook, "__name__", ""))
+        if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
     return ""

@@ -47,7 +47,9 @@ class Draws:
         self._ids: Ids = ()  # of the batch that was handed out last
         self._handed: deque[tuple[int, Ids]] = deque()  # all that were handed out, if in order
         self.num_samples = _size_of(source)
-        self.drop_last, self.replacement = _drops_last(source), _replaces(source)
+        parts = [*_parts(source)]
+        self.drop_last = any(bool(getattr(part, "drop_last", False)) for part in parts)
+        self.replacement = any(getattr(part, "replacement", False) is True for part in parts)
         if any(kind.__name__ == _DISPATCHER for kind in type(source).__mro__):
             return
         if isinstance(source, DataLoader):
@@ -174,22 +176,19 @@ def _watch(
         _SET_CLASS(source, type(kind.__name__, (kind,), {"__iter__": go_through}))
 
 
+def _parts(source: Any) -> Iterator[Any]:
+    """Yield `source`, and the samplers inside it."""
+    yield source
+    for name in ("batch_sampler", "sampler"):
+        inner = getattr(source, name, None)
+        if inner is not None:
+            yield from _parts(inner)
+
+
 def _size_of(source: Any) -> int | None:
-    for name in ("dataset", "data_source"):
-        data = getattr(source, name, None)
-        if isinstance(data, Sized):
-            return len(data)
-    inner = getattr(source, "sampler", None)
-    return None if inner is None else _size_of(inner)
-
-
-def _drops_last(source: Any) -> bool:
-    inner = getattr(source, "sampler", None)
-    return bool(getattr(source, "drop_last", False)) or (inner is not None and _drops_last(inner))
-
-
-def _replaces(source: Any) -> bool:
-    """Return whether a source, or one inside it, has `replacement = True`, as torch's samplers."""
-    inner = [getattr(source, name, None) for name in ("batch_sampler", "sampler")]
-    says_so = getattr(source, "replacement", False) is True
-    return says_so or any(part is not None and _replaces(part) for part in inner)
+    for part in _parts(source):
+        for name in ("dataset", "data_source"):
+            data = getattr(part, name, None)
+            if isinstance(data, Sized):
+                return len(data)
+    return None

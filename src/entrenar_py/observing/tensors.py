@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ def progress(scheduler: Any) -> dict[str, int]:
     return {} if place is None else {"schedule": int(place)}
 
 
+@cache
 def plain_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers of submodules put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -12,9 +12,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from entrenar_py.observing import gradients_ready, tensors
+from entrenar_py.observing import tensors
 
 Found = Callable[[str, Tensor], None]
 
@@ -39,42 +38,3 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
         for prefix, module in model.named_modules()
         if isinstance(cast(object, module), FSDPModule)
     ]
-
-
-class BackwardPasses:
-    """Calls `begun` before a backward pass of a model in pieces, and `ended` after it.
-
-    `ended` is told whether all that the pass added to whole parameters is finite. In a piece of
-    the sum that could not be told: it has the terms of all ranks.
-    """
-
-    def __init__(self, begun: Callable[[], None], ended: Callable[[bool], None]) -> None:
-        self._begun, self._ended = begun, ended
-        self._ending = False  # whether the end of this one will be heard of
-        self._finite = True
-
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Look at what passes add to whole parameters; return the hooks that do so."""
-        return when_whole(model, lambda _, whole: whole.register_hook(self._look))  # type: ignore[no-untyped-call]
-
-    def expect(self, output: Any) -> None:
-        """Note that a forward pass gave `output`, where the backward pass begins.
-
-        Hooks on the pieces can't tell its end: they are called when a sum is reduced.
-        """
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
-
-    def _look(self, gradient: Tensor) -> None:
-        self._finite &= tensors.is_finite([gradient])
-
-    def _begin(self, _: Tensor) -> None:
-        if not self._ending:
-            self._ending = True
-            self._begun()
-            gradients_ready.call_last(self._end)
-
-    def _end(self) -> None:
-        finite, self._ending, self._finite = self._finite, False, True
-        self._ended(finite)

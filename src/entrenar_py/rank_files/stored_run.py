@@ -11,7 +11,7 @@ from pathlib import Path
 from entrenar_py import trace
 from entrenar_py.faults import Fault
 from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
-from entrenar_py.rank_files.last_lives import LastLives
+from entrenar_py.rank_files.assembly import LastLives
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Injected, Start
 from entrenar_py.untrusted import escaping
