@@ -66,6 +66,7 @@ def test_samplers() -> None:
         ([2, 3], (2, 3)),
     ]
     assert (draws.num_samples, draws.drop_last) == (5, True)
+    assert Draws(DataLoader(DATA, batch_sampler=batches)).drop_last
     single = SequentialSampler(range(3))
     draws = Draws(single)
     assert list(single) == [0, 1, 2]
