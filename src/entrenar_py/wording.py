@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str) -> str:
@@ -13,5 +13,10 @@ def counted(number: int, noun: str) -> str:
 def named(noun: str, numbers: Iterable[int], *, most: int = 8) -> str:
     """Return `rank 3` or `ranks 0, 1, 2` for distinct numbers; of more than `most`, the first."""
     known = sorted(numbers)
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return f"{noun}{'s' if known[1:] else ''} {', '.join(map(str, known[:most]))}{more}"
+    return f"{noun}{'s' if known[1:] else ''} {listed(known, most=most)}"
+
+
+def listed(names: Sequence[object], *, most: int) -> str:
+    """Return `a, b and 3 more`: the first `most` names, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(map(str, names[:most]))}{more}"

@@ -86,12 +86,12 @@ def read(
 ) -> tuple[MapNode | None, Contract | None]:
     """Return the tree of the file at `path` and the contract that it makes, or None for either.
 
-    What is to say about them goes into `problems`; with an error among these the contract is not
-    fit for use. Raises ContractError for a file that is too large or can't be opened.
+    What is to say about them, or about a file that can't be read, goes into `problems`; with an
+    error among these the contract is not fit for use.
     """
-    data = composer.read(path)
-    root = composer.compose(data, str(path), problems)
-    if root is None:
+    data = composer.read(path, problems)
+    root = None if data is None else composer.compose(data, str(path), problems)
+    if data is None or root is None:
         return None, None
     if layout.is_binding_registry(root):
         problems.error(root.at, _REGISTRY)

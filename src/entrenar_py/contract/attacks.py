@@ -7,7 +7,7 @@ sentence, and right as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from entrenar_py.contract import layout, rules
 from entrenar_py.contract.fields import Record
@@ -24,38 +24,27 @@ class Targets:
 
     def __init__(
         self,
-        invariants: Iterable[Invariant],
-        equations: Iterable[Equation],
-        obligations: Iterable[Obligation],
+        invariants: Sequence[Invariant],
+        equations: Sequence[Equation],
+        obligations: Sequence[Obligation],
     ) -> None:
-        self._ids: dict[str, str] = {}
-        self._names: dict[str, str] = {}
-        for clause in invariants:
-            self._ids.setdefault(clause.id, clause.id)
-            self._names.setdefault(_normal(clause.name), clause.id)
-        for obligation in obligations:
-            self._ids.setdefault(obligation.id, obligation.id)
-        for equation in equations:
-            self._names.setdefault(_normal(equation.name), equation.name)
-        for obligation in obligations:
-            self._names.setdefault(_normal(obligation.property), obligation.id)
-
-    @property
-    def names(self) -> list[str]:
-        """The ids, in order."""
-        return sorted(self._ids)
+        self.ids = {clause.id for clause in invariants} | {stated.id for stated in obligations}
+        named = [(clause.name, clause.id) for clause in invariants]
+        named += [(equation.name, equation.name) for equation in equations]
+        named += [(obligation.property, obligation.id) for obligation in obligations]
+        # Of several that are called the same the first is meant.
+        self._names = {_normal(name): target for name, target in reversed(named)}
 
     def resolve(self, rule: str) -> str:
-        """Return the id of a clause or obligation, or the equation's name, that `rule` means; or
-        "".
-        """
-        if rule in self._ids:
+        """Return the id, or the equation's name, that `rule` means; "" if it means none."""
+        if rule in self.ids:
             return rule
         named = self._names.get(_normal(rule))
         if named is not None:
             return named
         first = _FIRST_WORD.match(rule)
-        return "" if first is None else self._ids.get(first[0].rstrip(".-"), "")
+        leading_id = "" if first is None else first[0].rstrip(".-")
+        return leading_id if leading_id in self.ids else ""
 
 
 def _normal(text: str) -> str:
@@ -91,8 +80,8 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
         extra=record.extra("falsification_tests"),
     )
     if not test.target and _ID.fullmatch(rule):
-        hint = problems.hint(rule, targets.names, otherwise="use the id of a clause")
-        problems.warn(record.place("rule"), f"{what}: rule {rule!r} names no clause{hint}")
+        hint = problems.hint(rule, sorted(targets.ids), otherwise="use the id of a clause")
+        record.warn("rule", f"rule {rule!r} names no clause{hint}")
     if not test.if_fails:
         message = f"{what}: if_fails is missing; say what a failure would mean"
         problems.warn(node.at, message, rule="SCHEMA-009")

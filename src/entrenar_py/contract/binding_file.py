@@ -5,6 +5,7 @@ Read like a contract: with the place of everything, all problems at once, nothin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from entrenar_py.contract.items import DIGEST_CHARS, KINDS
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import SEVERITIES, TOLERANCE_KINDS
 from entrenar_py.contract.tree import MapNode, ScalarNode, plain
-from entrenar_py.errors import ContractError
 from entrenar_py.untrusted import escaping
 
 SUFFIX = ".bindings.yaml"
@@ -29,6 +29,7 @@ _TRIED = (
     *("check", "tolerance", "tolerance_kind", "scenarios", "options", "systems"),
     *("severity", "critical", "mutants", "reason"),
 )
+_DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_CHARS}}}")
 ENTRY_KEYS = (*KINDS, "part", "statement", "gate_names", "not_tried", "guess", *_TRIED)
 
 
@@ -70,11 +71,8 @@ class BindingFile:
 
 
 def read(path: Path, problems: Problems) -> BindingFile | None:
-    """Return the file at `path`; None if it has no bindings, the reason in `problems`.
-
-    Raises ContractError if it can't be read at all.
-    """
-    root = composer.compose(composer.read(path), str(path), problems, form=_FORM)
+    """Return the file at `path`; None if it has no bindings, the reason in `problems`."""
+    root = composer.load(path, problems, form=_FORM)
     if root is None:
         return None
     if MARK not in root.fields:
@@ -82,15 +80,14 @@ def read(path: Path, problems: Problems) -> BindingFile | None:
         problems.error(root.at, message)
         return None
     file = Record(root, what="bindings", known=_FILE_KEYS, problems=problems)
-    _refuse_unknown(file, _FILE_KEYS, problems)
+    _refuse_unknown(file)
     version = file.text(MARK)
     if version != VERSION:
-        at = file.place(MARK)
-        problems.error(at, f"bindings: {MARK} is {VERSION} in this release; given is {version!r}")
+        file.error(MARK, f"{MARK} is {VERSION} in this release; given is {version!r}")
     name = file.filled("contract")
-    entries = tuple(_entries(file, problems))
+    entries = tuple(_entries(file))
     if not file.maps("bindings"):
-        problems.error(file.place("bindings"), "bindings: the list is empty; add a binding")
+        file.error("bindings", "the list is empty; add a binding")
     return BindingFile(
         path=path, contract=stem(name), contract_at=file.place("contract"), entries=entries
     )
@@ -110,70 +107,48 @@ def for_contract(
 
 
 def _contract_of(path: Path) -> str:
-    quiet = Problems()  # what is wrong with the file is said when it is read
-    try:
-        file = read(path, quiet)
-    except ContractError:
-        return ""
+    file = read(path, Problems())  # what is wrong with the file is said when it is read
     return "" if file is None else file.contract
 
 
-def _refuse_unknown(record: Record, known: tuple[str, ...], problems: Problems) -> None:
+def _refuse_unknown(record: Record) -> None:
     for key, at in record.node.keys.items():
-        if key not in known:
-            problems.error(at, f"{record.what}: key {key!r} is unknown{problems.hint(key, known)}")
+        if key not in record.known:
+            hint = record.problems.hint(key, record.known)
+            record.problems.error(at, f"{record.what}: key {key!r} is unknown{hint}")
 
 
-def _entries(file: Record, problems: Problems) -> Iterator[Entry]:
+def _entries(file: Record) -> Iterator[Entry]:
     for node in file.maps("bindings"):
-        found = _named(node)
-        if len(found) != 1:
-            given = " and ".join(found) or "none"
-            allowed = ", ".join(KINDS)
-            message = f"a binding names one of {allowed}; given is {given}"
-            problems.error(node.at, message)
-            _refuse_unknown(_record(node, "binding", problems), ENTRY_KEYS, problems)
+        record = Record(node, what="binding", known=ENTRY_KEYS, problems=file.problems)
+        kinds = [kind for kind in KINDS if kind in node.fields]
+        if len(kinds) != 1:
+            given = " and ".join(kinds) or "none"
+            message = f"a binding names one of {', '.join(KINDS)}; given is {given}"
+            record.problems.error(node.at, message)
+            _refuse_unknown(record)
             continue
-        kind = found[0]
+        kind = kinds[0]
         value = node.fields[kind]
         name = " ".join(value.text.split()) if isinstance(value, ScalarNode) else ""
-        if not name:
-            problems.error(
-                value.at, f"binding: {kind} takes one text, the id or the name of the {kind}"
-            )
-            continue
-        yield _entry(kind, name, _record(node, f"binding of {name}", problems), problems)
+        if name:
+            record.what = f"binding of {name}"
+            yield _entry(kind, name, record)
+        else:
+            record.error(kind, f"{kind} takes one text, the id or the name of the {kind}")
 
 
-def _named(node: MapNode) -> list[str]:
-    return [kind for kind in KINDS if kind in node.fields]
-
-
-def _record(node: MapNode, what: str, problems: Problems) -> Record:
-    return Record(node, what=what, known=ENTRY_KEYS, problems=problems)
-
-
-def _entry(kind: str, name: str, record: Record, problems: Problems) -> Entry:
-    _refuse_unknown(record, ENTRY_KEYS, problems)
+def _entry(kind: str, name: str, record: Record) -> Entry:
+    _refuse_unknown(record)
     if record.present("guess") is not None:
         message = "is still a guess: read the statement and the check, then remove this line"
-        problems.error(record.node.keys["guess"], f"{record.what}: {message}")
-    check, not_tried = record.text("check"), record.text("not_tried")
-    if bool(check) == bool(not_tried):
-        both = "both are" if check else "neither is"
-        what = "a binding has a check, or says in not_tried why nothing can be compared"
-        problems.error(record.node.at, f"{record.what}: {what}; {both} given")
-    elif check:
-        record.filled("reason")
-    for key in _TRIED if not_tried and not check else ():
-        if key in record.node.fields:
-            message = f"{key} has no effect with not_tried; remove it"
-            problems.error(record.node.keys[key], f"{record.what}: {message}")
+        record.problems.error(record.node.keys["guess"], f"{record.what}: {message}")
+    _require_check_or_reason(record)
     statement = record.text("statement")
-    if statement and not _is_digest(statement):
+    if statement and not _DIGEST.fullmatch(statement):
+        given = escaping.shortened(statement, chars_max=80)
         message = f"statement is {DIGEST_CHARS} hex digits, as --suggest writes them"
-        at, given = record.place("statement"), escaping.shortened(statement, chars_max=80)
-        problems.error(at, f"{record.what}: {message}; given is {given!r}")
+        record.error("statement", f"{message}; given is {given!r}")
     return record.read_as(
         Entry,
         kind=kind,
@@ -182,27 +157,39 @@ def _entry(kind: str, name: str, record: Record, problems: Problems) -> Entry:
         position=record.node.at,
         tolerance=record.number("tolerance"),
         tolerance_kind=record.choice("tolerance_kind", TOLERANCE_KINDS),
-        scenarios=_scenarios(record, problems),
+        scenarios=_scenarios(record),
         severity=record.choice("severity", SEVERITIES),
         critical=record.flag("critical"),
     )
 
 
-def _is_digest(text: str) -> bool:
-    return len(text) == DIGEST_CHARS and set(text) <= set("0123456789abcdef")
+def _require_check_or_reason(record: Record) -> None:
+    """Require a check with its reason, or `not_tried` and nothing on how to try."""
+    check, not_tried = record.text("check"), record.text("not_tried")
+    if bool(check) == bool(not_tried):
+        both = "both are" if check else "neither is"
+        what = "a binding has a check, or says in not_tried why nothing can be compared"
+        record.problems.error(record.node.at, f"{record.what}: {what}; {both} given")
+    elif check:
+        record.filled("reason")
+    for key in _TRIED if not_tried and not check else ():
+        if key in record.node.fields:
+            message = f"{key} has no effect with not_tried; remove it"
+            record.problems.error(record.node.keys[key], f"{record.what}: {message}")
 
 
-def _scenarios(record: Record, problems: Problems) -> tuple[Mapping[str, Any], ...]:
+def _scenarios(record: Record) -> tuple[Mapping[str, Any], ...]:
     """Return the scenarios as plain data, with the binding's own `options` in each of them."""
     scenarios = [plain(node) for node in record.maps("scenarios")]
     options = record.present("options")
     if options is None:
         return tuple(scenarios)
     if not isinstance(options, MapNode):
-        problems.error(options.at, f"{record.what}: options is a mapping")
+        record.error("options", "options is a mapping")
     elif not scenarios:
-        message = "options are added to its scenarios, and it has none; add scenarios"
-        problems.error(options.at, f"{record.what}: {message}")
+        record.error(
+            "options", "options are added to its scenarios, and it has none; add scenarios"
+        )
     else:
         for scenario in scenarios:
             own = scenario.get("options", {})

@@ -19,7 +19,6 @@ from entrenar_py.contract.items import Item
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import Invariant
 from entrenar_py.contract.vocabulary import Vocabulary
-from entrenar_py.errors import ContractError
 from entrenar_py.untrusted import escaping
 
 
@@ -71,7 +70,7 @@ def bind(
         bound = chosen.get((item.kind, item.id), ())
         if not bound and item.counts:
             made.append(item.clause)
-        made += [bound_clauses.clause(item, binding, terms, room, problems) for binding in bound]
+        made += [bound_clauses.clause(item, binding, terms, room) for binding in bound]
     return tuple(made)
 
 
@@ -83,24 +82,13 @@ def _choose(
     for level in ((files.beside,), files.given):
         found: dict[tuple[str, str], list[Bound]] = {}
         for path in level:
-            loaded = None if path is None else _read(path, problems)
+            loaded = None if path is None else binding_file.read(path, problems)
             if loaded is not None and _is_for(loaded, files.stem, problems):
-                _collect(loaded, known, found, problems)
+                _collect(loaded, known, found)
         for bound in found.values():
-            _require_parts(bound, problems)
+            _require_parts(bound)
         chosen.update(found)
     return chosen
-
-
-def _read(file: Path, problems: Problems) -> BindingFile | None:
-    """Return the file; None if it is none, the reason among the problems of the contract."""
-    try:
-        return binding_file.read(file, problems)
-    except ContractError as error:
-        at = Position(str(file), 1, 1)
-        for line in error.problems:
-            problems.error(at, line.removeprefix(f"{at}: error: "))
-        return None
 
 
 def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
@@ -122,32 +110,33 @@ def _shipped(
     if files.shipped is None:
         return {}
     quiet = Problems()
-    loaded = _read(files.shipped, quiet)
+    loaded = binding_file.read(files.shipped, quiet)
     found: dict[tuple[str, str], list[Bound]] = {}
     if loaded is not None:
-        _collect(loaded, known, found, quiet)
+        _collect(loaded, known, found)
     if all(binding.stale for bound in found.values() for binding in bound):
         return {}
     for bound in found.values():
         for binding in bound:
             if binding.stale:
-                problems.warn(
-                    binding.entry.position, f"{binding.entry.record.what}: {binding.stale}"
-                )
+                message = f"{binding.entry.record.what}: {binding.stale}"
+                problems.warn(binding.entry.position, message)
     return found
 
 
 def _collect(
-    file: BindingFile,
-    known: Sequence[Item],
-    found: dict[tuple[str, str], list[Bound]],
-    problems: Problems,
+    file: BindingFile, known: Sequence[Item], found: dict[tuple[str, str], list[Bound]]
 ) -> None:
     """Add the bindings of `file` to those found, each under the item that it names."""
     for entry in file.entries:
-        named = [item for item in known if item.kind == entry.kind and _has(item, entry.name)]
+        named = [
+            item
+            for item in known
+            if item.kind == entry.kind
+            and any(" ".join(name.split()) == entry.name for name in item.names)
+        ]
         if len(named) != 1:
-            _refuse(entry, named, known, problems)
+            _refuse(entry, named, known)
             continue
         item, stale = named[0], ""
         if entry.statement and entry.statement != item.digest:
@@ -155,35 +144,29 @@ def _collect(
                 f"its binding was made for another wording ({entry.statement}, now {item.digest}): "
                 "read the statement again, then write the new digest"
             )
-            problems.warn(entry.record.place("statement"), f"{entry.record.what}: {stale}")
+            entry.record.warn("statement", stale)
         found.setdefault((item.kind, item.id), []).append(Bound(entry=entry, stale=stale))
 
 
-def _has(item: Item, name: str) -> bool:
-    return any(" ".join(one.split()) == name for one in item.names)
-
-
-def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item], problems: Problems) -> None:
-    at = entry.record.place(entry.kind)
+def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item]) -> None:
     if named:
         ids = ", ".join(item.id for item in named)
-        problems.error(at, f"{entry.record.what}: the name stands for {ids}; use one of these")
+        entry.record.error(entry.kind, f"the name stands for {ids}; use one of these")
         return
     names = [name for item in known if item.kind == entry.kind for name in item.names]
     none = f"the contract has no {entry.kind}"
-    hint = problems.hint(entry.name, names, otherwise=None if names else none)
-    problems.error(at, f"{entry.record.what}: the contract has no such {entry.kind}{hint}")
+    hint = entry.record.problems.hint(entry.name, names, otherwise=None if names else none)
+    entry.record.error(entry.kind, f"the contract has no such {entry.kind}{hint}")
 
 
-def _require_parts(bound: Sequence[Bound], problems: Problems) -> None:
+def _require_parts(bound: Sequence[Bound]) -> None:
     """Require that several bindings of one statement are parts of it, each with its own name."""
     parts: dict[str, Position] = {}
     for binding in bound:
-        part, what = binding.entry.part, binding.entry.record.what
+        part, record = binding.entry.part, binding.entry.record
         if len(bound) > 1 and not part:
             message = "is bound more than once: give each binding a part, or remove one"
-            problems.error(binding.entry.position, f"{what}: {message}")
+            record.problems.error(binding.entry.position, f"{record.what}: {message}")
         elif part in parts:
-            message = f"part {part!r} stands at {parts[part]} too; rename one"
-            problems.error(binding.entry.record.place("part"), f"{what}: {message}")
+            record.error("part", f"part {part!r} stands at {parts[part]} too; rename one")
         parts.setdefault(part, binding.entry.position)

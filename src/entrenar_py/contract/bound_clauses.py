@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from entrenar_py.contract import scenario_counts, vocabulary
 from entrenar_py.contract.binding_file import Entry
 from entrenar_py.contract.items import Item
-from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.records import EQUALITY_KINDS, SEVERITIES, Binding, Invariant
 from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 
@@ -20,13 +19,7 @@ class Bound:
     stale: str
 
 
-def clause(
-    item: Item,
-    bound: Bound,
-    terms: Vocabulary,
-    room: scenario_counts.Room,
-    problems: Problems,
-) -> Invariant:
+def clause(item: Item, bound: Bound, terms: Vocabulary, room: scenario_counts.Room) -> Invariant:
     """Return the clause that `bound` makes of `item`, or of a part of it.
 
     What is wrong with the binding, and where it demands less than the contract, is a problem.
@@ -53,15 +46,15 @@ def clause(
         scenarios=entry.scenarios or bare.scenarios,
         mutants=entry.mutants or bare.mutants,
     )
-    vocabulary.check_names(entry.record, tried, terms, problems)
+    vocabulary.check_names(entry.record, tried, terms)
     for node, record in zip(entry.record.maps("scenarios"), entry.scenarios, strict=True):
         room.take(node, record, entry.record.what)
     for check in terms.checks or ():
         if check.name == entry.check:
-            _check_tolerance(tried, check, entry, problems)
+            _check_tolerance(tried, check, entry)
     departures = _departures(item, entry)
     for key, told in departures.items():
-        problems.warn(entry.record.place(key), f"{entry.record.what}: {told}")
+        entry.record.warn(key, told)
     return replace(tried, binding=replace(binding, departures=tuple(departures.values())))
 
 
@@ -80,37 +73,24 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
     A person who sees the verdict is to know of it.
     """
     said, found = item.clause, {}
-    if entry.severity is not None and _rank(entry.severity) > _rank(said.severity):
-        found["severity"] = (
-            f"severity {entry.severity} in place of the {item.kind}'s {said.severity}"
-        )
-    if said.check is not None and entry.check != said.check:
-        found["check"] = f"check {entry.check} in place of the {item.kind}'s {said.check}"
-    if said.tolerance_kind not in (None, entry.tolerance_kind) and entry.tolerance_kind is not None:
-        found["tolerance_kind"] = (
-            f"tolerance_kind {entry.tolerance_kind} in place of the {item.kind}'s "
-            f"{said.tolerance_kind}"
-        )
+    is_milder = SEVERITIES.index(entry.severity or "P0") > SEVERITIES.index(said.severity)
+    for key, departs in (("severity", is_milder), ("check", True), ("tolerance_kind", True)):
+        own, theirs = getattr(entry, key), getattr(said, key)
+        if departs and None not in (own, theirs) and own != theirs:
+            found[key] = f"{key} {own} in place of the {item.kind}'s {theirs}"
     stated, given = said.tolerance, entry.tolerance
     if stated is not None and given is not None and given > stated:
         found["tolerance"] = f"tolerance {given:g} is wider than the {stated:g} of the {item.kind}"
     return found
 
 
-def _rank(severity: str) -> int:
-    return SEVERITIES.index(severity)
-
-
-def _check_tolerance(
-    clause: Invariant, check: CheckTerms, entry: Entry, problems: Problems
-) -> None:
+def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
     """Require that a tolerance says of which kind it is, where its check knows several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)
         message = f"check {check.name} has no tolerance_kind {entry.tolerance_kind}; use {honoured}"
-        problems.error(entry.record.place("tolerance_kind"), f"{entry.record.what}: {message}")
+        entry.record.error("tolerance_kind", message)
     if clause.tolerance is not None and clause.tolerance_kind is None and len(kinds) > 1:
-        message = f"tolerance {clause.tolerance:g} has no tolerance_kind; add "
-        at = entry.record.place("tolerance")
-        problems.error(at, f"{entry.record.what}: {message}{' or '.join(kinds)}")
+        message = f"tolerance {clause.tolerance:g} has no tolerance_kind; add {' or '.join(kinds)}"
+        entry.record.error("tolerance", message)

@@ -13,6 +13,7 @@ from entrenar_py.contract.records import (
 )
 from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 from entrenar_py.contract.vocabulary import Vocabulary, check_names
+from entrenar_py.wording import listed
 
 # What others call the severities. An error or a critical one must hold, as P0 must.
 SEVERITY_WORDS = {
@@ -47,8 +48,7 @@ def _note_others(root: MapNode, problems: Problems) -> None:
         groups.setdefault(group, []).append(node)
     for group, nodes in groups.items():
         ids = [child.text for node in nodes if isinstance(child := node.fields["id"], ScalarNode)]
-        more = f" and {len(ids) - _NAMES_MAX} more" if len(ids) > _NAMES_MAX else ""
-        named = ", ".join(ids[:_NAMES_MAX]) + more
+        named = listed(ids, most=_NAMES_MAX)
         why = "no invariant, postcondition or other statement, so they are data and no clauses"
         problems.note(nodes[0].at, f"{group}: {named}: {why}")
 
@@ -84,7 +84,7 @@ def _clause(
         mutants=record.texts("mutants"),
         extra=record.extra("clauses", read_elsewhere=nested),
     )
-    check_names(record, clause, vocabulary, problems)
+    check_names(record, clause, vocabulary)
     return clause
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import yaml
 
-from entrenar_py.contract.problems import Position, Problem, Problems
+from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.scalars import TAG, resolve, tag_message
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
-from entrenar_py.errors import ContractError
 from entrenar_py.untrusted import files
 
 BYTES_MAX = 1 << 20
@@ -25,20 +24,26 @@ DEPTH_MAX = 64
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read(path: Path) -> bytes:
+CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"
+
+
+def load(path: Path, problems: Problems, *, form: str = CONTRACT_FORM) -> MapNode | None:
+    """Return the tree of the file at `path`; None, and a problem, if it has none (`compose`)."""
+    data = read(path, problems)
+    return None if data is None else compose(data, str(path), problems, form=form)
+
+
+def read(path: Path, problems: Problems) -> bytes | None:
     """Return the file's bytes, at most BYTES_MAX.
 
-    Raises ContractError if it is larger (before reading it), no file, or can't be read.
+    None, and a problem, if it is larger (before reading it), no file, or can't be read.
     """
-    start = Position(str(path), 1, 1)
     try:
         return files.read(path, bytes_max=BYTES_MAX)
     except OSError as error:
         message = f"can't be read: {error.strerror}; give a YAML file"
-        raise ContractError([Problem(start, "error", message).line]) from error
-
-
-CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"
+        problems.error(Position(str(path), 1, 1), message)
+        return None
 
 
 def compose(

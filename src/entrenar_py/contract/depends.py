@@ -10,7 +10,6 @@ from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.tree import MapNode
-from entrenar_py.errors import ContractError
 
 
 def check(path: Path, root: MapNode, problems: Problems) -> None:
@@ -75,8 +74,5 @@ def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
 
 def _dependencies(path: Path) -> list[str] | None:
     quiet = Problems()  # what is wrong with another file is said when that file is checked
-    try:
-        root = composer.compose(composer.read(path), str(path), quiet)
-    except ContractError:
-        return None
+    root = composer.load(path, quiet)
     return None if root is None else [name for name, _ in _names(root, quiet)]

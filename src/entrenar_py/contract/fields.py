@@ -24,17 +24,21 @@ class Record:
     def __init__(
         self, node: MapNode, *, what: str, known: Collection[str], problems: Problems
     ) -> None:
-        self.node = node
-        self.what = what
-        self._known = known
-        self._problems = problems
+        self.node, self.what, self.known, self.problems = node, what, known, problems
+
+    def error(self, key: str, message: str, *, rule: str = "") -> None:
+        """Record an error in the value of `key`, or in the mapping if it has no such key."""
+        self.problems.error(self.place(key), f"{self.what}: {message}", rule=rule)
+
+    def warn(self, key: str, message: str, *, rule: str = "") -> None:
+        """Record a warning at the same place."""
+        self.problems.warn(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
         """Warn of every key that no one reads."""
-        for key, at in self.node.keys.items():
-            if key in self.node.fields and key not in self._known and key not in read_elsewhere:
-                hint = self._problems.hint(key, self._known)
-                self._problems.warn(at, f"{self.what}: key {key!r} is not read{hint}")
+        for key in self.node.keys:
+            if key in self.node.fields and key not in self.known and key not in read_elsewhere:
+                self._warn_unread(key)
 
     def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
         """Return the keys that no one reads, as plain data; one note tells of all such of a `kind`.
@@ -43,16 +47,18 @@ class Record:
         """
         data = {}
         for key, child in self.node.fields.items():
-            if key in self._known or key in read_elsewhere:
+            if key in self.known or key in read_elsewhere:
                 continue
             data[key] = plain(child)
-            at = self.node.keys.get(key, child.at)
-            if self._problems.is_near(key, self._known):
-                hint = self._problems.hint(key, self._known)
-                self._problems.warn(at, f"{self.what}: key {key!r} is not read{hint}")
+            if self.problems.is_near(key, self.known):
+                self._warn_unread(key)
             else:
-                self._problems.unread(at, kind, key)
+                self.problems.unread(self.node.keys[key], kind, key)
         return data
+
+    def _warn_unread(self, key: str) -> None:
+        hint = self.problems.hint(key, self.known)
+        self.problems.warn(self.node.keys[key], f"{self.what}: key {key!r} is not read{hint}")
 
     def place(self, key: str) -> Position:
         """Return the place of the value of `key`; that of the mapping if there is none."""
@@ -87,15 +93,14 @@ class Record:
             read for item in items if (read := _sentence(item, colon=prose and item is not found))
         ]
         if len(scalars) < len(items):
-            self._problems.error(found.at, f"{self.what}: {key} is text or a list of texts")
+            self.error(key, f"{key} is text or a list of texts")
         return tuple(scalar for scalar in scalars if scalar.text.strip())
 
     def filled(self, key: str, *, rule: str = "") -> str:
         """Return the same as `text`; an empty or missing one is an error, which breaks `rule`."""
         text = self.text(key)
         if not text:
-            message = f"{self.what}: {key} is empty; write it down"
-            self._problems.error(self.place(key), message, rule=rule)
+            self.error(key, f"{key} is empty; write it down", rule=rule)
         return text
 
     def identifier(self) -> str:
@@ -103,7 +108,7 @@ class Record:
         found = self.present("id")
         if isinstance(found, ScalarNode) and found.text.strip():
             return found.text.strip()
-        self._problems.error(self.place("id"), f"{self.what}: id is empty; give one text")
+        self.error("id", "id is empty; give one text")
         return ""
 
     def flag(self, key: str) -> bool:
@@ -113,7 +118,7 @@ class Record:
             return False
         if isinstance(found, ScalarNode) and found.text.lower() in _FLAGS:
             return _FLAGS[found.text.lower()]
-        self._problems.error(found.at, f"{self.what}: {key} is true or false{_given(found)}")
+        self.error(key, f"{key} is true or false{_given(found)}")
         return False
 
     def choice(
@@ -127,8 +132,7 @@ class Record:
             given = (words or {}).get(found.text.strip().upper(), found.text)
             if given in allowed:
                 return given
-        message = f"{self.what}: {key} is one of {', '.join(allowed)}{_given(found)}"
-        self._problems.error(found.at, message)
+        self.error(key, f"{key} is one of {', '.join(allowed)}{_given(found)}")
         return None
 
     def read_as(self, kind: type[T], /, **values: Any) -> T:
@@ -149,8 +153,7 @@ class Record:
             return None
         number = _number(found)
         if number is None:
-            message = f"{self.what}: {key} is a finite number >= 0, never a formula{_given(found)}"
-            self._problems.error(found.at, message)
+            self.error(key, f"{key} is a finite number >= 0, never a formula{_given(found)}")
         return number
 
     def data(self, key: str) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class Record:
         items = found.items if isinstance(found, ListNode) else (found,)
         maps = tuple(item for item in items if isinstance(item, MapNode))
         if not isinstance(found, ListNode) or len(maps) < len(items):
-            self._problems.error(found.at, f"{self.what}: {key} is a list of mappings")
+            self.error(key, f"{key} is a list of mappings")
         return maps
 
 

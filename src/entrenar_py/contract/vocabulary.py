@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import Invariant
+from entrenar_py.wording import listed
 
 _PAGE = "docs/contract-format.md"
 _NAMES_MAX = 5  # so many clauses are named in one line
@@ -52,20 +53,23 @@ class Vocabulary:
         return next((check for check in known if check.id == clause.id), None)
 
 
-def check_names(
-    record: Record, clause: Invariant, vocabulary: Vocabulary, problems: Problems
-) -> None:
+def check_names(record: Record, clause: Invariant, vocabulary: Vocabulary) -> None:
     """Record an error for a check or a mutant that is not there."""
     check = vocabulary.check_of(clause)
     if check is not None:
-        _check_tolerance(record, clause, check, problems)
+        _check_tolerance(record, clause, check)
     elif clause.check is not None and vocabulary.checks is not None:
-        known = [check.name for check in vocabulary.checks]
-        hint = problems.hint(clause.check, known)
-        message = f"check {clause.check!r} is unknown{hint} ({_PAGE} has the list)"
-        problems.error(record.place("check"), f"{record.what}: {message}")
-    if clause.mutants:
-        _check_mutants(record, vocabulary.mutants(), problems)
+        hint = record.problems.hint(clause.check, [check.name for check in vocabulary.checks])
+        record.error("check", f"check {clause.check!r} is unknown{hint} ({_PAGE} has the list)")
+    planted = vocabulary.mutants() if clause.mutants else None
+    if planted is None:
+        return
+    for item in record.scalars("mutants"):
+        name = item.text.strip()
+        if name not in planted:
+            hint = record.problems.hint(name, planted, otherwise="docs/kill-matrix.md has the list")
+            message = f"{record.what}: mutants: {name!r} is not a planted bug{hint}"
+            record.problems.error(item.at, message)
 
 
 def tell_unbound(
@@ -85,49 +89,26 @@ def tell_unbound(
     ]
     if not unbound:
         return
-    ids = ", ".join(clause.id for clause in unbound[:_NAMES_MAX])
-    more = f" and {len(unbound) - _NAMES_MAX} more" if len(unbound) > _NAMES_MAX else ""
-    verb = "has" if len(unbound) == 1 else "have"
-    noun = "clause" if len(unbound) == 1 else "clauses"
-    message = (
-        f"{noun} {ids}{more} {verb} no check here and will be inconclusive; name one with check"
-    )
+    clauses_have = "clause {} has" if len(unbound) == 1 else "clauses {} have"
+    named = clauses_have.format(listed([clause.id for clause in unbound], most=_NAMES_MAX))
+    message = f"{named} no check here and will be inconclusive; name one with check"
     tell = problems.warn if len(unbound) < len(clauses) else problems.note
     tell(unbound[0].position, f"{message} ({_PAGE} has the list)")
 
 
-def _check_tolerance(
-    record: Record, clause: Invariant, check: CheckTerms, problems: Problems
-) -> None:
+def _check_tolerance(record: Record, clause: Invariant, check: CheckTerms) -> None:
     kind, honoured = clause.tolerance_kind, " or ".join(check.tolerance_kinds)
     if kind is not None and kind not in check.tolerance_kinds:
         key = "tolerance" if record.present("tolerance_kind") is None else "tolerance_kind"
-        message = f"check {check.name} has no tolerance_kind {kind!r}; use {honoured}"
-        problems.warn(record.place(key), f"{record.what}: {message}")
+        record.warn(key, f"check {check.name} has no tolerance_kind {kind!r}; use {honoured}")
     elif clause.tolerance and not check.takes_tolerance:
-        message = f"tolerance {clause.tolerance:g} has no effect: check {check.name}"
-        problems.warn(
-            record.place("tolerance"),
-            f"{record.what}: {message} judges by {honoured} and allows no difference; use 0",
-        )
+        message = f"tolerance {clause.tolerance:g} has no effect: check {check.name} judges by"
+        record.warn("tolerance", f"{message} {honoured} and allows no difference; use 0")
     elif clause.tolerance is not None and kind is None and _needs_kind(check):
         message = f"tolerance {clause.tolerance:g} has no effect without a kind;"
-        problems.warn(
-            record.place("tolerance"),
-            f"{record.what}: {message} add tolerance_kind: {honoured}",
-        )
+        record.warn("tolerance", f"{message} add tolerance_kind: {honoured}")
 
 
 def _needs_kind(check: CheckTerms) -> bool:
     """Return whether a number alone says nothing to `check`."""
     return check.takes_tolerance and len(check.tolerance_kinds) > 1
-
-
-def _check_mutants(record: Record, planted: Collection[str] | None, problems: Problems) -> None:
-    if planted is None:
-        return
-    for item in record.scalars("mutants"):
-        name = item.text.strip()
-        if name not in planted:
-            hint = problems.hint(name, planted, otherwise="docs/kill-matrix.md has the list")
-            problems.error(item.at, f"{record.what}: mutants: {name!r} is not a planted bug{hint}")

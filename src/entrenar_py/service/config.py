@@ -64,7 +64,7 @@ def load(path: Path) -> Config:
     """
     problems = Problems()
     form = "a configuration is a mapping (workload, world_size, secret_file, ...)"
-    root = composer.compose(composer.read(path), str(path), problems, form=form)
+    root = composer.load(path, problems, form=form)
     if root is None:
         problems.settle(strict=True)
     assert root is not None, "a file without a tree has a problem"

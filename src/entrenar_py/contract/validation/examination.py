@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entrenar_py import contract
-from entrenar_py.contract.problems import Position, Problem, Problems
+from entrenar_py.contract.problems import Problem, Problems
 from entrenar_py.contract.records import Contract, Invariant
 from entrenar_py.contract.tree import MapNode
 from entrenar_py.contract.vocabulary import Vocabulary
-from entrenar_py.errors import ContractError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +32,7 @@ def examine(
 ) -> Examined:
     """Return the contract at `path` and what its reader says of it; raise none of that."""
     problems = Problems()
-    root, loaded = None, None
-    try:
-        root, loaded = contract.read(path, vocabulary=vocabulary, problems=problems, bind=bind)
-    except ContractError as error:
-        at = Position(str(path), 1, 1)
-        for line in error.problems:
-            problems.error(at, line.removeprefix(f"{at}: error: "))
+    root, loaded = contract.read(path, vocabulary=vocabulary, problems=problems, bind=bind)
     if any(problem.level == "error" for problem in problems.all):
         loaded = None
     for clause in () if loaded is None else loaded.invariants:
