@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import entrenar_py
 from entrenar_py.errors import UsageError
@@ -52,21 +53,14 @@ def build() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
-    cli.add_argument(
-        "--contract",
-        metavar="FILE",
-        action="append",
-        help="a YAML contract: a path, or the name of a shipped one; of several each has a report",
+    add = partial(_add, cli)
+    named = "a YAML contract: a path, or the name of a shipped one; of several each has a report"
+    add("--contract FILE", named, action="append")
+    bindings = (
+        "bindings of the contract's statements to checks, besides those in NAME.bindings.yaml next "
+        "to it; may be given again"
     )
-    cli.add_argument(
-        "--bind",
-        metavar="FILE",
-        action="append",
-        default=(),
-        type=Path,
-        help="bindings of the contract's statements to checks, besides those in "
-        "NAME.bindings.yaml next to it; may be given again",
-    )
+    add("--bind FILE", bindings, action="append", type=Path, default=())
     _add_configuration(cli.add_mutually_exclusive_group())
     _add_selection(cli.add_argument_group("which invariants"))
     _add_runs(cli.add_argument_group("how they are tried"))
@@ -80,150 +74,88 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _add_configuration(group: argparse._MutuallyExclusiveGroup) -> None:
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="the configuration, instead of the nearest [tool.entrenar-check] in pyproject.toml, "
-        "or entrenar-check.toml, in this folder or above it",
-    )
-    group.add_argument("--no-config", action="store_true", help="go without a configuration")
+def _add(group: argparse._ActionsContainer, option: str, meaning: str, **settings: Any) -> None:
+    """Add an option: `--seed N` takes a value, which the help calls N, and `--list` none."""
+    name, _, metavar = option.partition(" ")
+    kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
+    group.add_argument(name, help=meaning, **kind, **settings)
 
 
-def _add_selection(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--only", metavar="ID[,ID]", type=values.words, default=(), help="these alone"
+def _add_configuration(group: argparse._ActionsContainer) -> None:
+    nearest = (
+        "the configuration, instead of the nearest [tool.entrenar-check] in pyproject.toml, or "
+        "entrenar-check.toml, in this folder or above it"
     )
-    group.add_argument(
-        "--exclude", metavar="ID[,ID]", type=values.words, default=(), help="all but these"
-    )
-    group.add_argument(
-        "--severity",
-        metavar="P0[,P1]",
-        type=values.severities,
-        default=(),
-        help="of these severities",
-    )
+    _add(group, "--config FILE", nearest, type=Path)
+    _add(group, "--no-config", "go without a configuration")
 
 
-def _add_runs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--system",
-        metavar="NAME",
-        help="the trainer, instead of the contract's: reference, textbook; one with real "
-        "processes over TCP (parameter_server, mesh, ring) or the same in virtual time "
+def _add_selection(group: argparse._ActionsContainer) -> None:
+    _add(group, "--only ID[,ID]", "these alone", type=values.words, default=())
+    _add(group, "--exclude ID[,ID]", "all but these", type=values.words, default=())
+    _add(group, "--severity P0[,P1]", "of these severities", type=values.severities, default=())
+
+
+def _add_runs(group: argparse._ActionsContainer) -> None:
+    add = partial(_add, group)
+    trainers = (
+        "the trainer, instead of the contract's: reference, textbook; one with real processes over "
+        "TCP (parameter_server, mesh, ring) or the same in virtual time "
         "(parameter_server_simulated, mesh_simulated, ring_simulated); torch's own (ddp, "
-        "ddp_canonical, fsdp, tensor_parallel, sequence_parallel, pipeline_parallel, local_sgd)",
+        "ddp_canonical, fsdp, tensor_parallel, sequence_parallel, pipeline_parallel, local_sgd)"
     )
-    group.add_argument(
-        "--world-size",
-        metavar="N[,N]",
-        type=values.counts,
-        default=(),
-        help="numbers of workers, instead of the contract's",
+    add("--system NAME", trainers)
+    workers = "numbers of workers, instead of the contract's"
+    add("--world-size N[,N]", workers, type=values.counts, default=())
+    backends = (
+        "the workers' backends in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 and cuda:1 "
+        "are the second adapter and GPU"
     )
-    group.add_argument(
-        "--backend",
-        metavar="NAME[,NAME]",
-        type=values.words,
-        default=(),
-        help="the workers' backends in turn: cpu, wgpu, cuda, auto (a GPU, else cpu); wgpu:1 and "
-        "cuda:1 are the second adapter and GPU",
-    )
-    group.add_argument(
-        "--seed",
-        metavar="N",
-        type=values.natural,
-        default=0,
-        help="added to every seed (default 0)",
-    )
-    group.add_argument(
-        "--examples",
-        metavar="N",
-        type=values.natural,
-        default=20,
-        help="random scenarios to explore per invariant (default 20)",
-    )
-    group.add_argument(
-        "--timeout", metavar="S", type=values.seconds, help="start no new run after S seconds"
-    )
-    group.add_argument(
-        "--deadline",
-        metavar="S",
-        type=values.seconds,
-        default=300.0,
-        help="end each run of a command after S seconds (default 300)",
-    )
-    group.add_argument(
-        "--steps",
-        metavar="N",
-        type=lambda text: values.natural(text, least=1),
-        default=8,
-        help="what {steps} stands for in a command: optimizer steps of a run (default 8)",
-    )
-    group.add_argument(
-        "-x", dest="stop_early", action="store_true", help="stop at the first falsified invariant"
-    )
-    group.add_argument(
-        "--allow-inconclusive", action="store_true", help="exit 0 instead of 4 if nothing broke"
-    )
+    add("--backend NAME[,NAME]", backends, type=values.words, default=())
+    add("--seed N", "added to every seed (default 0)", type=values.natural, default=0)
+    examples = "random scenarios to explore per invariant (default 20)"
+    add("--examples N", examples, type=values.natural, default=20)
+    add("--timeout S", "start no new run after S seconds", type=values.seconds)
+    deadline = "end each run of a command after S seconds (default 300)"
+    add("--deadline S", deadline, type=values.seconds, default=300.0)
+    steps = "what {steps} stands for in a command: optimizer steps of a run (default 8)"
+    add("--steps N", steps, type=lambda text: values.natural(text, least=1), default=8)
+    add("-x", "stop at the first falsified invariant", dest="stop_early")
+    add("--allow-inconclusive", "exit 0 instead of 4 if nothing broke")
 
 
 def _add_modes(group: argparse._ArgumentGroup) -> None:
     modes = group.add_mutually_exclusive_group()
-    modes.add_argument("--list", action="store_true", help="list the contract's invariants")
-    modes.add_argument("--validate", action="store_true", help="only validate the contract")
-    modes.add_argument(
-        "--suggest", action="store_true", help="draft bindings for what has no check, as guesses"
+    _add(modes, "--list", "list the contract's invariants")
+    _add(modes, "--validate", "only validate the contract")
+    _add(modes, "--suggest", "draft bindings for what has no check, as guesses")
+    stored = (
+        "judge stored traces by --contract, run nothing: files, folders or patterns of them, or "
+        "the files of a run's ranks"
     )
-    modes.add_argument(
-        "--judge",
-        metavar="TRACE",
-        nargs="+",
-        type=Path,
-        help="judge stored traces by --contract, run nothing: files, folders or patterns of them, "
-        "or the files of a run's ranks",
+    _add(modes, "--judge TRACE", stored, nargs="+", type=Path)
+    _add(modes, "--replay FILE", "run a saved counterexample of --contract", type=Path)
+    _add(modes, "--mutants", "plant every known bug and print what kills it")
+    _add(group, "--strict", "the contract's warnings are errors")
+    levels = (
+        "how loudly --validate tells of a rule (docs/contract-rules.md): off, info, warning, "
+        "error; may be given again"
     )
-    modes.add_argument(
-        "--replay", metavar="FILE", type=Path, help="run a saved counterexample of --contract"
+    _add(group, "--rule ID=LEVEL", levels, action="append", default=())
+    aside = (
+        "put findings of --validate aside: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; may "
+        "be given again"
     )
-    modes.add_argument(
-        "--mutants", action="store_true", help="plant every known bug and print what kills it"
-    )
-    group.add_argument("--strict", action="store_true", help="the contract's warnings are errors")
-    group.add_argument(
-        "--rule",
-        metavar="ID=LEVEL",
-        action="append",
-        default=(),
-        help="how loudly --validate tells of a rule (docs/contract-rules.md): off, info, warning, "
-        "error; may be given again",
-    )
-    group.add_argument(
-        "--suppress",
-        metavar="TEXT",
-        action="append",
-        default=(),
-        help="put findings of --validate aside: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; "
-        "may be given again",
-    )
+    _add(group, "--suppress TEXT", aside, action="append", default=())
 
 
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
-    group.add_argument("--junit", metavar="FILE", type=Path, help="write the report as JUnit XML")
-    group.add_argument(
-        "--sarif", metavar="FILE", type=Path, help="write the report as SARIF, for code scanning"
-    )
-    group.add_argument(
-        "--html", metavar="FILE", type=Path, help="write the report as one page for browsers"
-    )
-    group.add_argument(
-        "--github",
-        action="store_true",
-        help="in a step of a GitHub workflow: annotations, and a step summary",
-    )
-    group.add_argument("--trace-dir", metavar="DIR", type=Path, help="keep every run's trace here")
-    group.add_argument("--quiet", action="store_true", help="show only what did not hold")
-    group.add_argument("--no-color", action="store_true", help="no colours")
+def _add_output(group: argparse._ActionsContainer) -> None:
+    add = partial(_add, group)
+    add("--json FILE", "write the report as JSON", type=Path)
+    add("--junit FILE", "write the report as JUnit XML", type=Path)
+    add("--sarif FILE", "write the report as SARIF, for code scanning", type=Path)
+    add("--html FILE", "write the report as one page for browsers", type=Path)
+    add("--github", "in a step of a GitHub workflow: annotations, and a step summary")
+    add("--trace-dir DIR", "keep every run's trace here", type=Path)
+    add("--quiet", "show only what did not hold")
+    add("--no-color", "no colours")
