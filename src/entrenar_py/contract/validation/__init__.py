@@ -12,10 +12,8 @@ from pathlib import Path
 
 from entrenar_py.contract.records import Contract, Invariant
 from entrenar_py.contract.validation import levels
-from entrenar_py.contract.validation.examination import examine
-from entrenar_py.contract.validation.findings import RuleFinding, judge, stale
+from entrenar_py.contract.validation.findings import RuleFinding, examine, judge, stale
 from entrenar_py.contract.validation.levels import LEVELS, Level
-from entrenar_py.contract.validation.outline import outline
 from entrenar_py.contract.validation.rules import DEFAULTS, FIXED, RULES, Rule
 from entrenar_py.contract.validation.suppressions import Suppression
 from entrenar_py.contract.vocabulary import Vocabulary
@@ -115,7 +113,7 @@ def validate(
     for path, bind in contracts.items():
         examined = examine(path, vocabulary=vocabulary, bind=bind, unrunnable=unrunnable)
         found = judge(examined, levels=policy.levels, suppressions=policy.suppressions, today=day)
-        kind = "" if examined.root is None else outline(examined.root).kind
+        kind = "" if examined.outline is None else examined.outline.kind
         judged.append(Judged(path=path, contract=examined.contract, kind=kind, findings=found))
     return Validation(
         contracts=tuple(judged),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from entrenar_py.contract.problems import Position, Problem
-from entrenar_py.contract.validation.examination import Examined
+from entrenar_py import contract
+from entrenar_py.contract.problems import Position, Problem, Problems
+from entrenar_py.contract.records import Contract, Invariant
 from entrenar_py.contract.validation.levels import Level
-from entrenar_py.contract.validation.outline import outline
+from entrenar_py.contract.validation.outline import Outline, outline
 from entrenar_py.contract.validation.published import Breach
 from entrenar_py.contract.validation.rules import (
     BY_ID,
@@ -21,9 +23,22 @@ from entrenar_py.contract.validation.rules import (
     Rule,
 )
 from entrenar_py.contract.validation.suppressions import Suppression
+from entrenar_py.contract.vocabulary import Vocabulary
 
 # What the reader of contracts calls an error, a warning, a note -> the rule that it is told under.
 _READER = {"error": UNREADABLE, "warning": OURS, "note": NOTE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A contract's file looked at: `contract` is None where it can't be read as one, `outline`
+    where it has no tree. `problems` are what its reader said.
+    """
+
+    path: Path
+    outline: Outline | None
+    contract: Contract | None
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +59,25 @@ class RuleFinding:
     def counts(self) -> bool:
         """Return whether it is told as what its level says."""
         return self.suppressed is None
+
+
+def examine(
+    path: Path,
+    *,
+    vocabulary: Vocabulary,
+    bind: Sequence[Path],
+    unrunnable: Callable[[Invariant], str],
+) -> Examined:
+    """Return the contract at `path` and what its reader says of it; raise none of that."""
+    problems = Problems()
+    root, loaded = contract.read(path, vocabulary=vocabulary, problems=problems, bind=bind)
+    if any(problem.level == "error" for problem in problems.all):
+        loaded = None
+    for clause in () if loaded is None else loaded.invariants:
+        if why := unrunnable(clause):
+            problems.error(clause.position, why)
+    seen = None if root is None else outline(root)
+    return Examined(path=path, outline=seen, contract=loaded, problems=problems.all)
 
 
 def judge(
@@ -146,7 +180,6 @@ def _order(finding: RuleFinding) -> tuple[Position, str]:
 
 
 def _of_rules(examined: Examined) -> Iterator[tuple[Rule, Breach]]:
-    if examined.root is not None:
-        seen = outline(examined.root)
+    if examined.outline is not None:
         for rule in RULES:
-            yield from ((rule, breach) for breach in rule.find(seen))
+            yield from ((rule, breach) for breach in rule.find(examined.outline))

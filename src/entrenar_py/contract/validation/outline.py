@@ -6,7 +6,7 @@ list: both are read. A key that is missing, null or blank counts as empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,6 +25,7 @@ KINDS = (
 # What a contract is that names no kind and states clauses: these are tried, nothing is proved.
 CLAUSES = "clauses"
 
+_BLOCKS = ("equations", "proof_obligations", "falsification_tests", "kani_harnesses")
 # What later versions call a key.
 _ALSO = {
     "property": ("statement",),
@@ -68,14 +69,14 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A contract as rules see it. `kind` is what it was judged as, `declared` if it says so."""
+    """A contract as rules see it: `items` are by the names of the blocks that they stand in.
+
+    `kind` is what it was judged as, `declared` if it says so.
+    """
 
     root: MapNode
     metadata: Item
-    equations: tuple[Item, ...]
-    obligations: tuple[Item, ...]
-    tests: tuple[Item, ...]
-    harnesses: tuple[Item, ...]
+    items: Mapping[str, tuple[Item, ...]]
     kind: str
     declared: bool
 
@@ -100,10 +101,7 @@ def outline(root: MapNode) -> Outline:
     return Outline(
         root=root,
         metadata=metadata,
-        equations=tuple(_equations(root)),
-        obligations=tuple(_items(root, "proof_obligations")),
-        tests=tuple(_items(root, "falsification_tests")),
-        harnesses=tuple(_items(root, "kani_harnesses")),
+        items={block: tuple(_items(root, block)) for block in _BLOCKS},
         kind=kind,
         declared=declared,
     )
@@ -131,17 +129,11 @@ def _kind(root: MapNode, metadata: Item) -> tuple[str, bool]:
     return (CLAUSES if has_clauses and "kani_harnesses" not in root.fields else "kernel"), False
 
 
-def _equations(root: MapNode) -> Iterator[Item]:
-    found = root.fields.get("equations")
-    if isinstance(found, MapNode):
-        for name, node in found.fields.items():
-            yield Item(path=f"equations.{name}", name=name, node=node)
-    elif isinstance(found, ListNode):
-        yield from _items(root, "equations")
-
-
 def _items(root: MapNode, block: str) -> Iterator[Item]:
     found = root.fields.get(block)
+    if block == "equations" and isinstance(found, MapNode):
+        for name, node in found.fields.items():
+            yield Item(path=f"equations.{name}", name=name, node=node)
     for number, node in enumerate(found.items if isinstance(found, ListNode) else ()):
         item = Item(path="", name="", node=node)
         name = item.text("id") or item.text("name")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from entrenar_py.contract.validation import published
@@ -40,11 +40,6 @@ def _known_kind(contract: Outline) -> Iterator[Breach]:
         yield Breach(at=at, item="metadata.kind", message=message)
 
 
-def _nothing(contract: Outline) -> Iterator[Breach]:
-    """Yield nothing: breaches of the rule are found elsewhere."""
-    yield from ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """A rule: its own `level`, what it `demands`, what to do about it, and who finds breaches.
@@ -58,10 +53,13 @@ class Rule:
     demands: str
     remedy: str
     published: str = ""
-    find: Callable[[Outline], Iterator[Breach]] = _nothing
+    find: Callable[[Outline], Iterable[Breach]] = lambda contract: ()
     fixed: bool = False
 
 
+_PROVES = published.filled(
+    "kani_harnesses", "obligation", "name the proof obligation that it proves"
+)
 _ERROR, _WARNING, _INFO = Level.ERROR, Level.WARNING, Level.INFO
 
 # The first seventeen ids and their levels are the ecosystem's, and so are those that start with PV.
@@ -112,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         demands="no two proof obligations have the same `formal` predicate",
         remedy="Change one, or make one obligation of the two.",
         published=_SCHEMA,
-        find=published.distinct_formal,
+        find=published.distinct("proof_obligations", "formal", "formal predicate"),
     ),
     Rule(
         id="SCHEMA-007",
@@ -120,7 +118,7 @@ RULES: tuple[Rule, ...] = (
         demands="no two falsification tests have the same `id`",
         remedy="Rename one.",
         published=_SCHEMA,
-        find=published.distinct_tests,
+        find=published.distinct("falsification_tests", "id", "id"),
     ),
     Rule(
         id="SCHEMA-008",
@@ -128,7 +126,9 @@ RULES: tuple[Rule, ...] = (
         demands="each falsification test has a `prediction`",
         remedy="Say what is seen if the contract holds.",
         published=_SCHEMA,
-        find=published.predictions,
+        find=published.filled(
+            "falsification_tests", "prediction", "say what is seen if the contract holds"
+        ),
     ),
     Rule(
         id="SCHEMA-009",
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         demands="each falsification test has `if_fails`",
         remedy="Say what a failure would mean.",
         published=_SCHEMA,
-        find=published.diagnoses,
+        find=published.filled("falsification_tests", "if_fails", "say what a failure would mean"),
     ),
     Rule(
         id="SCHEMA-010",
@@ -144,7 +144,7 @@ RULES: tuple[Rule, ...] = (
         demands="no two Kani harnesses have the same `id`",
         remedy="Rename one.",
         published=_SCHEMA,
-        find=published.distinct_harnesses,
+        find=published.distinct("kani_harnesses", "id", "id"),
     ),
     Rule(
         id="SCHEMA-011",
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         demands="each Kani harness names its `obligation`",
         remedy="Name the proof obligation that the harness proves.",
         published=_SCHEMA,
-        find=published.proved_obligations,
+        find=_PROVES,
     ),
     Rule(
         id="SCHEMA-012",
@@ -160,7 +160,9 @@ RULES: tuple[Rule, ...] = (
         demands="each Kani harness has a `bound`",
         remedy="Give the number of times that loops are unwound.",
         published=_SCHEMA,
-        find=published.bounds,
+        find=published.filled(
+            "kani_harnesses", "bound", "give the number of times that loops are unwound"
+        ),
     ),
     Rule(
         id="SCHEMA-013",
@@ -193,7 +195,7 @@ RULES: tuple[Rule, ...] = (
         demands="each Kani harness can be traced to a proof obligation: `obligation` is not empty",
         remedy="Name the proof obligation that the harness proves.",
         published=_AUDIT,
-        find=published.proved_obligations,
+        find=_PROVES,
     ),
     Rule(
         id="AUDIT-003",
