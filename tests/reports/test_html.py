@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from entrenar_py.errors import UsageError
 from entrenar_py.reports import html
 from entrenar_py.reports.curves import Curve, training
 from entrenar_py.reports.report import Report
@@ -156,12 +153,3 @@ def test_kill_matrix(full: Report) -> None:
     assert "F-DP-001 ddp-bypass" in text
     assert "unheard-of" not in text
     assert "None was planted for this report" in text
-
-
-def test_write(full: Report, tmp_path: Path) -> None:
-    """The file holds what `render` gives; an unwritable path is a usage error."""
-    path = tmp_path / "r.html"
-    html.write(full, path)
-    assert path.read_text(encoding="utf-8") == html.render(full)
-    with pytest.raises(UsageError, match="can't be written"):
-        html.write(full, tmp_path)

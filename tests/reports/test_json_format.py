@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
 import entrenar_py
-from entrenar_py.errors import UsageError
 from entrenar_py.reports import json_format
 from entrenar_py.reports.report import Report
 
@@ -83,12 +82,3 @@ def test_values_that_json_lacks_become_text(full: Report) -> None:
         "bytes": r"\udc80",
         "3": [True, None],
     }
-
-
-def test_write(full: Report, tmp_path: Path) -> None:
-    """The file holds what `dump` gives; an unwritable path is a usage error."""
-    path = tmp_path / "report.json"
-    json_format.write(full, path)
-    assert json.loads(path.read_text(encoding="utf-8")) == json_format.dump(full)
-    with pytest.raises(UsageError, match="can't be written"):
-        json_format.write(full, tmp_path / "missing" / "report.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
 import entrenar_py
-from entrenar_py.errors import UsageError
 from entrenar_py.reports import junit
 from entrenar_py.reports.report import Report
 
@@ -59,12 +57,3 @@ def test_run_without_results_is_an_error(full: Report, interrupted: bool) -> Non
     root = ElementTree.fromstring(junit.render(empty, allow_inconclusive=True))
     kinds = [error.get("type") for error in root.iter("error")]
     assert kinds == ["interrupted" if interrupted else "nothing selected"]
-
-
-def test_write(full: Report, tmp_path: Path) -> None:
-    """The file holds what `render` gives; an unwritable path is a usage error."""
-    path = tmp_path / "junit.xml"
-    junit.write(full, path, allow_inconclusive=False)
-    assert path.read_text(encoding="utf-8") == junit.render(full, allow_inconclusive=False)
-    with pytest.raises(UsageError, match="can't be written"):
-        junit.write(full, tmp_path, allow_inconclusive=False)

@@ -75,3 +75,9 @@ def test_write_names_the_path(tmp_path: Path) -> None:
     assert path.read_bytes() == "new é\n".encode()
     with pytest.raises(UsageError, match=r"can't be written \(Is a directory\)"):
         output_file.write("new", tmp_path)
+
+
+def test_a_record_is_written_as_json(tmp_path: Path) -> None:
+    """With its line end."""
+    output_file.write({"a": [1, None]}, tmp_path / "r.json")
+    assert (tmp_path / "r.json").read_text() == '{\n  "a": [\n    1,\n    null\n  ]\n}\n'

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from entrenar_py.errors import UsageError
 from entrenar_py.reports import sarif
 from entrenar_py.reports.report import Report
 
@@ -114,13 +112,3 @@ def test_a_contract_outside_the_checkout(full: Report, tmp_path: Path) -> None:
     uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert uri.startswith("file:///")
     assert unquote(urlparse(uri).path) == str(away)
-
-
-def test_write(full: Report, tmp_path: Path) -> None:
-    """The file holds what `dump` gives; an unwritable path is a usage error."""
-    path = tmp_path / "r.sarif"
-    sarif.write(full, path, root=tmp_path, allow_inconclusive=False)
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert written == sarif.dump(full, root=tmp_path, allow_inconclusive=False)
-    with pytest.raises(UsageError, match="can't be written"):
-        sarif.write(full, tmp_path, root=tmp_path, allow_inconclusive=False)

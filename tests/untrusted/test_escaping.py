@@ -30,7 +30,7 @@ from entrenar_py.doctor import screen as doctor_screen
 from entrenar_py.protocol.frames import FROM_COORDINATOR, Encoder
 from entrenar_py.protocol.messages import VERSION, Challenge
 from entrenar_py.pytest_plugin.judging import Judged
-from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports import github, html, json_format, junit, output_file, sarif, terminal
 from entrenar_py.reports.report import Report
 from entrenar_py.service import cli as service
 from entrenar_py.service import progress
@@ -184,8 +184,9 @@ def test_reports() -> None:
 def test_json_and_sarif(tmp_path: Path) -> None:
     """Valid, free of hidden characters, and the texts in JSON are what they were."""
     report = hostile_report()
-    json_format.write(report, tmp_path / "r.json")
-    sarif.write(report, tmp_path / "r.sarif", root=tmp_path, allow_inconclusive=False)
+    output_file.write(json_format.dump(report), tmp_path / "r.json")
+    log = sarif.dump(report, root=tmp_path, allow_inconclusive=False)
+    output_file.write(log, tmp_path / "r.sarif")
     for name in ("r.json", "r.sarif"):
         assert not UNSEEN.search((tmp_path / name).read_text("utf-8"))
     told = json.loads((tmp_path / "r.json").read_text("utf-8"))

@@ -17,7 +17,16 @@ from entrenar_py.contract import Contract
 from entrenar_py.harness import falsify
 from entrenar_py.harness.runner import Listener, ignore
 from entrenar_py.project import exclusions
-from entrenar_py.reports import curves, github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports import (
+    curves,
+    github,
+    html,
+    json_format,
+    junit,
+    output_file,
+    sarif,
+    terminal,
+)
 from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
 
 
@@ -102,18 +111,48 @@ def _configuration(options: argparse.Namespace) -> Configuration | None:
 
 
 def _write(report: Report, options: argparse.Namespace, output: Console) -> None:
-    """Writes the report in each format that was asked for."""
     allowed: bool = options.allow_inconclusive
-    root = Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
-    if options.json is not None:
-        json_format.write(report, options.json)
-    if options.junit is not None:
-        junit.write(report, options.junit, allow_inconclusive=allowed)
-    if options.sarif is not None:
-        sarif.write(report, options.sarif, root=root, allow_inconclusive=allowed)
-    if options.html is not None:
-        html.write(report, options.html)
+    root = checkout(options)
+    write_files(
+        options,
+        {
+            "json": lambda: json_format.dump(report),
+            "junit": lambda: junit.render(report, allow_inconclusive=allowed),
+            "sarif": lambda: sarif.dump(report, root=root, allow_inconclusive=allowed),
+            "html": lambda: html.render(report),
+        },
+    )
     if options.github:
-        for line in github.annotate(report, root=root, allow_inconclusive=allowed):
-            output.print(line, markup=False, soft_wrap=True, no_wrap=True)
-        github.append(github.summary(report), github.summary_path(os.environ))
+        lines = github.annotate(report, root=root, allow_inconclusive=allowed)
+        tell_github(lines, github.summary(report), output)
+
+
+def require_writable(options: argparse.Namespace, formats: Iterable[str]) -> None:
+    """Raise UsageError if a file of these formats, or GitHub's summary, can't be written."""
+    for name in formats:
+        if getattr(options, name) is not None:
+            output_file.require_writable(getattr(options, name), name)
+    if options.github:
+        github.summary_path(os.environ)
+
+
+def checkout(options: argparse.Namespace) -> Path:
+    """Return the folder to which paths in reports are relative."""
+    return Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
+
+
+def write_files(
+    options: argparse.Namespace, formats: Mapping[str, Callable[[], str | dict[str, Any]]]
+) -> None:
+    """Write each format that was asked for, by the name of its option."""
+    for name, render in formats.items():
+        path = getattr(options, name)
+        if path is not None:
+            output_file.write(render(), path)
+
+
+def tell_github(annotations: Iterable[str], summary: str, output: Console) -> None:
+    """Print annotations, and add to the summary of the workflow's step."""
+    for line in annotations:
+        output.print(line, markup=False, soft_wrap=True, no_wrap=True)
+    github.append(summary, github.summary_path(os.environ))

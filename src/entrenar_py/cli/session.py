@@ -26,7 +26,7 @@ from entrenar_py.options.outputs import FILES
 from entrenar_py.options.parser import PROG
 from entrenar_py.project import exclusions
 from entrenar_py.rank_files import shown_scenario
-from entrenar_py.reports import evidence, github, output_file
+from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
 from entrenar_py.untrusted import printing
 from entrenar_py.verdict import Verdict
@@ -93,11 +93,7 @@ def _prepared(
     )
     if options.mode == "list":
         return partial(_list, standing, output)
-    for name in FILES:
-        if getattr(options, name) is not None:
-            output_file.require_writable(getattr(options, name), name)
-    if options.github:
-        github.summary_path(os.environ)
+    reporting.require_writable(options, FILES)
     if options.mode == "replay":
         work = _replaying(options, loaded)
     elif options.mode == "judge":

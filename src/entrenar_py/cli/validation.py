@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from entrenar_py.cli import reporting
 from entrenar_py.contract import Invariant, Vocabulary, validation
 from entrenar_py.contract.validation import Policy, Validation, suppressions
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import plan
-from entrenar_py.reports import github, output_file, validation_github, validation_sarif
 from entrenar_py.reports import validation as report
+from entrenar_py.reports import validation_sarif
 from entrenar_py.untrusted import printing
 
 FILES = ("json", "sarif")  # a validation may be written as
@@ -34,11 +34,7 @@ def prepare(
     Raises UsageError for unknown rules, levels and suppressions, and files that can't be written.
     """
     wish = policy(options)
-    for name in FILES:
-        if getattr(options, name) is not None:
-            output_file.require_writable(getattr(options, name), name)
-    if options.github:
-        github.summary_path(os.environ)
+    reporting.require_writable(options, FILES)
 
     def job() -> int:
         found = validation.validate(contracts, wish, vocabulary=vocabulary, unrunnable=_unrunnable)
@@ -54,7 +50,7 @@ def policy(options: argparse.Namespace) -> Policy:
     A level that was typed counts before the configuration's; suppressions add up.
     """
     project = options.project
-    rules = {} if project is None else dict(project.rules)
+    rules = {} if project is None else dict(project.levels)
     for text in options.rule:
         rule, equals, level = text.partition("=")
         if not equals:
@@ -79,12 +75,14 @@ def _tell(found: Validation, options: argparse.Namespace, command: str, output: 
         printing.warn(line)
     for line in report.verdicts(found):
         output.print(line, markup=False, soft_wrap=True)
-    root = Path((options.github and os.environ.get(github.CHECKOUT)) or Path.cwd())
-    if options.json is not None:
-        report.write(found, options.json, command=command)
-    if options.sarif is not None:
-        validation_sarif.write(found, options.sarif, root=root, command=command)
+    root = reporting.checkout(options)
+    reporting.write_files(
+        options,
+        {
+            "json": lambda: report.dump(found, command=command),
+            "sarif": lambda: validation_sarif.dump(found, root=root, command=command),
+        },
+    )
     if options.github:
-        for line in validation_github.annotate(found, root=root):
-            output.print(line, markup=False, soft_wrap=True, no_wrap=True)
-        github.append(validation_github.summary(found), github.summary_path(os.environ))
+        annotations = report.annotate(found, root=root)
+        reporting.tell_github(annotations, report.summary(found), output)

@@ -7,7 +7,6 @@ from pathlib import Path
 from entrenar_py.cli import console
 from entrenar_py.doctor import Examination, machine, reach, screen
 from entrenar_py.reports import output_file
-from entrenar_py.untrusted import escaping
 
 
 def run(path: Path | None, *, color: bool) -> None:
@@ -20,7 +19,7 @@ def run(path: Path | None, *, color: bool) -> None:
     examined = examine()
     screen.show(examined, console.standard_output(color=color))
     if path is not None:
-        output_file.write(escaping.dump_json(examined.to_dict(), indent=2) + "\n", path)
+        output_file.write(examined.to_dict(), path)
 
 
 def examine() -> Examination:

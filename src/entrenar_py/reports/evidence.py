@@ -57,12 +57,22 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
 def bound(clause: Invariant) -> str:
     """Return to which check a file of bindings ties a clause, where and why; "" if none does."""
     binding = clause.binding
-    if binding is None or binding.position is None:
+    if binding is None:
         return ""
     check = f"to {clause.check} " if clause.check and not binding.untried else ""
     at = f"{binding.position.file}:{binding.position.line}"
     why = f": {binding.reason}" if binding.reason else ""
     return f"the {binding.kind} is bound {check}by {at}{why}"
+
+
+def gate(report: Report) -> str:
+    """Return `Gate ID (name): passed`, or why it did not; "" for a contract without a gate."""
+    found = report.contract.gate
+    if found is None:
+        return ""
+    word = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
+    why = f" ({report.gate_why})" if report.gate_why else ""
+    return f"Gate {found.id} ({found.name}): {word}{why}"
 
 
 def note_lines(entry: Entry) -> list[str]:

@@ -88,12 +88,8 @@ def summary(report: Report) -> str:
             reason = markdown(f"{entry.invariant.id} {entry.verdict}: {entry.finding.reason}")
             lines += ["", f"**{reason}**", "", _fenced(evidence.detail_lines(report, entry))]
     notes = [line for entry in report.ranked for line in evidence.note_lines(entry)]
-    gate = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
-    if contract.gate is not None:
-        why = report.gate_why and f" ({report.gate_why})"
-        title = f"{contract.gate.id} ({contract.gate.name}): {gate}{why}"
-        lines += ["", f"Gate {markdown(title)}"]
-    for line in (*notes, *report.left_out):
+    gate = evidence.gate(report)
+    for line in (*([gate] if gate else []), *notes, *report.left_out):
         lines += ["", markdown(line)]
     if report.configuration is not None:
         lines += ["", markdown(f"Configured: {report.configuration.told}")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import entrenar_py
 from entrenar_py import mutants
 from entrenar_py.errors import UsageError
-from entrenar_py.reports import drawn_runs, evidence, output_file
+from entrenar_py.reports import drawn_runs, evidence
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
@@ -30,11 +30,6 @@ def render(report: Report) -> str:
     return "\n".join(_document(report)) + "\n"
 
 
-def write(report: Report, path: Path) -> None:
-    """Write the document to `path`; UsageError if that can't be done."""
-    output_file.write(render(report), path)
-
-
 def _document(report: Report) -> Iterator[str]:
     contract = report.contract
     name = f"{contract.name} {contract.version}"
@@ -48,7 +43,7 @@ def _document(report: Report) -> Iterator[str]:
     yield f"<p>{_text(_summary(report))}</p>"
     if report.incomplete:
         yield f"<p><strong>{_text(report.incomplete)}</strong></p>"
-    yield f"<p>{_text(_gate(report))}</p>"
+    yield f"<p>{_text(evidence.gate(report) or 'The contract has no gate.')}</p>"
     for line in report.left_out:
         yield f"<p>{_text(line)}</p>"
     if report.configuration is not None:
@@ -72,15 +67,6 @@ def _summary(report: Report) -> str:
     if report.num_traces is not None:
         told += f" in {report.num_traces:,} stored traces"
     return f"System {report.system}, seed {report.seed}: {told}, {report.elapsed_s:.1f} s"
-
-
-def _gate(report: Report) -> str:
-    gate = report.contract.gate
-    if gate is None:
-        return "The contract has no gate."
-    word = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
-    why = report.gate_why
-    return f"Gate {gate.id} ({gate.name}): {word}{why and f' ({why})'}"
 
 
 def _verdicts(report: Report) -> Iterator[str]:

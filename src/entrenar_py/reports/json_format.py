@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import entrenar_py
-from entrenar_py.contract import Contract, Invariant
-from entrenar_py.reports import output_file
-from entrenar_py.reports.report import Configuration, Entry, Excluded, Report
-from entrenar_py.untrusted import escaping
+from entrenar_py.contract import Invariant
+from entrenar_py.reports.report import Entry, Excluded, Report
 
 SCHEMA = "entrenar-check-report/1"
 _UNSHOWN = ("invariant", "vacuous")  # of a finding: the first is the result's id
@@ -29,7 +27,9 @@ def dump(report: Report) -> dict[str, Any]:
     record = {
         "schema": SCHEMA,
         "tool": {"name": "entrenar-check", "version": entrenar_py.__version__},
-        "contract": _contract(report.contract),
+        "contract": _picked(
+            report.contract, "name", "path", "version", "digest", "warnings", "notes"
+        ),
         "system": report.system,
         "seed": report.seed,
         "verdict": report.verdict,
@@ -42,7 +42,7 @@ def dump(report: Report) -> dict[str, Any]:
             skipped.invariant.id: skipped.reason for skipped in report.not_applying
         },
         "excluded": [_excluded(exclusion) for exclusion in report.excluded],
-        "configuration": _configuration(report.configuration),
+        "configuration": report.configuration and asdict(report.configuration),
         "gate": _gate(report),
         "results": [_result(report, entry) for entry in report.entries],
         "environment": report.environment,
@@ -52,41 +52,12 @@ def dump(report: Report) -> dict[str, Any]:
     return {name: plain(value) for name, value in record.items()}
 
 
-def write(report: Report, path: Path) -> None:
-    """Write the report to `path`; UsageError if that can't be done."""
-    output_file.write(escaping.dump_json(dump(report), indent=2) + "\n", path)
-
-
-def _contract(contract: Contract) -> dict[str, Any]:
-    return {
-        "name": contract.name,
-        "path": contract.path,
-        "version": contract.version,
-        "digest": contract.digest,
-        "warnings": contract.warnings,
-        "notes": contract.notes,
-    }
-
-
 def _excluded(exclusion: Excluded) -> dict[str, Any]:
     return {
-        "id": exclusion.invariant.id,
-        "name": exclusion.invariant.name,
-        "severity": exclusion.invariant.severity,
+        **_picked(exclusion.invariant, "id", "name", "severity"),
         "reason": exclusion.reason,
         "until": exclusion.until.isoformat(),
         "place": exclusion.place,
-    }
-
-
-def _configuration(configuration: Configuration | None) -> dict[str, Any] | None:
-    if configuration is None:
-        return None
-    return {
-        "place": configuration.place,
-        "used": configuration.used,
-        "overruled": configuration.overruled,
-        "command": configuration.command,
     }
 
 
@@ -95,10 +66,7 @@ def _gate(report: Report) -> dict[str, Any] | None:
     if gate is None:
         return None
     return {
-        "id": gate.id,
-        "name": gate.name,
-        "checks": gate.checks,
-        "pass_criteria": gate.pass_criteria,
+        **_picked(gate, "id", "name", "checks", "pass_criteria"),
         "passed": report.gate_passed,
         "broken": [entry.invariant.id for entry in report.gate_broken],
         "not_run": report.gate_not_run,
@@ -109,25 +77,14 @@ def _gate(report: Report) -> dict[str, Any] | None:
 def _result(report: Report, entry: Entry) -> dict[str, Any]:
     clause, finding = entry.invariant, entry.finding.to_dict()
     return {
-        "id": clause.id,
-        "name": clause.name,
-        "statement": clause.statement,
-        "group": clause.group,
-        "severity": clause.severity,
-        "critical": clause.critical,
-        "tolerance": clause.tolerance,
-        "tolerance_kind": clause.tolerance_kind,
-        "file": clause.position.file,
-        "line": clause.position.line,
-        "column": clause.position.column,
+        **_picked(clause, "id", "name", "statement", "group", "severity", "critical"),
+        **_picked(clause, "tolerance", "tolerance_kind"),
+        **_picked(clause.position, "file", "line", "column"),
         "check": clause.check,
         "binding": _binding(clause),
         **{name: value for name, value in finding.items() if name not in _UNSHOWN},
         "means": report.meanings(entry),
-        "num_scenarios": entry.num_scenarios,
-        "num_explored": entry.num_explored,
-        "elapsed_s": entry.elapsed_s,
-        "replay": entry.replay,
+        **_picked(entry, "num_scenarios", "num_explored", "elapsed_s", "replay"),
         "replay_command": report.replay_command(entry),
     }
 
@@ -137,16 +94,19 @@ def _binding(clause: Invariant) -> dict[str, Any] | None:
     binding = clause.binding
     if binding is None:
         return None
-    at = binding.position
     return {
         "kind": binding.kind,
         "item": binding.item,
-        "file": None if at is None else at.file,
-        "line": None if at is None else at.line,
+        "file": binding.position.file,
+        "line": binding.position.line,
         "reason": binding.reason,
         "not_tried": binding.untried,
         "systems": binding.systems,
     }
+
+
+def _picked(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def plain(value: Any) -> Any:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import entrenar_py
 from entrenar_py.contract import Invariant
-from entrenar_py.reports import evidence, output_file
+from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Entry, Excluded, Report
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
@@ -47,11 +46,6 @@ def render(report: Report, *, allow_inconclusive: bool) -> str:
     ElementTree.indent(root)
     document: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return document.decode() + "\n"
-
-
-def write(report: Report, path: Path, *, allow_inconclusive: bool) -> None:
-    """Write the document to `path`; UsageError if that can't be done."""
-    output_file.write(render(report, allow_inconclusive=allow_inconclusive), path)
 
 
 def _add_properties(suite: Element, report: Report) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from entrenar_py.errors import UsageError
+from entrenar_py.untrusted import escaping
 
 
 def require_writable(path: Path, option: str, *, variable: str = "") -> None:
@@ -48,9 +51,11 @@ def _folder_problem(folder: Path) -> str:
     return ""
 
 
-def write(text: str, path: Path) -> None:
-    """Write `text` to `path` as UTF-8; UsageError, with the system's words, if that fails."""
+def write(report: str | Mapping[str, Any], path: Path) -> None:
+    """Write a text, or a record as JSON, to `path` as UTF-8; UsageError if that fails."""
     try:
-        path.write_text(text, encoding="utf-8")
+        if not isinstance(report, str):
+            report = f"{escaping.dump_json(report, indent=2)}\n"
+        path.write_text(report, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"report file {path}: can't be written ({error.strerror})") from error

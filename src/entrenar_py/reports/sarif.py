@@ -18,7 +18,7 @@ from blake3 import blake3
 
 import entrenar_py
 from entrenar_py.contract import Invariant, Position
-from entrenar_py.reports import evidence, json_format, output_file, places
+from entrenar_py.reports import evidence, json_format, places
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 
@@ -38,38 +38,51 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
         for number, entry in enumerate(report.entries)
         if (level := places.level(entry, allow_inconclusive=allow_inconclusive)) is not None
     ]
+    properties = {
+        "contract": report.contract.name,
+        "contractVersion": report.contract.version,
+        "contractDigest": report.contract.digest,
+        "system": report.system,
+        "seed": report.seed,
+        **({"configuration": report.configuration.told} if report.configuration else {}),
+        "environment": report.environment,
+    }
+    return log(
+        rules=[_rule(clause) for clause in _clauses(report)],
+        invocation=_invocation(report, allow_inconclusive=allow_inconclusive),
+        results=results,
+        properties=properties,
+        root=root,
+    )
+
+
+def log(
+    *,
+    rules: list[dict[str, Any]],
+    invocation: dict[str, Any],
+    results: list[dict[str, Any]],
+    properties: dict[str, Any],
+    root: Path,
+) -> dict[str, Any]:
+    """Return the log of one run. Paths below the folder `root` are relative to it."""
+    driver = {"name": "entrenar-check", "version": entrenar_py.__version__, "rules": rules}
     run = {
-        "tool": {"driver": _driver(report)},
-        "invocations": [_invocation(report, allow_inconclusive=allow_inconclusive)],
+        "tool": {"driver": driver},
+        "invocations": [invocation],
         "originalUriBaseIds": {ROOT: {"uri": f"{root.resolve().as_uri()}/"}},
         "columnKind": "unicodeCodePoints",
         "results": results,
-        "properties": {
-            "contract": report.contract.name,
-            "contractVersion": report.contract.version,
-            "contractDigest": report.contract.digest,
-            "system": report.system,
-            "seed": report.seed,
-            **({"configuration": report.configuration.told} if report.configuration else {}),
-            "environment": report.environment,
-        },
+        "properties": properties,
     }
-    log: dict[str, Any] = json_format.plain({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
-    return log
+    record: dict[str, Any] = json_format.plain(
+        {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    )
+    return record
 
 
-def write(report: Report, path: Path, *, root: Path, allow_inconclusive: bool) -> None:
-    """Write the log to `path`; UsageError if that can't be done."""
-    log = dump(report, root=root, allow_inconclusive=allow_inconclusive)
-    output_file.write(escaping.dump_json(log, indent=2) + "\n", path)
-
-
-def _driver(report: Report) -> dict[str, Any]:
-    return {
-        "name": "entrenar-check",
-        "version": entrenar_py.__version__,
-        "rules": [_rule(clause) for clause in _clauses(report)],
-    }
+def fingerprint(*marks: str) -> str:
+    """Return 32 hex digits by which readers know a result again from run to run."""
+    return str(blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16))
 
 
 def _clauses(report: Report) -> list[Invariant]:
@@ -136,15 +149,14 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
     clause, finding = entry.invariant, entry.finding
     heading = f"{clause.id} {str(entry.verdict).upper()}: {finding.reason}"
     details = evidence.detail_lines(report, entry)
-    marks = (report.contract.name, clause.id, str(entry.verdict))
-    fingerprint = blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16)
+    mark = fingerprint(report.contract.name, clause.id, str(entry.verdict))
     return {
         "ruleId": escaping.exact(clause.id),
         "ruleIndex": number,
         "level": level,
         "message": {"text": "\n".join([evidence.one_line(heading), *details])},
         "locations": [{"physicalLocation": location(clause.position, root)}],
-        "partialFingerprints": {FINGERPRINT: fingerprint},
+        "partialFingerprints": {FINGERPRINT: mark},
         "properties": {"verdict": str(entry.verdict), "compared": finding.compared},
     }
 

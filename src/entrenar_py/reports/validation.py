@@ -1,4 +1,6 @@
-"""Findings of validation as lines to read, and as JSON: schema `entrenar-check-validation/1`."""
+"""Findings of validation as lines to read, as JSON (schema `entrenar-check-validation/1`), and for
+GitHub's runners: annotations at the contracts' lines, a summary.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from typing import Any
 
 import entrenar_py
 from entrenar_py.contract.validation import Judged, Level, RuleFinding, Validation, count
-from entrenar_py.reports import evidence, json_format, output_file
+from entrenar_py.reports import evidence, github, json_format
 from entrenar_py.untrusted import escaping
 from entrenar_py.wording import counted
 
 SCHEMA = "entrenar-check-validation/1"
 EXIT_VALID, EXIT_INVALID = 0, 2
+# A level in the words of SARIF and of annotations.
+LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note"}
 
 
 def exit_code(validation: Validation) -> int:
@@ -65,10 +69,39 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
     return {name: json_format.plain(value) for name, value in record.items()}
 
 
-def write(validation: Validation, path: Path, *, command: str) -> None:
-    """Write the JSON to `path`; UsageError if that can't be done."""
-    record = dump(validation, command=command)
-    output_file.write(escaping.dump_json(record, indent=2) + "\n", path)
+def annotate(found: Validation, *, root: Path) -> Iterator[str]:
+    """Yield a line for each finding that counts, worst first: a runner shows ten a kind.
+
+    `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
+    """
+    told = [finding for finding in found.findings if finding.counts]
+    for finding in sorted(told, key=lambda one: list(LEVELS).index(one.level)):
+        yield github.command(
+            LEVELS[finding.level],
+            evidence.one_line(finding.message),
+            title=finding.rule.id,
+            at=finding.at,
+            root=root,
+        )
+
+
+def summary(found: Validation) -> str:
+    """Return the Markdown page: a verdict for each contract, a row for each finding."""
+    lines = []
+    for line in verdicts(found):
+        lines += [f"### {github.markdown(line)}", ""]
+    if found.findings:
+        lines += ["| level | rule | place | finding |", "|---|---|---|---|"]
+        lines += map(_row, found.findings)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _row(finding: RuleFinding) -> str:
+    by = finding.suppressed
+    level = str(finding.level) if by is None else f"suppressed until {by.until}: {by.reason}"
+    place = finding.item if finding.at is None else str(finding.at)
+    cells = (level, finding.rule.id, place, finding.message)
+    return f"| {' | '.join(map(github.markdown, cells))} |"
 
 
 def _contract(judged: Judged) -> dict[str, Any]:

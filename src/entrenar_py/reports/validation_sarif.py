@@ -8,48 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
-import entrenar_py
 from entrenar_py.contract.validation import RULES, Level, Rule, RuleFinding, Validation
-from entrenar_py.reports import evidence, json_format, output_file, sarif, validation
+from entrenar_py.reports import evidence, sarif, validation
 from entrenar_py.untrusted import escaping
 
 FINGERPRINT = "entrenarCheckRule/v1"
-_LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note", Level.OFF: "none"}
+_LEVELS = {**validation.LEVELS, Level.OFF: "none"}
 _INDEX = {rule.id: number for number, rule in enumerate(RULES)}
 
 
 def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
     """Return the SARIF log. Paths below the folder `root` are relative to it."""
-    run = {
-        "tool": {
-            "driver": {
-                "name": "entrenar-check",
-                "version": entrenar_py.__version__,
-                "rules": [_rule(rule) for rule in RULES],
-            }
-        },
-        "invocations": [_invocation(found, command)],
-        "originalUriBaseIds": {sarif.ROOT: {"uri": f"{root.resolve().as_uri()}/"}},
-        "columnKind": "unicodeCodePoints",
-        "results": [_result(finding, root) for finding in found.findings],
-        "properties": {
-            "contracts": [
-                {"path": judged.path, "judgedAs": judged.kind or None} for judged in found.contracts
-            ]
-        },
-    }
-    log: dict[str, Any] = json_format.plain(
-        {"$schema": sarif.SCHEMA, "version": "2.1.0", "runs": [run]}
+    contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in found.contracts]
+    return sarif.log(
+        rules=[_rule(rule) for rule in RULES],
+        invocation=_invocation(found, command),
+        results=[_result(finding, root) for finding in found.findings],
+        properties={"contracts": contracts},
+        root=root,
     )
-    return log
-
-
-def write(found: Validation, path: Path, *, root: Path, command: str) -> None:
-    """Write the log to `path`; UsageError if that can't be done."""
-    log = dump(found, root=root, command=command)
-    output_file.write(escaping.dump_json(log, indent=2) + "\n", path)
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
@@ -88,14 +65,14 @@ def _override(rule: Rule, found: Validation) -> dict[str, Any]:
 
 def _result(finding: RuleFinding, root: Path) -> dict[str, Any]:
     at, by = finding.at, finding.suppressed
-    marks = (Path(at.file).name if at else "", finding.rule.id, finding.item or finding.message)
-    fingerprint = blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16)
+    file = Path(at.file).name if at else ""
+    mark = sarif.fingerprint(file, finding.rule.id, finding.item or finding.message)
     told: dict[str, Any] = {
         "ruleId": finding.rule.id,
         "ruleIndex": _INDEX[finding.rule.id],
         "level": _LEVELS[finding.level],
         "message": {"text": evidence.one_line(finding.message)},
-        "partialFingerprints": {FINGERPRINT: fingerprint},
+        "partialFingerprints": {FINGERPRINT: mark},
     }
     if at is not None:
         told["locations"] = [{"physicalLocation": sarif.location(at, root)}]

@@ -16,7 +16,7 @@ from entrenar_py.contract import validation
 from entrenar_py.contract.validation import Validation
 from entrenar_py.errors import ContractError
 from entrenar_py.reports import validation as report
-from entrenar_py.reports import validation_github, validation_sarif
+from entrenar_py.reports import validation_sarif
 from tests.contract.known import NOTHING
 from tests.contract.validation.mutated import mutated
 from tests.contract.validation.written import CLAUSES, KERNEL, validated, written
@@ -52,9 +52,9 @@ def test_no_change_crashes(tmp_path: Path, good: list[Any]) -> None:
         sarif = validation_sarif.dump(found, root=tmp_path, command="")
         json.dumps([record, sarif], allow_nan=False).encode()
         assert len(sarif["runs"][0]["results"]) == len(found.findings), seed
-        annotations = [*validation_github.annotate(found, root=tmp_path)]
+        annotations = [*report.annotate(found, root=tmp_path)]
         assert len(annotations) == len(found.findings), seed
-        assert validation_github.summary(found)
+        assert report.summary(found)
 
 
 def _agreed(path: Path, seed: int) -> Validation:
