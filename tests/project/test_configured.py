@@ -141,11 +141,11 @@ def test_not_applicable() -> None:
             (),
             "pyproject.toml:3:12: error: clause 'F-DP-020' is in none of the contracts; did you",
         ),
-        ('command = "true"', ("--examples", 3), "--examples means nothing with the command of py"),
+        ('command = "true"', ("--examples", 3), "--examples has no effect with the command of py"),
         ("", ("--config", "no.toml"), "--config no.toml: no such file; give a TOML file"),
         ("", ("--config", "x", "--no-config"), "not allowed with argument --config"),
         ("", ("--config", "small-v1.yaml"), "small-v1.yaml:1:"),
-        ("", ("--mutants", "--config", "pyproject.toml"), "--config means nothing with --mutants"),
+        ("", ("--mutants", "--config", "pyproject.toml"), "--config has no effect with --mutants"),
     ],
 )
 def test_refused(
@@ -194,7 +194,7 @@ def test_knobs_as_the_script_spells_them(capsys: pytest.CaptureFixture[str]) -> 
         ("clip = {1e9 = 'no'}", "pyproject.toml:6:22: error: knobs='clip': the command has no {cl"),
         ("strateg = {on = '1'}", "knobs='strateg': no knob; did you mean 'strategy'?"),
         ("permute = {2 = '1'}", "knobs permute='2': it has no such value; it has 0, 1"),
-        ("permute = 1", "knobs.permute is a table: value"),
+        ("permute = 1", "knobs.permute = 1: give a table, such as"),
         ("permute.0 = true", "knobs.permute.0 = True: give text or a number"),
     ):
         configure(f"\n{text}", base=base)

@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import ContractError
 from entrenar_py.project import exclusions
-from entrenar_py.project.reading import Exclusion
+from entrenar_py.project.tables import Exclusion
 from tests.checks.traces import clause
 
 LAST = datetime.date(2027, 1, 31)

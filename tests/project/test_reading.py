@@ -140,20 +140,19 @@ steps = 4
         "4:1: error: unknown key 'world_size'; did you mean 'world-size'?",
         "5:1: error: seed = -1: '-1': use a whole number from 0 to 10^18 - 1",
         "6:1: error: examples = 'many': give whole number",
-        "8:3: error: an exclusion has no reason: say why in reason",
-        "9:34: error: an exclusion until = '2027-01-31': is no date: say until = YYYY-MM-DD, "
-        "without quotes, the last day of it; of a clause that can never apply say "
-        'kind = "not-applicable"',
-        "10:3: error: an exclusion has no end date: say until = YYYY-MM-DD, without quotes, the "
-        'last day of it; of a clause that can never apply say kind = "not-applicable"',
-        '11:3: error: an exclusion names no clause: clause = "ID"',
+        '8:3: error: an exclusion has no reason; give reason = "why"',
+        "9:34: error: an exclusion has until = '2027-01-31', no date; give its last day, until = "
+        'YYYY-MM-DD without quotes, or kind = "not-applicable" if the clause can never apply',
+        "10:3: error: an exclusion has no end date; give its last day, until = YYYY-MM-DD without "
+        'quotes, or kind = "not-applicable" if the clause can never apply',
+        '11:3: error: an exclusion names no clause; give clause = "ID"',
         "11:20: error: unknown key 'till' of an exclusion; did you mean 'until'?",
         '11:51: error: exclude = [\'D\']: give {clause = "ID", reason = "why", until = DATE}',
         "12:34: error: kind = 'not-aplicable' of an exclusion; did you mean 'not-applicable'?",
         '13:59: error: kind = "not-applicable" has no end date; leave until out',
         "15:1: error: timeout = 0: '0': use a number of seconds > 0",
         "16:1: error: quiet = 1: give true or false",
-        "17:1: error: steps means something beside command alone; leave it out",
+        "17:1: error: steps has an effect beside command alone; leave it out",
     ]
 
 
@@ -168,11 +167,14 @@ steps = 4
         ('contract = "c"\ncommand = []', "3:1: error: command = []: give text, or list of words"),
         (
             'contract = "c"\ncommand = "train"\nexamples = 3',
-            "4:1: error: examples means nothing beside command; leave one of them out",
+            "4:1: error: examples has no effect beside command; leave one of them out",
         ),
         ("contract = ", "2:1: error: no TOML: Invalid value (at end of document)"),
         ('contract = "c"\n[', "3:1: error: no TOML: Invalid initial character for a key part"),
-        ("exclude = 3\ncontract = 'c'", "2:1: error: exclude is a list of tables of clause,"),
+        (
+            "exclude = 3\ncontract = 'c'",
+            "2:1: error: exclude = 3: give a list of tables",
+        ),
     ],
 )
 def test_problems(tmp_path: Path, text: str, problem: str) -> None:

@@ -43,7 +43,7 @@ def configured(folder: Path, text: str = TABLE) -> Path:
 def test_read(tmp_path: Path) -> None:
     """Levels by rule, suppressions with their place."""
     project = reading.load(configured(tmp_path))
-    assert project.rules["SCHEMA-009"] == "info"
+    assert project.levels["SCHEMA-009"] == "info"
     (one,) = project.suppressions
     assert (one.rule, one.file, one.until) == (
         "SCHEMA-001",

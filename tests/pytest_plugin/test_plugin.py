@@ -201,8 +201,8 @@ def test_a_mark_may_leave_all_to_the_configuration(run: type[Run]) -> None:
     [
         (("--contract", "absent.yaml"), "contract='absent.yaml': no such file"),
         (("--contract", "small-v1.yaml", "--contract-system", "x"), "system='x': allowed are"),
-        (("--contract-system", "ring"), "--contract-system means nothing without --contract"),
-        (("--contract-examples", "3"), "--contract-examples means nothing without --contract"),
+        (("--contract-system", "ring"), "--contract-system has no effect without --contract"),
+        (("--contract-examples", "3"), "--contract-examples has no effect without --contract"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -10,6 +10,11 @@ from entrenar_py.options.outputs import FILES
 
 COMMANDED = ("steps", "deadline")  # of somebody's own command alone
 _RULES = ("rule", "suppress")  # of validation alone
+# An option that has an effect in one mode alone -> that mode, in words.
+_ALONE = {
+    **dict.fromkeys(COMMANDED, "a command behind --"),
+    **dict.fromkeys(_RULES, "--validate"),
+}
 
 _CONTRACT = ("contract", "bind", "strict", "no_color")
 _CONFIGURED = ("config", "no_config")
@@ -34,27 +39,22 @@ MODES: dict[str, tuple[str, ...]] = {
 
 
 def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
-    """Raise UsageError if an option that was typed means nothing beside the others.
+    """Raise UsageError if an option that was typed has no effect beside the others.
 
     `mode` describes the mode of `options` in messages, where no typed option names it.
     """
-    for action in parser.build()._actions if options.mode is not None else ():
-        name = action.dest
-        if name in options.typed and name not in (options.mode, *MODES[options.mode]):
-            told = mode or _described(options.mode)
-            raise UsageError(f"{action.option_strings[0]} means nothing with {told}; leave it out")
+    for action in parser.build()._actions:
+        name, option = action.dest, action.option_strings[0]
+        if name not in options.typed:
+            continue
+        if options.mode is None:
+            if name in _ALONE:
+                raise UsageError(f"{option} has an effect with {_ALONE[name]} alone; leave it out")
+        elif name not in (options.mode, *MODES[options.mode]):
+            beside = mode or _described(options.mode)
+            raise UsageError(f"{option} has no effect with {beside}; leave it out")
     if options.command and options.mode != "command":
-        raise UsageError(f"a command behind -- means nothing with --{options.mode}; leave it out")
-    for name in () if options.command else COMMANDED:
-        if name in options.typed:
-            raise UsageError(
-                f"{parser.flag(name)} means something with a command behind -- alone; leave it out"
-            )
-    for name in () if options.mode == "validate" else _RULES:
-        if name in options.typed:
-            raise UsageError(
-                f"{parser.flag(name)} means something with --validate alone; leave it out"
-            )
+        raise UsageError(f"a command behind -- has no effect with --{options.mode}; leave it out")
 
 
 def _described(mode: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Problems
-from entrenar_py.project.reading import Exclusion
+from entrenar_py.project.tables import Exclusion
 from entrenar_py.reports.report import Excluded, NotApplying
 
 

@@ -8,25 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-Form = Literal[
-    "text",
-    "texts",
-    "count",
-    "counts",
-    "seconds",
-    "flag",
-    "path",
-    "paths",
-    "command",
-    "exclusions",
-    "date",
-    "levels",
-    "suppressions",
-    "knobs",
-]
-HOLDS: Mapping[Form, str] = {
+# Form -> what a value of it is, in words.
+HOLDS: Mapping[str, str] = {
     "text": "text",
     "texts": "text, or list of texts",
     "count": "whole number",
@@ -48,7 +32,7 @@ HOLDS: Mapping[Form, str] = {
 class Key:
     """`form` names a row of HOLDS; `usual` is what holds where the key is left out."""
 
-    form: Form
+    form: str
     usual: str
     means: str
 

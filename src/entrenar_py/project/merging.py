@@ -93,7 +93,7 @@ def _lay_below(typed: argparse.Namespace) -> None:
     if project.exclusions and mode not in ("validate", "replay"):
         used.append("exclude")
     if mode == "validate":
-        used += ["rule"] if project.rules else []
+        used += ["rule"] if project.levels else []
         used += ["suppress"] if project.suppressions else []
     typed.used = tuple(name.replace("_", "-") for name in used)
     typed.overruled = tuple(name.replace("_", "-") for name in overruled)

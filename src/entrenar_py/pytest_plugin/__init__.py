@@ -47,11 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known; UsageError for an option that means nothing."""
+    """Makes the mark known; UsageError for an option without effect."""
     config.addinivalue_line("markers", _USAGE)
     for option in ("--contract-system", "--contract-examples"):
         if config.getoption("--contract") is None and config.getoption(option) is not None:
-            raise pytest.UsageError(f"{option} means nothing without --contract")
+            raise pytest.UsageError(
+                f"{option} has no effect without --contract; name one, or leave it out"
+            )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the tests
