@@ -30,7 +30,7 @@ def launched(code: str, folder: Path, *, deadline_s: float = 30.0) -> Ended:
 
 def left_of(folder: Path) -> list[int]:
     """The processes that still record to `folder`."""
-    return [*launch._RunProcesses(folder, session=-1, pipe=-1, leash=-1).processes()]
+    return [*launch._processes(folder, session=-1, pipe=-1, leash=-1)]
 
 
 def test_how_it_ended(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import script_errors
+from entrenar_py.command import ending
 
 SCRIPT = """Traceback (most recent call last):
   File "train.py", line 1, in <module>
@@ -45,7 +45,7 @@ def test_the_error_of_the_script(tmp_path: Path, text: str, error: str) -> None:
     """The last one that no launcher raised; none where nothing else was raised."""
     path = tmp_path / "output.txt"
     path.write_text(text)
-    found = script_errors.error(path)
+    found = ending.script_error(path)
     assert error in found
     assert bool(found) == bool(error)
-    assert script_errors.error(tmp_path / "none") == ""
+    assert ending.script_error(tmp_path / "none") == ""

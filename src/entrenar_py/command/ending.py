@@ -7,9 +7,11 @@ made as many steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from entrenar_py.command import script_errors, stacks
+from entrenar_py.command import stacks
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files.assembly import LastLives
@@ -17,6 +19,12 @@ from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event
 from entrenar_py.untrusted import escaping
 
+OUTPUT_BYTES_MAX = 2**18
+_BEGINS = "Traceback (most recent call last):"
+_RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
+# What launchers raise when a worker has failed.
+_OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
 
@@ -33,7 +41,7 @@ def of(
     which ranks' files can't be read.
     """
     last = LastLives(ranks, events)
-    error = escaping.shortened(script_errors.error(ended.output)) if ended.code else ""
+    error = escaping.shortened(script_error(ended.output)) if ended.code else ""
     ended_by = f"{ended.how}: {_last_words(last, error, ended)}"
     how = f"{ended_by} (its output is in {ended.output})"
     folder = ended.output.parent
@@ -102,3 +110,31 @@ def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
         return "no rank had begun"
     steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
     return f"steps made: {steps or 'none'}; {stacks.in_words(where, asked.world_size)}"
+
+
+def script_error(output: Path) -> str:
+    """Return the line of the script's last exception in the file `output`; "" for none.
+
+    The script's own error counts, not its launcher's.
+    """
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - OUTPUT_BYTES_MAX))
+            text = file.read(OUTPUT_BYTES_MAX).decode(errors="replace")
+    except OSError:
+        return ""
+    return _last_error(text.splitlines())
+
+
+def _last_error(lines: Iterable[str]) -> str:
+    error_line, within = "", False
+    for printed in lines:
+        prefix = _RANK.match(printed)
+        line = printed[prefix.end() :] if prefix else printed
+        if line.rstrip() == _BEGINS:
+            within = True
+        elif within and _ERROR.fullmatch(line.rstrip()):
+            within = False
+            if line.partition(":")[0].rpartition(".")[2] not in _OF_LAUNCHERS:
+                error_line = line.rstrip()
+    return error_line

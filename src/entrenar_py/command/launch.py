@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-from entrenar_py.command import stacks
+from entrenar_py.command import stacks, subreaper
 from entrenar_py.command.leash import MERCY_S, Leash
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FOLDER
@@ -77,23 +78,17 @@ def launch(
     environment = {**os.environ, **variables, FOLDER: str(folder)}
     leash = Leash(command, environment, cwd)
     pipe = os.fstat(leash.output.fileno()).st_ino
-    run = _RunProcesses(folder, session=leash.command_pid, pipe=pipe, leash=leash.pid)
+    processes = partial(_processes, folder, session=leash.command_pid, pipe=pipe, leash=leash.pid)
     keeper = _OutputKeeper(leash.output, output)
     try:
         code = _wait(leash, deadline_s, is_over)
         seconds = time.monotonic() - started
         if code is None:
-            stacks.ask(folder, set(run.processes()))
+            stacks.ask(folder, set(processes()))
     finally:
-        num_left = _end(leash, run)
+        num_left = _end(leash, processes)
         keeper.join(MERCY_S)  # in vain where a process can print that this user may not see or end
-    return Ended(
-        code=code,
-        seconds=seconds,
-        tail=keeper.tail,
-        output=output,
-        num_left=num_left,
-    )
+    return Ended(code=code, seconds=seconds, tail=keeper.tail, output=output, num_left=num_left)
 
 
 def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int | None:
@@ -109,59 +104,46 @@ def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int |
     return None
 
 
-def _end(leash: Leash, run: _RunProcesses) -> int:
+def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
     """End the command and all that it started; return how many processes it left behind."""
     try:
         num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
-        others = set(run.processes())  # those that are no descendants, or all without a subreaper
-        for pid in others:
-            _signal(pid, signal.SIGKILL)
+        others = set(processes())  # those that are no descendants, or all without a subreaper
+        subreaper.kill(others, signal.SIGKILL)
     return num_left + (len(others) if leash.was_over else 0)
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator[int]:
+    """Yield the ids of a run's processes that are left, the command itself among them.
 
-
-@dataclass(frozen=True)
-class _RunProcesses:
-    """The processes of a run, whichever process is their parent by now.
-
-    A process belongs to it if its environment names `folder`, if it is in `session`, or if it can
-    write to the command's output, whose inode is `pipe`. The subreaper in front of the command,
+    A process belongs to the run if its environment names `folder`, if it is in `session`, or if it
+    can write to the command's output, whose inode is `pipe`. The subreaper in front of the command,
     `leash`, doesn't.
     """
+    mark = os.fsencode(f"{FOLDER}={folder}")
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) in (os.getpid(), leash):
+            continue  # this process may be the command of another run
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            named = mark in (entry / "environ").read_bytes().split(b"\0")
+            if named or _is_in_session(entry, session) or _can_print(entry, pipe):
+                yield int(entry.name)
 
-    folder: Path
-    session: int
-    pipe: int
-    leash: int
 
-    def processes(self) -> Iterator[int]:
-        """Yield the ids of those that are left, the command itself among them."""
-        mark = os.fsencode(f"{FOLDER}={self.folder}")
-        for entry in Path("/proc").glob("[0-9]*"):
-            if int(entry.name) in (os.getpid(), self.leash):
-                continue  # this process may be the command of another run
-            with suppress(OSError):  # it has ended meanwhile, or is another user's
-                named = mark in (entry / "environ").read_bytes().split(b"\0")
-                if named or self._is_in_session(entry) or self._can_print(entry):
-                    yield int(entry.name)
+def _is_in_session(entry: Path, leader: int) -> bool:
+    *_, fields = (entry / "stat").read_text(errors="replace").rpartition(")")
+    state, _, _, session, *_ = fields.split()
+    return int(session) == leader and state not in "ZX"  # dead, and not reaped
 
-    def _is_in_session(self, entry: Path) -> bool:
-        *_, fields = (entry / "stat").read_text(errors="replace").rpartition(")")
-        state, _, _, session, *_ = fields.split()
-        return int(session) == self.session and state not in "ZX"  # dead, and not reaped
 
-    def _can_print(self, entry: Path) -> bool:
-        """Return whether it has the pipe open for writing; the harness only reads it."""
-        for link in (entry / "fd").iterdir():
-            with suppress(OSError):
-                if link.lstat().st_mode & 0o200 and link.stat().st_ino == self.pipe:
-                    return stat.S_ISFIFO(link.stat().st_mode)
-        return False
+def _can_print(entry: Path, pipe: int) -> bool:
+    """Return whether it has the pipe open for writing; the harness only reads it."""
+    for link in (entry / "fd").iterdir():
+        with suppress(OSError):
+            if link.lstat().st_mode & 0o200 and link.stat().st_ino == pipe:
+                return stat.S_ISFIFO(link.stat().st_mode)
+    return False
 
 
 class _OutputKeeper(threading.Thread):

@@ -20,7 +20,7 @@ from entrenar_py.trace import Event, Traits, Update
 
 
 def of(
-    folder: Path, asked: Asked, ended: Ended, like: trace.Trace | None, *, unclipped: bool = False
+    folder: Path, asked: Asked, ended: Ended, like: trace.Trace | None, *, unclipped: bool
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
 
@@ -70,36 +70,27 @@ def _scenario(
     unclipped: bool,
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits as the ranks show them, or `like`'s where they can't."""
-    scenario, traits = _shown_or_like(ranks, events, asked, like)
-    turn = asked.turn
-    if unclipped and not (turn and turn.knob == "clip"):
-        traits = replace(traits, clipping="told")
-    if turn is not None and like is not None and not asked.stops:
-        scenario = knob_pairs.told(
-            scenario,
-            knob=turn.knob,
-            value=turn.value,
-            usual=KNOBS[turn.knob].usual,
-            beside=turn.beside,
-        )
-    return scenario, traits
-
-
-def _shown_or_like(
-    ranks: Sequence[RankTrace], events: Sequence[Event], asked: Asked, like: trace.Trace | None
-) -> tuple[Scenario, Traits]:
     disturbed = asked.faults or asked.stops or asked.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
+        traits = like.traits
         scenario = like.scenario.with_(
             world_size=asked.world_size,
             num_shards=max(like.scenario.num_shards, asked.world_size),
-            seed=asked.seed,
-            repeat=asked.repeat,
             faults=asked.faults,
             stops=asked.stops,
         )
-        return scenario, like.traits
-    shown, traits = shown_scenario.of(ranks, events, asked.world_size)
-    if like is not None:  # it is to be the same training, and a check says that it has other rates
-        shown = shown.with_(learning_rate=like.scenario.learning_rate)
-    return shown.with_(seed=asked.seed, repeat=asked.repeat), traits
+    else:
+        scenario, traits = shown_scenario.of(ranks, events, asked.world_size)
+        if like is not None:  # the same training is meant, and a check says that it has other rates
+            scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
+    scenario = scenario.with_(seed=asked.seed, repeat=asked.repeat)
+    turn = asked.turn
+    if unclipped and not (turn and turn.knob == "clip"):
+        traits = replace(traits, clipping="told")
+    if turn is None or like is None or asked.stops:
+        return scenario, traits
+    usual = KNOBS[turn.knob].usual
+    told = knob_pairs.told(
+        scenario, knob=turn.knob, value=turn.value, usual=usual, beside=turn.beside
+    )
+    return told, traits

@@ -24,7 +24,7 @@ from entrenar_py.checks.needs import (
     SAVED,
     Need,
 )
-from entrenar_py.command import knobs, run_trace
+from entrenar_py.command import run_trace
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.launch import OUTPUT, Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
@@ -82,7 +82,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_placeholders(self.command)
-        knobs.require_spelled(self.spelled, [name for name in KNOBS if self.can_say(name)])
+        self._require_spelled()
         for option, place, usual in (("seed", "seed", 0), ("num_steps", "steps", NUM_STEPS)):
             if getattr(self, option) != usual and not self.can_say(place):
                 raise UsageError(
@@ -90,6 +90,22 @@ class Plan:
                     "it would never hear of it; say where it goes, or leave the option out",
                     field=place,
                 )
+
+    def _require_spelled(self) -> None:
+        """Return if each knob and value in `spelled` is one that the command can turn."""
+        for name, values in self.spelled.items():
+            if name not in KNOBS:
+                raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
+            if not self.can_say(name):
+                problem = f"the command has no {{{name}}}; say where it goes"
+                raise UsageError.of("knobs", name, problem)
+            known = (KNOBS[name].usual, *KNOBS[name].others)
+            for value in values:
+                if value not in known:
+                    raise UsageError(
+                        f"knobs {name}={value!r}: it has no such value; it has {', '.join(known)}",
+                        field="knobs",
+                    )
 
     def can_say(self, name: str) -> bool:
         """Return whether the command has the placeholder `name`."""
@@ -133,7 +149,8 @@ class Plan:
         """Return the turns of a knob; none if the command doesn't have it."""
         if not self.can_say(knob):
             return []
-        beside = knobs.beside(knob, [name for name in KNOBS if self.can_say(name)])
+        others = filter(self.can_say, KNOBS[knob].beside)
+        beside = tuple((name, KNOBS[name].others[0]) for name in others)
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
     def pairs(self, usual: Trace) -> dict[str, Asked]:
@@ -246,13 +263,11 @@ def _words(
     """
     texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
     empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
-    return [_filled(word, texts) for word in command if word not in empty]
-
-
-def _filled(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace("{" + name + "}", value)
-    return word
+    return [
+        re.sub(r"\{(\w+)\}", lambda named: texts.get(named[1], named[0]), word)
+        for word in command
+        if word not in empty
+    ]
 
 
 def require_placeholders(command: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def descendants() -> list[int]:
     return pids
 
 
-def kill(pids: Sequence[int], number: signal.Signals) -> None:
+def kill(pids: Iterable[int], number: signal.Signals) -> None:
     """Send a signal to each process that is there and may be sent one."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
