@@ -7,8 +7,7 @@ others read the lists of digests, which are small. Nothing here waits for the de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,20 +60,6 @@ def secrets() -> NDArray[np.int64]:
     return np.concatenate([words, np.array(_START, dtype="<u8")]).astype("<u8").view(np.int64)
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The chunks of one launch, each field [chunks] on the device.
-
-    `address` is int64; int32 are `num_words`, the index `tensor` whose flags a chunk sets, and
-    `slot`, the word of the arena that its digest goes to.
-    """
-
-    address: Tensor
-    num_words: Tensor
-    tensor: Tensor
-    slot: Tensor
-
-
 class DigestTable:
     """Computes the digests of `tensors`, all on one device, as long as `places` of them stays.
 
@@ -108,14 +93,12 @@ class DigestTable:
         if self._copies:
             torch._foreach_copy_(self._stages, self._copies)
         self.rows.zero_()
-        with _on(self._device):
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else nullcontext():
             for level in self._levels:
-                num_chunks = len(level.address)
+                num_chunks = len(level[0])
                 self._kernel[(-(-num_chunks // per_program),)](
-                    level.address,
-                    level.num_words,
-                    level.tensor,
-                    level.slot,
+                    *level,
                     self._kinds,
                     self._secret,
                     self._arena,
@@ -146,13 +129,15 @@ class DigestTable:
             for tensor in tensors
         ]
 
-    def _level(self, chunks: list[NDArray[np.int64]]) -> _Level:
-        address, num_words, tensor, slot = np.concatenate(chunks, axis=1)
-        small = np.stack([num_words, tensor, slot]).astype(np.int32)
-        return _Level(
-            torch.from_numpy(address.copy()).to(self._device),
-            *torch.from_numpy(small).to(self._device),
-        )
+    def _level(self, chunks: list[NDArray[np.int64]]) -> tuple[Tensor, ...]:
+        """Return the chunks of one launch on the device, as `hash_chunks` takes them.
+
+        These are the address, int64 [chunks], and as int32 [chunks] the number of words, the index
+        of the tensor whose flags a chunk sets, and the word of the arena that its digest goes to.
+        """
+        address, *rest = np.concatenate(chunks, axis=1)
+        small = torch.from_numpy(np.stack(rest).astype(np.int32)).to(self._device)
+        return torch.from_numpy(address.copy()).to(self._device), *small
 
 
 class _Lists:
@@ -246,10 +231,6 @@ def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
     exponent, carry, bits = _FORMATS[dtype]
     ones = sum(1 << at for at in range(0, 64, bits))
     return exponent * ones, carry * ones, (1 << (bits - 1)) * ones
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _kernel() -> Any:
