@@ -7,6 +7,7 @@ fails; so does inconclusive, unless `contract_allow_inconclusive` makes it a ski
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(
     added: list[pytest.Item] = []
     for clause in loaded.invariants:
         item = ContractItem.from_parent(file, name=escaping.line(clause.id))
-        item.wish, item.line = wish.of(clause.id), clause.position.line
+        item.wish, item.line = replace(wish, clause=clause.id), clause.position.line
         item.add_marker(pytest.mark.contract(clause.id, contract=wish.contract))
         added.append(item)
     items += added

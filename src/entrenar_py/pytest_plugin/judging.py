@@ -39,10 +39,6 @@ class Wish:
     note: str = ""  # what the configuration has to say beside the verdict
     left_out: str = ""  # why the project's configuration has it skipped
 
-    def of(self, clause: str) -> Wish:
-        """The same for another clause."""
-        return replace(self, clause=clause)
-
     def plan(self) -> plan.Plan:
         """The plan of its runs; UsageError for what can't be run."""
         return plan.Plan(
@@ -101,7 +97,7 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
     """Read what a mark asks for; `usual` is the contract where it names none, and without that the
     configuration of the project at `root` says what it leaves open. A wrong mark fails.
     """
-    names = ("contract", "system", "world_size", "seed", "examples")
+    names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
     if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
         _refuse(f"{mark}: give one clause's id, and of {', '.join(names)} what you need")
