@@ -103,7 +103,7 @@ VARIANTS = (
     ),
     Variant(
         name="zero-grad-forgotten",
-        summary="gradients of earlier steps stay and are added to",
+        summary="gradients of earlier steps are kept, and added to",
         source="albor ALB-092",
         plants={f"{TEXTBOOK}.zero_grad": never_cleared},
         scenario=textbook(),

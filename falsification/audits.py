@@ -150,7 +150,7 @@ VARIANTS = (
     ),
     Variant(
         name="auditor-blamed",
-        summary="of the workers that computed a shard one of those who agree is dropped",
+        summary="one of the workers that agree on a shard is dropped",
         source="classic (an inverted condition)",
         plants={f"{AUDITS}.verdict": blames_a_witness},
         scenario=_WRONG,
@@ -168,7 +168,7 @@ VARIANTS = (
     ),
     Variant(
         name="halts-when-somebody-is-caught",
-        summary="who is wrong is named, and nobody goes on without it",
+        summary="the caught worker is named, but the others don't go on without it",
         source="classic (what is safe, and of no use)",
         plants={f"{COORDINATOR}.Coordinator._conclude": gives_up},
         scenario=_WRONG,
@@ -177,7 +177,7 @@ VARIANTS = (
     ),
     Variant(
         name="culprits-copy-counted",
-        summary="who is wrong is named and dropped, and its copy counts all the same",
+        summary="the caught worker is named and dropped, but its copy still counts",
         source="classic (audited after the fact)",
         plants={f"{AUDITS}.verdict": counts_what_is_wrong},
         scenario=_WRONG,
@@ -186,7 +186,7 @@ VARIANTS = (
     ),
     Variant(
         name="culprits-other-shards-kept",
-        summary="who is wrong is dropped, and what else it delivered of the step counts",
+        summary="the caught worker is dropped, but its other deliveries of the step still count",
         source="classic (half a clean-up)",
         plants={
             f"{COORDINATOR}.Coordinator._replace": keeps_what_it_delivered,

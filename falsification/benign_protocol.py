@@ -104,14 +104,14 @@ VARIANTS = (
     ),
     Variant(
         name="told-from-the-last",
-        summary="who joined last is told everything first",
+        summary="the worker that joined last gets every message first",
         plants={f"{COORDINATOR}.Coordinator._members": last_first},
         scenario=_BACK.with_(optimizer="adamw", learning_rate=0.01),
         tried=_TRIED,
     ),
     Variant(
         name="orphans-to-one",
-        summary="what a dead worker had goes to one worker alone",
+        summary="a dead worker's shards all go to one worker",
         plants={f"{COORDINATOR}.Coordinator._assign": orphans_to_one},
         scenario=_LEAVING.with_(world_size=4),
         tried=_TRIED,

@@ -174,7 +174,7 @@ _TWICE = Fault(kind="lie", step=1, rank=1, at="TreeNode", value="twice")
 VARIANTS = (
     Variant(
         name="server-arrival-order",
-        summary="the server adds what workers deliver when it arrives",
+        summary="the server adds deliveries in the order of arrival",
         source="classic (parameter server)",
         plants={f"{SUMS}.root": all_that_came},
         scenario=star(num_samples=40, batch_size=40, num_shards=8),
@@ -183,7 +183,7 @@ VARIANTS = (
     ),
     Variant(
         name="orphans-dropped",
-        summary="the shards of a worker that died are given to nobody, and the step made without",
+        summary="a dead worker's shards are assigned to no one, and the step is made without them",
         source="Horovod #3144",
         plants={
             f"{COORDINATOR}.Coordinator._drop": nobody_takes_over,
@@ -196,7 +196,7 @@ VARIANTS = (
     ),
     Variant(
         name="partial-delivery-kept",
-        summary="blocks that a worker had sent when it died count beside those that others send",
+        summary="blocks that a worker sent before it died count in addition to the others'",
         source="classic (parameter server)",
         plants={f"{SUMS}.forget": partial_stays, f"{SUMS}.root": partial_counts},
         scenario=star(faults=(_at("duplicate", "TreeNode"),), options=_IN_BLOCKS),
@@ -266,7 +266,7 @@ VARIANTS = (
     ),
     Variant(
         name="stale-block-held",
-        summary="who comes back takes the blocks it held for those of the step that is next",
+        summary="a worker that rejoins takes the blocks it held for those of the next step",
         source="classic (elastic training)",
         plants={
             f"{WORKER}.Worker._enter": remembers_its_blocks,

@@ -108,7 +108,7 @@ VARIANTS = (
     ),
     Variant(
         name="split-floor",
-        summary="rounded-down slices leave the remainder of the batch to no one",
+        summary="rounded-down slices leave out the remainder of the batch",
         source="classic",
         plants={f"{TEXTBOOK}.local_batch": rounded_down},
         scenario=_UNEVEN,
@@ -117,7 +117,7 @@ VARIANTS = (
     ),
     Variant(
         name="last-batch-dropped",
-        summary="the short last batch of an epoch is dropped though nobody asked",
+        summary="the short last batch of an epoch is dropped without being asked to",
         source="classic (drop_last)",
         plants={f"{TRAINING}.sharding.advance": dropping_last},
         scenario=reference(),

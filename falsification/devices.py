@@ -230,7 +230,7 @@ VARIANTS = (
     ),
     Variant(
         name="estimate-of-weights",
-        summary="the estimate counts weights and gradients, and forgets what is made of them",
+        summary="the estimate counts weights and gradients, and forgets intermediate results",
         source="classic",
         plants={"entrenar_py.systems.probes.memory.estimate_bytes": weights_only},
         scenario=_MEMORY.with_(world_size=1, num_steps=2, optimizer="adamw"),

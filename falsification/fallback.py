@@ -207,7 +207,7 @@ VARIANTS = (
     ),
     Variant(
         name="fallback-too-large",
-        summary="what is too large for the adapter is computed on the CPU under its name",
+        summary="products too large for the adapter are computed on the CPU under its name",
         source="classic (silent fallback of one operation)",
         plants={f"{_CHAIN}.first_finite": elsewhere},
         scenario=_on_adapter("too_large"),
@@ -216,7 +216,7 @@ VARIANTS = (
     ),
     Variant(
         name="fallback-shader",
-        summary="a shader that the adapter rejects is replaced by the CPU, and nobody hears",
+        summary="the CPU silently replaces a shader that the adapter rejects",
         source="classic (silent fallback of one operation)",
         plants={f"{_CHAIN}.first_finite": elsewhere},
         scenario=_on_adapter("shader_rejected"),

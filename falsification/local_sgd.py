@@ -224,7 +224,7 @@ VARIANTS = (
     ),
     Variant(
         name="inner-weights-kept",
-        summary="after the outer step each worker goes on from its own weights",
+        summary="after the outer step each worker continues from its own weights",
         source="classic (weights not reset after averaging)",
         plants={f"{LOCAL}.go_on_from_outer": stays_where_it_is},
         scenario=local(),
@@ -260,7 +260,7 @@ VARIANTS = (
     ),
     Variant(
         name="joined-without-outer-momentum",
-        summary="who comes back is given the outer weights, and no outer momentum",
+        summary="a worker that rejoins gets the outer weights, but no outer momentum",
         source="classic (elastic training)",
         plants={f"{LOCAL}.welcome": welcomed_without_momentum},
         scenario=local(faults=_BACK),
@@ -269,7 +269,7 @@ VARIANTS = (
     ),
     Variant(
         name="lost-round-used",
-        summary="who comes back goes on from the round in which it died",
+        summary="a worker that rejoins continues from the round in which it died",
         source="classic (a straggler's stale result)",
         plants={f"{LOCAL}.welcome": goes_on_with_its_lost_round},
         scenario=local(faults=_BACK),
@@ -296,7 +296,7 @@ VARIANTS = (
     ),
     Variant(
         name="alone-without-guard",
-        summary="nobody looks for a NaN in a worker's round, and the mean spreads it",
+        summary="a NaN in a worker's round is not looked for, and the mean spreads it",
         source="classic (the guard stands where gradients are reduced, and there is none)",
         plants={"entrenar_py.systems.torch.finite_guard.FiniteGuard.found": finds_nothing},
         scenario=local(faults=(_NAN,)),

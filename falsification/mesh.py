@@ -194,7 +194,7 @@ _OLD = Fault(kind="lie", step=1, rank=1, at="TreeNode", value="old_step")
 VARIANTS = (
     Variant(
         name="shard-lost-with-its-worker",
-        summary="what a worker of a mesh had delivered when it died is not computed again",
+        summary="the deliveries of a mesh's dead worker are not computed again",
         source="classic (elastic training)",
         plants={
             f"{MESH_COORDINATOR}._replace": delivered_is_done,
@@ -272,7 +272,7 @@ VARIANTS = (
     ),
     Variant(
         name="moments-not-handed-on",
-        summary="the state that a worker hands on for who comes late has no moments",
+        summary="the state that a worker gives for a late joiner has no moments",
         source="torch elastic",
         plants={f"{MEMBER}.Member.payload": state_without_moments},
         scenario=mesh(faults=(_at("cut", "Commit"),), optimizer="momentum"),

@@ -203,7 +203,7 @@ VARIANTS = (
     ),
     Variant(
         name="guard-missing",
-        summary="nobody looks, and the NaN reaches every weight",
+        summary="gradients are not checked, and the NaN reaches every weight",
         source="classic",
         plants={f"{REPLICAS}.Replicas.guard": unguarded},
         scenario=reference(faults=(_NAN,)),
@@ -212,7 +212,7 @@ VARIANTS = (
     ),
     Variant(
         name="non-finite-skipped",
-        summary="a step that is not finite is left out in silence and training goes on",
+        summary="a step that is not finite is skipped silently, and training goes on",
         source="classic (loss scaler)",
         plants={
             f"{REPLICAS}.Replicas.guard": unguarded,

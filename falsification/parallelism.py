@@ -148,7 +148,7 @@ VARIANTS = (
     ),
     Variant(
         name="clip-count",
-        summary="the norm counts what all ranks hold as often as there are ranks",
+        summary="the norm counts replicated tensors once per rank",
         source="Megatron-LM #5916, #7452; PyTorch #88955",
         plants={f"{TENSOR}.norm_l2": count_copies},
         scenario=parallel(clip_norm=CLIP_NORM),

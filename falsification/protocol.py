@@ -187,7 +187,7 @@ _BACK = star(faults=(_at("cut", "Commit"),), optimizer="momentum")
 VARIANTS = (
     Variant(
         name="old-step-counted",
-        summary="nobody looks of which step a delivery is",
+        summary="the step of a delivery is never checked",
         source="classic (stale gradient)",
         plants={f"{COORDINATOR}.Coordinator._require_step": any_step},
         scenario=star(faults=(_lie("old_step"),)),
@@ -196,7 +196,7 @@ VARIANTS = (
     ),
     Variant(
         name="flips-pass",
-        summary="nobody looks at the checksum of a frame that comes",
+        summary="the checksum of a received frame is never checked",
         source="classic (silent corruption on the way)",
         plants={f"{FRAMES}.Decoder._end_frame": any_checksum},
         scenario=star(faults=(_at("flip", "TreeNode"),)),
@@ -226,7 +226,7 @@ VARIANTS = (
     ),
     Variant(
         name="stale-step-accepted",
-        summary="a worker that was cut off goes on where it was, and nobody compares steps",
+        summary="a worker that was cut off continues where it was, without a comparison of steps",
         source="classic (elastic training)",
         plants={
             f"{MEMBER}.Member.load": keep_own_state,
@@ -262,7 +262,7 @@ VARIANTS = (
     ),
     Variant(
         name="rejoin-without-moments",
-        summary="who comes back gets the weights, and no moments",
+        summary="a worker that rejoins gets the weights, but no moments",
         source="torch elastic",
         plants={f"{SERVER}.Server.payload": weights_alone},
         scenario=_BACK,
@@ -271,7 +271,7 @@ VARIANTS = (
     ),
     Variant(
         name="rejoin-one-step-old",
-        summary="who comes back gets the state from before the latest step",
+        summary="a worker that rejoins gets the state from before the latest step",
         source="classic (asynchronous snapshot)",
         plants={
             f"{SERVER}.Server.apply_average": remembered,

@@ -121,7 +121,7 @@ VARIANTS = (
     ),
     Variant(
         name="eval-mode-rank-1",
-        summary="one rank stays in evaluation mode after a validation, and drops nothing",
+        summary="one rank stays in evaluation mode after a validation, so its dropout is off",
         source="classic",
         plants={f"{TEXTBOOK}.masks": eval_on_rank_1},
         scenario=textbook(dropout=0.2),

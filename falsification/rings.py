@@ -213,7 +213,7 @@ VARIANTS = (
     ),
     Variant(
         name="ring-old-round-added",
-        summary="a sum that was sent in a round that is over goes on in the next",
+        summary="a sum sent in an earlier round is passed on in the next",
         source="classic (stale message)",
         plants={
             f"{RING_WORKER}._exchanged": any_round,
@@ -246,7 +246,7 @@ VARIANTS = (
     ),
     Variant(
         name="mesh-sends-to-all",
-        summary="a worker sends every block to everybody, not to who averages it alone",
+        summary="a worker sends every block to all workers, not only to the one that averages it",
         source="classic (broadcast in place of reduce-scatter)",
         plants={f"{MESH_WORKER}._send": sent_to_all, f"{MESH_WORKER}._part": not_its_own},
         scenario=_MESH,
@@ -255,7 +255,7 @@ VARIANTS = (
     ),
     Variant(
         name="ring-once-more-around",
-        summary="the average of a block goes on until it is back where it was made",
+        summary="the average of a block is passed on until it is back at its owner",
         source="classic (off by one in 2 (N - 1))",
         plants={f"{RING_WORKER}._spread": once_more, f"{RING_WORKER}._part": nothing_new},
         scenario=vectors(),

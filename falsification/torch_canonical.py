@@ -35,7 +35,7 @@ _FOUR = textbook(
 VARIANTS = (
     Variant(
         name="canonical-rank-order",
-        summary="what came from the ranks is added in their order, not along the tree",
+        summary="the ranks' gradients are added in rank order, not along the tree",
         source="classic (a ring, or a loop over ranks)",
         plants={"entrenar_py.canonical.exchange.add_tree": in_rank_order},
         scenario=_FOUR,

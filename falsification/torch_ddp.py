@@ -184,7 +184,7 @@ VARIANTS = (
     ),
     Variant(
         name="torch-nan-after-reduce",
-        summary="finiteness is looked at after the reduction: whose NaN it was is unknown",
+        summary="finiteness is checked after the reduction: the NaN's rank is unknown",
         source="Megatron-LM d66807759c",
         plants={f"{DDP}.accumulate": reduced_first},
         scenario=ddp(
@@ -195,7 +195,7 @@ VARIANTS = (
     ),
     Variant(
         name="torch-inf-one-rank",
-        summary="who finds no overflow itself does not hear of it, and makes the step",
+        summary="a rank without an overflow doesn't hear of another's, and makes the step",
         source="pytorch #115710",
         plants={f"{GUARD}.dist.all_gather": found_here},
         scenario=ddp(

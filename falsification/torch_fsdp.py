@@ -100,7 +100,7 @@ VARIANTS = (
     ),
     Variant(
         name="fsdp-opt-stale",
-        summary="the optimizer was made before sharding, and holds parameters that are nobody's",
+        summary="the optimizer was made before sharding, and holds stale parameters",
         source="accelerate #2665 and #3256",
         plants={f"{TORCH_MODULE}.optimizer_of": stale},
         scenario=fsdp(num_steps=4),

@@ -186,7 +186,7 @@ VARIANTS = (
     ),
     Variant(
         name="stale-weights-held",
-        summary="who comes back takes blocks of weights it held for those of the step that is next",
+        summary="a worker that rejoins takes the weight blocks it held for those of the next step",
         source="classic (elastic training)",
         plants={
             f"{WORKER}.Worker._enter": remembers_its_blocks,

@@ -125,7 +125,7 @@ VARIANTS = (
     ),
     mutant(
         "edge-unguarded",
-        "past the end of k a product reads what comes next in memory",
+        "past the end of k a product reads the memory behind it",
         "classic (edge of a tile)",
         {"tile_loads.load": edge_unguarded},
         operations("mm"),

@@ -205,7 +205,7 @@ VARIANTS = (
     ),
     mutant(
         "on-the-host",
-        "the CPU computes the step in the device's place, and nobody is told",
+        "the CPU silently computes the step in the device's place",
         "classic (silent fallback)",
         {"resident.ResidentStep.__call__": on_the_host},
         MLP,

@@ -124,7 +124,7 @@ VARIANTS = (
     ),
     Variant(
         name="length-checked-late",
-        summary="memory is taken for what a frame claims before the claim is looked at",
+        summary="memory is allocated for a frame's claimed size before the claim is checked",
         source="classic (length checked after allocation)",
         plants={f"{PROTOCOL}.frames.Decoder._due_first": set_aside_first},
         scenario=_WIRE,
@@ -151,7 +151,7 @@ VARIANTS = (
     ),
     Variant(
         name="manifest-not-compared",
-        summary="who joins is not asked which tensors it has",
+        summary="the tensors of a worker that joins are not compared",
         source="classic (workers of two versions of a model)",
         plants={f"{PROTOCOL}.terms.admit": any_manifest},
         scenario=_WIRE,

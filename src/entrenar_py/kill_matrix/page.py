@@ -22,11 +22,11 @@ def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[st
     yield "<!-- Written by `make docs`; a test says when it is out of date. -->"
     yield ""
     yield (
-        "A check that can't fail is worth nothing. So bugs are planted in the trainers, most of "
-        "them bugs that shipped in well-known projects, and each must be *killed*: every clause "
-        "whose `mutants` name it is falsified, and the finding names the planted place. Trainers "
-        "that are right in another way must leave every check silent. `entrenar-check --mutants` "
-        "runs all of it; the code is in `falsification/`."
+        "See which bugs the checks find, and where. `entrenar-check --mutants` plants each bug in "
+        "a trainer, most of them bugs that shipped in well-known projects; their code is in "
+        "`falsification/`. A mutant is *killed* if every clause whose `mutants` name it is "
+        "falsified, and the finding names the planted place. Correct trainers that work in "
+        "another way (benign variants) must raise no alarm."
     )
     yield ""
     yield f"{matrix.summary(rows)}."
@@ -40,8 +40,8 @@ def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[st
     yield "## Benign variants"
     yield ""
     yield (
-        "Each is judged by every clause whose check explores random scenarios. Inconclusive: the "
-        "run has nothing that the clause compares, for instance no stop to resume from."
+        "Every clause whose check explores random scenarios judges each variant. Inconclusive: "
+        "the run has nothing for the clause to compare, for instance no stop to resume from."
     )
     yield ""
     yield "| variant | what it does | held | inconclusive | wrong |"
@@ -51,8 +51,8 @@ def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[st
     yield "## Bugs in scripts"
     yield ""
     yield (
-        "Scripts of `examples/user_trainers` with some lines changed, and what finds each bug. "
-        "Nothing here was run to write this page: tests, `make twins` and `make integrations` do."
+        "Scripts of `examples/user_trainers` with some lines changed, and the clause that finds "
+        "each bug. Tests, `make twins` and `make integrations` run them; this page does not."
     )
     yield ""
     yield "| bug | script | source | clause | found at |"
