@@ -124,9 +124,10 @@ def whole_rounds_alone(worker: Worker) -> bool:
 
 def gradients_averaged(worker: Worker) -> None:
     """Averages the gradient of every inner step, as a synchronous trainer does."""
-    for one in local_sgd.trained_with_gradients(worker):
-        dist.all_reduce(one.grad)
-        one.grad /= worker.rank.world_size
+    for parameter in worker.trained.values():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= worker.rank.world_size
     _clip(worker)
 
 

@@ -72,8 +72,7 @@ def in_use_already(self: Server, step: int) -> None:
     if not updates.by_server(self.scenario):
         _apply(self, step)
         return
-    self.advance(len(self._ids))
-    self._ids = self.batch()
+    self.advance(len(self.batch()))
 
 
 # --- what is kept -----------------------------------------------------------------------------

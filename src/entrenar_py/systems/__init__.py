@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One system: where it is, what it is, whether it trains, what it takes of a scenario.
+    """One system: where it is, what it is, what it takes of a scenario.
 
     `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
     the names it knows, `only` the backends where it does not take them all, each by this very name;
@@ -40,7 +40,6 @@ class System:
 
     room: str
     what: str
-    trains: bool = False
     faults: tuple[str, ...] = ()
     places: tuple[str, ...] = PLACES
     options: tuple[str, ...] = ()
@@ -49,6 +48,11 @@ class System:
     bitwise: bool = True
     powers_of_two: bool = False
     traits: Traits = USUAL
+
+    @property
+    def trains(self) -> bool:
+        """Return whether it makes steps; a probe tries one thing."""
+        return self.room != "probes"
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -78,13 +82,21 @@ _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
 _STAR = Traits(topology="star", masks="shard")
 _MESH = Traits(topology="mesh", masks="shard")
 _RING = Traits(topology="ring", masks="shard")
+# A trainer over torch.distributed, by gloo or NCCL.
+_OVER_TORCH = System(
+    room="torch",
+    what="",
+    faults=_TRAINING_FAULTS,
+    options=("deadline_s",),
+    only=("cpu", "cuda"),
+    bitwise=False,
+)
 
 # name -> what it is; the module of the same name, in its room, holds `run`.
 SYSTEMS: dict[str, System] = {
     "reference": System(
         room="single",
         what="the deterministic data-parallel trainer, all workers in this process",
-        trains=True,
         faults=_TRAINING_FAULTS,
         options=(_TERMS,),
         traits=Traits(masks="shard"),
@@ -92,14 +104,12 @@ SYSTEMS: dict[str, System] = {
     "textbook": System(
         room="single",
         what="a plain torch data-parallel loop, independent of the reference",
-        trains=True,
         faults=_TRAINING_FAULTS,
         bitwise=False,
     ),
     "parameter_server": System(
         room="star.processes",
         what="a parameter server over TCP, each worker a process of its own",
-        trains=True,
         faults=(*_FAULTS, *faults.SILENT),
         options=(*_REAL_OPTIONS, "audit_share", "updates"),
         traits=_STAR,
@@ -107,7 +117,6 @@ SYSTEMS: dict[str, System] = {
     "parameter_server_simulated": System(
         room="star.simulated",
         what="a parameter server and its workers, under a seeded simulator of network and time",
-        trains=True,
         faults=(*_FAULTS, *faults.SILENT),
         options=("block_bytes", "network_seed", "audit_share", "updates", _TERMS),
         traits=_STAR,
@@ -115,7 +124,6 @@ SYSTEMS: dict[str, System] = {
     "mesh": System(
         room="star.processes",
         what="workers that exchange blocks with each other over TCP, each a process of its own",
-        trains=True,
         faults=_FAULTS,
         options=_REAL_OPTIONS,
         traits=_MESH,
@@ -123,7 +131,6 @@ SYSTEMS: dict[str, System] = {
     "mesh_simulated": System(
         room="star.simulated",
         what="workers that exchange blocks with each other, under the same simulator",
-        trains=True,
         faults=_FAULTS,
         options=("block_bytes", "network_seed", _TERMS),
         traits=_MESH,
@@ -131,7 +138,6 @@ SYSTEMS: dict[str, System] = {
     "ring": System(
         room="star.processes",
         what="workers that send blocks around a ring over TCP, each a process of its own",
-        trains=True,
         faults=_FAULTS,
         places=RING_PLACES,
         options=_REAL_OPTIONS,
@@ -140,76 +146,48 @@ SYSTEMS: dict[str, System] = {
     "ring_simulated": System(
         room="star.simulated",
         what="workers that send blocks around a ring, under the same simulator",
-        trains=True,
         faults=_FAULTS,
         places=RING_PLACES,
         options=("block_bytes", "network_seed", _TERMS),
         traits=_RING,
     ),
-    "ddp": System(
-        room="torch",
+    "ddp": replace(
+        _OVER_TORCH,
         what="torch's DistributedDataParallel, each rank a process of its own",
-        trains=True,
-        faults=_TRAINING_FAULTS,
-        options=("deadline_s",),
-        only=("cpu", "cuda"),  # gloo, NCCL
-        bitwise=False,
     ),
-    "tensor_parallel": System(
-        room="torch",
+    "tensor_parallel": replace(
+        _OVER_TORCH,
         what="layers cut over ranks by torch's parallelize_module, groups of them data-parallel",
-        trains=True,
-        faults=_TRAINING_FAULTS,
         options=("deadline_s", "tp"),
-        only=("cpu", "cuda"),
-        bitwise=False,
     ),
-    "sequence_parallel": System(
-        room="torch",
+    "sequence_parallel": replace(
+        _OVER_TORCH,
         what="the same, and between the layers each rank has a part of each sequence",
-        trains=True,
-        faults=_TRAINING_FAULTS,
         options=("deadline_s", "tp"),
-        only=("cpu", "cuda"),
-        bitwise=False,
     ),
-    "pipeline_parallel": System(
-        room="torch",
+    "pipeline_parallel": replace(
+        _OVER_TORCH,
         what="layers in stages, a rank each, by torch's pipelining, groups of them data-parallel",
-        trains=True,
-        faults=_TRAINING_FAULTS,
         options=("deadline_s", "pp", "schedule"),
-        only=("cpu", "cuda"),
-        bitwise=False,
     ),
-    "ddp_canonical": System(
-        room="torch",
+    "ddp_canonical": replace(
+        _OVER_TORCH,
         what="the same with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
-        trains=True,
         faults=_VALUE_FAULTS,
-        options=("deadline_s",),
-        only=("cpu", "cuda"),
+        bitwise=True,
         powers_of_two=True,
         traits=Traits(masks="shard_apart"),
     ),
-    "fsdp": System(
-        room="torch",
+    "fsdp": replace(
+        _OVER_TORCH,
         what="torch's fully_shard (FSDP2): each rank a process of its own, with a piece of all",
-        trains=True,
-        faults=_TRAINING_FAULTS,
         options=("deadline_s", "precision"),
-        only=("cpu", "cuda"),  # gloo, NCCL
-        bitwise=False,
     ),
-    "local_sgd": System(
-        room="torch",
+    "local_sgd": replace(
+        _OVER_TORCH,
         what="DiLoCo: workers that step alone, brought together by an outer optimizer",
-        trains=True,
-        faults=_TRAINING_FAULTS,
         options=("deadline_s", "inner_steps", "outer_learning_rate", "outer_momentum"),
-        only=("cpu", "cuda"),  # gloo, NCCL
         in_step=False,
-        bitwise=False,
     ),
     "matmul": System(
         room="probes",
@@ -319,7 +297,9 @@ def require_possible(scenario: Scenario) -> None:
         from entrenar_py.systems import membership, models  # bring torch
 
         membership.require_possible(scenario)
-        models.require_places(scenario)
+        workload = models.model_of(scenario)
+        for fault in scenario.faults:
+            models.place_of(fault, workload)
 
 
 def require_sizes(scenario: Scenario) -> None:
@@ -372,14 +352,8 @@ def missed(result: trace.Trace) -> Fault | None:
     halts = result.of(trace.Halt)
     reached = halts[0].step if halts else result.scenario.num_steps
     struck = [event.fault for event in result.of(trace.Injected)]
-    return next(
-        (
-            fault
-            for fault in result.scenario.faults
-            if (fault.step or 0) < reached and fault.to_dict() not in struck
-        ),
-        None,
-    )
+    planned = (fault for fault in result.scenario.faults if (fault.step or 0) < reached)
+    return next((fault for fault in planned if fault.to_dict() not in struck), None)
 
 
 def _failed(scenario: Scenario, reason: str) -> trace.Trace:

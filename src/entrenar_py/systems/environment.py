@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,27 +13,19 @@ import entrenar_py
 
 def describe() -> dict[str, str]:
     """Versions and platform of this process; the wgpu adapter too, if one was opened in it."""
-    return {**_versions(), **_wgpu()}
-
-
-@lru_cache(maxsize=1)
-def _versions() -> dict[str, str]:
-    return {
+    described = {
         "entrenar": entrenar_py.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "platform": platform.platform(),
     }
-
-
-def _wgpu() -> dict[str, str]:
     backend = sys.modules.get("entrenar_py.backends.wgpu")  # its import costs 0.2 s
     opened = [] if backend is None else backend.opened()
-    if not opened:
-        return {}
-    import wgpu  # not before: whoever opened no adapter may not have it
+    if opened:
+        import wgpu  # not before: whoever opened no adapter may not have it
 
-    adapters = [f"{one.device}{', software' if one.software else ''}" for one in opened]
-    named = "; ".join(dict.fromkeys(adapters))
-    return {"wgpu": wgpu.__version__, "wgpu_adapter": named}
+        adapters = [f"{one.device}{', software' if one.software else ''}" for one in opened]
+        named = "; ".join(dict.fromkeys(adapters))
+        described |= {"wgpu": wgpu.__version__, "wgpu_adapter": named}
+    return described

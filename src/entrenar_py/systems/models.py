@@ -22,13 +22,6 @@ def model_of(scenario: Scenario) -> Workload:
     )
 
 
-def require_places(scenario: Scenario) -> None:
-    """Returns if the workload exists and every fault that names a place in it names a real one."""
-    model = model_of(scenario)
-    for fault in scenario.faults:
-        place_of(fault, model)
-
-
 def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
     """The trainable tensor and the element of it, in C order, whose gradient `fault` strikes.
 

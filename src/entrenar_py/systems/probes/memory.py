@@ -31,8 +31,8 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
 from entrenar_py.systems.probes import device_memory
 from entrenar_py.systems.recorder import Recorder
-from entrenar_py.training import dropout, engine, optimizer, reduction, schedule, sharding
-from entrenar_py.training.tensors import Array, TensorSpec
+from entrenar_py.training import dropout, engine, optimizer, reduction, sharding
+from entrenar_py.training.tensors import TensorSpec
 
 DEADLINE_S = 120
 FLOAT_BYTES = 4
@@ -272,7 +272,7 @@ def work(scenario: Scenario, rank: int, backend: Backend) -> None:
     """Do the work of worker `rank` in every step: shards, tree nodes, an optimizer step.
 
     The other workers' nodes never come, so it steps on its own first node: other numbers, the same
-    memory. Every step sees the first batch.
+    memory. Every step sees the first batch and the peak learning rate.
     """
     model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
@@ -280,10 +280,14 @@ def work(scenario: Scenario, rank: int, backend: Backend) -> None:
     state = optimizer.initial_state(scenario.optimizer, replica.layout.num_trainable)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", 0))
     ids = sharding.batch(visit, sharding.Position(), scenario.batch_size)
+    rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
     for step in range(scenario.num_steps):
         node = _share(scenario, rank, replica, step, ids)[0]
         average = optimizer.mean(node.vector, model.weight(ids) * scale)
-        _step(scenario, replica, state, average, step)
+        gradient = average[: replica.layout.num_trainable]
+        clipped = optimizer.clip(gradient, optimizer.norm_l2(gradient), scenario.clip_norm)
+        optimizer.step(rule, replica.parameters, clipped, state, scenario.learning_rate)
+        replica.average_buffers(average)
 
 
 def _share(
@@ -302,27 +306,6 @@ def _share(
         return reduction.Node(0, shard, vector, loss, weight)
 
     return reduction.fold(map(leaf, _run_of(scenario, rank)), scenario.num_shards)
-
-
-def _step(
-    scenario: Scenario,
-    replica: engine.Engine,
-    state: optimizer.State,
-    average: Array,
-    step: int,
-) -> None:
-    rate = schedule.learning_rate(
-        step,
-        peak=scenario.learning_rate,
-        kind=scenario.schedule,
-        warmup_steps=scenario.warmup_steps,
-        num_steps=scenario.num_steps,
-    )
-    rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, replica.layout.decayed)
-    gradient = average[: replica.layout.num_trainable]
-    clipped = optimizer.clip(gradient, optimizer.norm_l2(gradient), scenario.clip_norm)
-    optimizer.step(rule, replica.parameters, clipped, state, rate)
-    replica.average_buffers(average)
 
 
 def _peak_bytes() -> int:

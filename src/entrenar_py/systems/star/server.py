@@ -76,7 +76,6 @@ class Server(Replicas):
         self._vector = np.empty(self.layout.num_elements, np.float32)
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._average: replicas.Average | None = None
-        self._ids = self.batch()
 
     def _num_blocks(self) -> int:
         """Return in how many parts the vector travels: none is longer than `block_bytes`."""
@@ -157,7 +156,6 @@ class Server(Replicas):
             return
         if isinstance(message, State):
             self.replica = self.take_over(_NOBODY, payload)
-            self._ids = self.batch()
             return
         events = worker_records.read(rank, message, payload)
         if isinstance(message, Computed):
@@ -260,8 +258,7 @@ class Server(Replicas):
             self.replica, self._beside = self._beside, self.replica
         else:
             self.move(self.replica, self.average_held())
-        self.advance(len(self._ids))
-        self._ids = self.batch()
+        self.advance(len(self.batch()))
 
     def stop(self, effect: Stop) -> None:
         """Records that training halts."""
@@ -304,7 +301,6 @@ class Server(Replicas):
         if not self.checkpoint_path.exists():
             self.replica = self.new_worker(_NOBODY, self.initial())
             self.position, self.schedule_step = sharding.Position(), 0
-            self._ids = self.batch()
             return 0
         expected = checkpoint.as_arrays(
             tensors=self.replica.replica.arrays, optimizer=self.replica.state
@@ -321,7 +317,6 @@ class Server(Replicas):
         self.replica.state = {name: saved[name].copy() for name in self.replica.state}
         self.position = sharding.Position(progress["epoch"], progress["offset"])
         self.schedule_step = progress["schedule_step"]
-        self._ids = self.batch()
         return int(progress["step"])
 
     def _require_own(self, progress: Mapping[str, Any]) -> None:

@@ -34,12 +34,9 @@ def guest(fault: Fault, terms: Terms, secret: bytes) -> Guest:
             return Guest(_applicant(terms, secret, None), pace_s=PACE_S)
         case "wrong_secret":
             return Guest(_applicant(terms, secret + b"!", None))
-        case "wrong_run":
-            return Guest(_applicant(replace(terms, run=OTHER), secret, None))
-        case "wrong_manifest":
-            return Guest(_applicant(replace(terms, manifest=OTHER), secret, None))
-        case "wrong_data":
-            return Guest(_applicant(replace(terms, data=OTHER), secret, None))
+        case "wrong_run" | "wrong_manifest" | "wrong_data":
+            wrong = {fault.value.removeprefix("wrong_"): OTHER}
+            return Guest(_applicant(replace(terms, **wrong), secret, None))
         case _:  # taken_rank, one_too_many: right but for its place
             return Guest(_applicant(terms, secret, fault.rank))
 

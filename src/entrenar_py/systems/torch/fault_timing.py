@@ -38,21 +38,32 @@ def place(
     if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
         return []
     rank = None if fault.rank is None else workers.index(fault.rank)
-    if fault.kind == "leave" or (fault.shard is None and rank is None):
+    if fault.kind == "leave":
         return [replace(fault, rank=rank)]
     size, micro = arranged.group_size, None
-    owner = (rank or 0) // size
     if fault.shard is not None:
-        runs = sharding.runs(range(scenario.num_shards), range(len(workers) // size))
-        owner = next(one for one, run in runs.items() if fault.shard in run)
-        micro = (fault.shard - runs[owner][0]) * arranged.micro_batches // len(runs[owner])
-    members = range(owner * size, (owner + 1) * size)
-    if rank not in (None, *members):
+        group, micro = _of_shard(scenario, fault.shard, len(workers) // size, arranged)
+    elif rank is not None:
+        group = rank // size
+    else:
+        return [fault]
+    members = range(group * size, (group + 1) * size)
+    if rank is not None and rank not in members:
         return []
     if arranged.in_stages and size > 1:
-        return [replace(fault, rank=one, shard=None) for one in _in_stages(fault, members)]
-    shared = rank is None or fault.kind == "huge_gradient"
-    return [replace(fault, rank=one, shard=micro) for one in members if shared or one == rank]
+        members, micro = _in_stages(fault, members), None
+    elif rank is not None and fault.kind != "huge_gradient":
+        members = range(rank, rank + 1)
+    return [replace(fault, rank=member, shard=micro) for member in members]
+
+
+def _of_shard(
+    scenario: Scenario, shard: int, num_groups: int, arranged: Arrangement
+) -> tuple[int, int]:
+    """Return the group of ranks that has logical shard `shard`, and in which micro-batch."""
+    runs = sharding.runs(range(scenario.num_shards), range(num_groups))
+    group, run = next((group, run) for group, run in runs.items() if shard in run)
+    return group, (shard - run[0]) * arranged.micro_batches // len(run)
 
 
 def _in_stages(fault: Fault, members: range) -> range:

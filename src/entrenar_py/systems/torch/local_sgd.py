@@ -22,7 +22,7 @@ import entrenar_py
 from entrenar_py import trace
 from entrenar_py.outer import Outer
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.torch import ranks, workload_module
+from entrenar_py.systems.torch import ddp, ranks, workload_module
 from entrenar_py.systems.torch.batches import global_batch
 from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
@@ -168,17 +168,8 @@ def update_buffers(worker: Worker, ids: sharding.Ids) -> None:
 
 
 def clip(worker: Worker) -> None:
-    """Clips this worker's gradient, in place, by its float64 norm: in float32 squares overflow."""
-    limit = worker.rank.scenario.clip_norm
-    if limit is not None:
-        squares = [p.grad.double().square().sum() for p in trained_with_gradients(worker)]
-        norm = torch.stack(squares).sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(trained_with_gradients(worker), limit, norm)
-
-
-def trained_with_gradients(worker: Worker) -> list[Any]:
-    """The parameters that this step's loss depends on."""
-    return [p for p in worker.trained.values() if p.grad is not None]
+    """Clips this worker's gradient, in place, by the norm of its own."""
+    ddp.clip(worker.rank.scenario, worker.model)
 
 
 # --- together ---------------------------------------------------------------------------------
@@ -361,7 +352,7 @@ def load(worker: Worker) -> bool:
     if not rank.resumes or not checkpoint(rank).exists():
         return False
     saved = torch.load(checkpoint(rank), map_location=rank.device, weights_only=True)
-    if not is_current(rank, saved["life"]):
+    if saved["life"] != rank.life - 1:  # of a worker that was away
         return False
     take(worker, saved["outer"])
     worker.round.weight = saved["weight"]
@@ -369,8 +360,3 @@ def load(worker: Worker) -> bool:
     worker.inner.load_state_dict(saved["inner"])
     rank.restore_random(saved["random"])
     return True
-
-
-def is_current(rank: Rank, life: int) -> bool:
-    """Return whether a checkpoint of that life is current: that of a worker that was away isn't."""
-    return life == rank.life - 1

@@ -36,9 +36,11 @@ from entrenar_py.rank_files import assembly
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import environment, membership, preloaded
 from entrenar_py.systems.torch import fault_timing
+from entrenar_py.systems.torch.fault_timing import Arrangement
 from entrenar_py.systems.torch.finite_guard import NotFinite
 
 DEADLINE_S = 120.0
+_SILENT = "silent"  # the status of a rank that did not answer
 PARTING_S = 5.0  # for the others, once a rank has failed: their collectives fail too, or hang
 
 
@@ -135,18 +137,16 @@ def run(
     `group_size` tells how many, one after the other, compute one batch: together, or `in_stages`,
     each with parameters of its own.
     """
-    num_micros = micro_batches or scenario.accumulation
 
-    def place(fault: Fault, workers: Sequence[int]) -> list[Fault]:
-        arranged = fault_timing.Arrangement(
-            micro_batches=num_micros,
-            group_size=group_size(scenario, len(workers)),
+    def arrange(world_size: int) -> Arrangement:
+        return Arrangement(
+            micro_batches=micro_batches or scenario.accumulation,
+            group_size=group_size(scenario, world_size),
             in_stages=in_stages,
         )
-        return fault_timing.place(scenario, fault, workers, arranged)
 
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        lives = _Lives(scenario, Path(folder), num_micros, place)
+        lives = _Lives(scenario, Path(folder), arrange)
         status, reason = lives.live()
         return trace.Trace(
             scenario=scenario,
@@ -160,14 +160,10 @@ class _Lives:
     """A run, life by life."""
 
     def __init__(
-        self,
-        scenario: Scenario,
-        folder: Path,
-        micro_batches: int,
-        place: Callable[[Fault, Sequence[int]], list[Fault]],
+        self, scenario: Scenario, folder: Path, arrange: Callable[[int], Arrangement]
     ) -> None:
-        self._scenario, self._folder, self._micro_batches = scenario, folder, micro_batches
-        self._place = place
+        self._scenario, self._folder, self._arrange = scenario, folder, arrange
+        self._life = 0
         self._workers = membership.initial_ranks(scenario)
         self._faults = list(scenario.faults)  # those that have not struck
         self._joins = [one for one in self._faults if one.kind == "join"]
@@ -175,31 +171,34 @@ class _Lives:
 
     def live(self) -> tuple[str, str]:
         """Runs to the end: its status, and the reason."""
-        scenario = self._scenario
+        scenario, step = self._scenario, 0
         ends = {*scenario.stops, *((one.step or 0) for one in self._joins), scenario.num_steps}
-        life, step = 0, 0
-        for until in sorted(ends):
+        for until in sorted(ends - {0}):
             self._join(step)
-            while step < until:
-                answers, died = self._one_life(life, until)
-                life += 1
-                if all(answer and answer["status"] == "done" for answer in answers):
-                    step = until
-                    continue
-                if any(answer and answer["status"] == "halted" for answer in answers):
-                    halted = [a["reason"] for a in answers if a and a["status"] == "halted"]
-                    return "halted", halted[0]
-                lost = self._lost(died)
-                if not lost:
-                    return "failed", next((a["reason"] for a in answers if a), "every rank died")
-                self._workers = [one for one in self._workers if one not in lost]
+            end = self._reach(until)
+            if end is not None:
+                return end
+            step = until
         return "completed", ""
 
-    def _lost(self, died: set[int]) -> set[int]:
-        """Those of the workers that `died`, if that was planned of all of them."""
+    def _reach(self, until: int) -> tuple[str, str] | None:
+        """Lives until step `until` is made: None, or the status and reason of an earlier end."""
+        while True:
+            answers, died = self._one_life(until)
+            if all(status == "done" for status, _ in answers):
+                return None
+            for status, reason in answers:
+                if status == "halted":
+                    return status, reason
+            if not died or died - self._left():
+                said = (reason for status, reason in answers if status != _SILENT)
+                return "failed", next(said, "every rank died")
+            self._workers = [worker for worker in self._workers if worker not in died]
+
+    def _left(self) -> set[int]:
+        """The workers that have left as the scenario says."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
-        planned = {one["rank"] for one in struck if one["kind"] == "leave"}
-        return died if died <= planned else set()
+        return {fault["rank"] for fault in struck if fault["kind"] == "leave"}
 
     def _join(self, step: int) -> None:
         for fault in [one for one in self._joins if one.step == step]:
@@ -211,42 +210,50 @@ class _Lives:
             self._workers = sorted([*self._workers, fault.rank])
             self._joins.remove(fault)
 
-    def _one_life(self, life: int, until: int) -> tuple[list[dict[str, Any] | None], set[int]]:
-        """Return what each rank answered, None of one that died or was stuck; and the workers that
-        died by themselves.
+    def _one_life(self, until: int) -> tuple[list[tuple[str, str]], set[int]]:
+        """Return the status and reason of each rank, _SILENT of one that died or was stuck; and the
+        workers that died by themselves.
         """
-        folder = self._folder / f"life-{life:03}"
+        folder = self._folder / f"life-{self._life:03}"
         folder.mkdir()
         scenario, workers = self._scenario, tuple(self._workers)
+        arranged = self._arrange(len(workers))
         placed = {
             json.dumps(adapted.to_dict()): fault
             for fault in self._faults
-            for adapted in self._place(fault, workers)
+            for adapted in fault_timing.place(scenario, fault, workers, arranged)
         }
         saves = bool(scenario.stops) or any(f.kind in ("leave", "join") for f in scenario.faults)
         job = {
             "scenario": scenario.to_dict(),
             "workers": workers,
             "until": until,
-            "life": life,
+            "life": self._life,
             "saves": saves,
             "folder": str(folder),
             "checkpoint": str(self._folder / "checkpoint"),
             "faults": [json.loads(one) for one in placed],
         }
         hands = [crew().give(json.dumps({**job, "index": i}).encode()) for i in range(len(workers))]
+        self._life += 1
         dead = _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
-        answers = [None if one.answer is None else json.loads(one.answer) for one in hands]
-        self._take(folder, placed, struck=any(one and one["struck"] for one in answers))
-        return answers, {w for w, hand in zip(workers, hands, strict=True) if hand in dead}
+        answers = [
+            (_SILENT, "", False) if hand.answer is None else json.loads(hand.answer)
+            for hand in hands
+        ]
+        self._take(folder, arranged, placed, struck=any(struck for _, _, struck in answers))
+        ends = [(status, reason) for status, reason, _ in answers]
+        return ends, {w for w, hand in zip(workers, hands, strict=True) if hand in dead}
 
-    def _take(self, folder: Path, placed: Mapping[str, Fault], *, struck: bool) -> None:
+    def _take(
+        self, folder: Path, arranged: Arrangement, placed: Mapping[str, Fault], *, struck: bool
+    ) -> None:
         """Adds what the ranks of a life recorded: under the workers' numbers, not the ranks'."""
         ranks, problems = assembly.load(folder)
         if problems:
             raise SystemFailure(problems[0])
         events = assembly.numbered(
-            assembly.ordered(ranks), self._micro_batches, assembly.places(ranks)
+            assembly.ordered(ranks), arranged.micro_batches, assembly.places(ranks)
         )
         for event in [*assembly.holdings(ranks), *events]:
             if isinstance(event, trace.Injected):
@@ -275,7 +282,7 @@ def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
             waiting.remove(hand)
             if hand.answer is None:
                 dead.append(hand)
-            if hand.answer is None or json.loads(hand.answer)["status"] == "failed":
+            if hand.answer is None or json.loads(hand.answer)[0] == "failed":
                 deadline = min(deadline, time.monotonic() + PARTING_S)
     crew().gather(0.0)
     return dead
@@ -302,8 +309,7 @@ def main(pipe: Connection) -> NoReturn:
         scenario = Scenario.from_dict(job["scenario"])
         with mutants.planted(scenario.mutant) as planting:
             status, reason = _train(scenario, job)
-        answer = {"status": status, "reason": reason, "struck": planting.struck}
-        desk.answer(json.dumps(answer).encode())
+        desk.answer(json.dumps([status, reason, planting.struck]).encode())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
