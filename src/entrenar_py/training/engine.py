@@ -77,10 +77,7 @@ class Engine:
 
     def _micro_batch(self, ids: sharding.Ids, drop: DropFunction) -> tuple[Array, float, float]:
         if len(ids) == 0:
-            size = self.layout.num_trainable + sum(
-                part.stop - part.start for part in self.layout.buffers.values()
-            )
-            return np.zeros(size, np.float32), 0.0, 0.0
+            return np.zeros(self.layout.num_elements, np.float32), 0.0, 0.0
         loss, parts = self._step(ids, drop)
         scale = np.float32(self._scale)
         parts += [total * scale for total in self.workload.statistics(ids).values()]

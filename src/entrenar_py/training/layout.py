@@ -54,9 +54,7 @@ class Layout:
     @cached_property
     def num_elements(self) -> int:
         """Elements of the flat vector, gradients and statistics."""
-        return sum(
-            part.stop - part.start for part in (*self.trainable.values(), *self.buffers.values())
-        )
+        return sum(prod(s.shape) for s in self.specs if s.role != "frozen")
 
     @cached_property
     def digest(self) -> str:

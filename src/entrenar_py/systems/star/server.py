@@ -33,8 +33,8 @@ from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.replicas import Replicas
-from entrenar_py.systems.star import audited_copies, audited_shards, topology, worker_records
-from entrenar_py.training import blocks, checkpoint, contents, reduction, sharding, state
+from entrenar_py.systems.star import audited, topology, worker_records
+from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
@@ -70,7 +70,7 @@ class Server(Replicas):
         self._beside: replicas.Worker | None = None  # where steps are prepared
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
-        self._copies = audited_copies.Copies()
+        self._copies = audited.Copies()
         self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
         # What goes down: the average as far as it is reduced; then what the step made of it.
         self._vector = np.empty(self.layout.num_elements, np.float32)
@@ -103,7 +103,7 @@ class Server(Replicas):
             num_blocks=self.blocks.count,
             first_step=first,
             resumed=first > 0,
-            audited=partial(audited_shards.shards, self.scenario),
+            audited=partial(audited.shards, self.scenario),
             server_updates=self._updates,
         )
 
@@ -182,7 +182,7 @@ class Server(Replicas):
     def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
         """Return what says, in any thread, which ranks gave copies of `shard`, and which agree."""
         whole = self._copies.of(shard)
-        return lambda: ([one.rank for one in whole], audited_copies.alike(whole))
+        return lambda: ([one.rank for one in whole], audited.alike(whole))
 
     def conclude(self, effect: Conclude) -> None:
         """Takes over the copy that counts, and records the audit."""
@@ -205,7 +205,7 @@ class Server(Replicas):
         """Forgets what a worker that is gone had not wholly delivered."""
         self.present.discard(effect.rank)
         self._sums.forget(effect.rank)
-        self._record(audited_copies.injected(self._events.pop(effect.rank, [])))
+        self._record(audited.injected(self._events.pop(effect.rank, [])))
         self._record(self._copies.forget(effect.rank))
         self.recorder.emit(
             trace.Membership(
@@ -305,12 +305,14 @@ class Server(Replicas):
         expected = checkpoint.as_arrays(
             tensors=self.replica.replica.arrays, optimizer=self.replica.state
         )
-        largest = contents.bytes_max(expected)
+        largest = checkpoint.bytes_max(expected)
         arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
         self._require_own(progress)
         steps, samples = self.scenario.num_steps, self.scenario.num_samples
         limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
-        contents.require(self.checkpoint_path, arrays, progress, expected=expected, limits=limits)
+        checkpoint.require_fitting(
+            self.checkpoint_path, arrays, progress, expected=expected, limits=limits
+        )
         self.notes = progress
         self.replica = self.new_worker(_NOBODY, checkpoint.group_of(arrays, "tensors"))
         saved = checkpoint.group_of(arrays, "optimizer")
