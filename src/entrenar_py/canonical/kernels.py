@@ -37,21 +37,9 @@ def _add_tree(
     columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = columns < num_columns
     stride = tl.cast(num_columns, tl.int64)
-    root = _node(rows, columns, inside, stride, 0, NUM_ROWS)
+    root = _node(rows, rows, columns, inside, stride, -1, 0, NUM_ROWS)
     scaled = (root.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + columns, scaled, mask=inside)
-
-
-@triton.jit
-def _node(rows, columns, inside, stride, FIRST: tl.constexpr, SPAN: tl.constexpr):  # noqa: N803
-    """The node over rows FIRST to FIRST + SPAN - 1: its left child plus its right child."""
-    if SPAN == 1:
-        node = tl.load(rows + FIRST * stride + columns, mask=inside, other=0.0)
-    else:
-        left = _node(rows, columns, inside, stride, FIRST, SPAN // 2)
-        right = _node(rows, columns, inside, stride, FIRST + SPAN // 2, SPAN // 2)
-        node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
-    return node
 
 
 def add_tree_of_put(put: Tensor, *, mine: Tensor, rank: int, scale: float, sums: Tensor) -> None:
@@ -82,14 +70,14 @@ def _add_tree_of_put(
 ):
     columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = columns < num_columns
-    root = _node_of_put(rows, mine, columns, inside, stride, RANK, 0, NUM_ROWS)
+    root = _node(rows, mine, columns, inside, stride, RANK, 0, NUM_ROWS)
     scaled = (root.to(tl.float32) * scale).to(mine.dtype.element_ty)
     tl.store(mine + columns, scaled, mask=inside)
     tl.store(sums + columns, scaled, mask=inside)
 
 
 @triton.jit
-def _node_of_put(
+def _node(
     rows,
     mine,
     columns,
@@ -99,15 +87,18 @@ def _node_of_put(
     FIRST: tl.constexpr,  # noqa: N803
     SPAN: tl.constexpr,  # noqa: N803
 ):
-    """The node over rows FIRST to FIRST + SPAN - 1."""
+    """The node over rows FIRST to FIRST + SPAN - 1: its left child plus its right child.
+
+    The row RANK, if there is one of that number, is `mine`.
+    """
     if SPAN == 1:
         if FIRST == RANK:
             node = tl.load(mine + columns, mask=inside, other=0.0)
         else:
             node = tl.load(rows + FIRST * stride + columns, mask=inside, other=0.0)
     else:
-        left = _node_of_put(rows, mine, columns, inside, stride, RANK, FIRST, SPAN // 2)
+        left = _node(rows, mine, columns, inside, stride, RANK, FIRST, SPAN // 2)
         middle: tl.constexpr = FIRST + SPAN // 2
-        right = _node_of_put(rows, mine, columns, inside, stride, RANK, middle, SPAN // 2)
+        right = _node(rows, mine, columns, inside, stride, RANK, middle, SPAN // 2)
         node = (left.to(tl.float32) + right.to(tl.float32)).to(left.dtype)
     return node
