@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 
 import torch
 from torch import Tensor
@@ -27,76 +28,32 @@ class Case:
     has_line: bool = True
 
 
-def _inverse(x: Tensor) -> tuple[Tensor, ...]:
-    return (torch.linalg.inv(x),)
-
-
-def _sorted(x: Tensor) -> tuple[Tensor, ...]:
-    return (x.sort(-1).values,)
-
-
-def _bessel(x: Tensor) -> tuple[Tensor, ...]:
-    return (torch.special.bessel_j0(x),)
-
-
 def _with_gradient(x: Tensor) -> tuple[Tensor, ...]:
     loss = torch.linalg.inv(x).sum()
     return loss.detach(), *torch.autograd.grad(loss, [x])
-
-
-def _double(x: Tensor) -> tuple[Tensor, ...]:
-    return ((x.double() * 2).float(),)
-
-
-def _random(x: Tensor) -> tuple[Tensor, ...]:
-    return (x * torch.rand_like(x),)
-
-
-def _branch(x: Tensor) -> tuple[Tensor, ...]:
-    return (x if x.sum() > 0 else -x,)
-
-
-def _chosen(x: Tensor) -> tuple[Tensor, ...]:
-    return (x[x > 0],)
-
-
-def _written(x: Tensor) -> tuple[Tensor, ...]:
-    return (x.add_(1),)
-
-
-def _too_large(x: Tensor) -> tuple[Tensor, ...]:
-    return (x.long() * 2**40,)
-
-
-def _no_rows(x: Tensor) -> tuple[Tensor, ...]:
-    return (x[:0] * 2,)
-
-
-def _no_inner(x: Tensor) -> tuple[Tensor, ...]:
-    return (x[:, :0] @ x[:0],)
-
-
-def _twice(x: Tensor) -> tuple[Tensor, ...]:
-    return (x * 2,)
 
 
 def _cases() -> dict[str, Case]:
     matrix = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, -1.0], [1.0, 0.0, 3.0]])
     given = (matrix,)
     return {
-        "no kernel": Case(_inverse, given, "inv"),
+        "no kernel": Case(lambda x: (torch.linalg.inv(x),), given, "inv"),
         "no kernel, in backward": Case(_with_gradient, (matrix.clone().requires_grad_(),), "inv"),
-        "no kernel, two results": Case(_sorted, given, "sort"),
-        "no kernel, a function": Case(_bessel, given, "bessel_j0"),
-        "float64": Case(_double, given, "_to_copy"),
-        "random numbers": Case(_random, given, "rand"),
-        "a branch on data": Case(_branch, given, "_local_scalar_dense"),
-        "a shape that follows data": Case(_chosen, given, "index"),
-        "writes to an input": Case(_written, given, "add_"),
-        "a number of more than 32 bits": Case(_too_large, given, "mul"),
-        "a slice of no rows": Case(_no_rows, given, "slice"),
-        "a product over no elements": Case(_no_inner, given, "slice"),
-        "an input of no rows": Case(_twice, (torch.zeros(0, 3),), "shape=[0, 3]", has_line=False),
+        "no kernel, two results": Case(lambda x: (x.sort(-1).values,), given, "sort"),
+        "no kernel, a function": Case(lambda x: (torch.special.bessel_j0(x),), given, "bessel_j0"),
+        "float64": Case(lambda x: ((x.double() * 2).float(),), given, "_to_copy"),
+        "random numbers": Case(lambda x: (x * torch.rand_like(x),), given, "rand"),
+        "a branch on data": Case(
+            lambda x: (x if x.sum() > 0 else -x,), given, "_local_scalar_dense"
+        ),
+        "a shape that follows data": Case(lambda x: (x[x > 0],), given, "index"),
+        "writes to an input": Case(lambda x: (x.add_(1),), given, "add_"),
+        "a number of more than 32 bits": Case(lambda x: (x.long() * 2**40,), given, "mul"),
+        "a slice of no rows": Case(lambda x: (x[:0] * 2,), given, "slice"),
+        "a product over no elements": Case(lambda x: (x[:, :0] @ x[:0],), given, "slice"),
+        "an input of no rows": Case(
+            lambda x: (x * 2,), (torch.zeros(0, 3),), "shape=[0, 3]", has_line=False
+        ),
     }
 
 
@@ -126,17 +83,21 @@ def _declined(name: str, case: Case, device: Device) -> trace.Declined:
         except EntrenarError as refused:
             error = refused
     message = "" if error is None else str(error)
-    code = case.compute.__code__
-    place = f" in {code.co_name}" if case.has_line else ""
     return trace.Declined(
         case=name,
         operation=case.operation,
         error=None if error is None else type(error).__name__,
         message=message,
-        in_line=place in message and (not case.has_line or "wgpu_refusals.py:" in message),
+        in_line=not case.has_line or _names_line(message, case.compute.__code__),
         right=right,
         submissions=meter.submissions,
     )
+
+
+def _names_line(message: str, code: CodeType) -> bool:
+    """Return whether `message` names a line of the function with `code`."""
+    lines = {line for _, _, line in code.co_lines()}
+    return any(f"wgpu_refusals.py:{line} in {code.co_name}" in message for line in lines)
 
 
 def _is_right(case: Case, found: Sequence[program.Array]) -> bool:
