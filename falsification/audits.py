@@ -14,14 +14,14 @@ from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member as Seen
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star.audited_copies import Copy
+from entrenar_py.systems.star.audited import Copy
 from entrenar_py.training.blocks import Sums
 
 from .subjects import COORDINATOR, TRAINING, star
 
 AUDITS = "entrenar_py.protocol.audits"
-AUDITED = "entrenar_py.systems.star.audited_shards"
-COPIES = "entrenar_py.systems.star.audited_copies"
+AUDITED = "entrenar_py.systems.star.audited"
+COPIES = "entrenar_py.systems.star.audited"
 _verdict, _conclude = audits.verdict, Coordinator._conclude
 _replace, _deliver = Coordinator._replace, Sums.deliver
 

@@ -8,12 +8,12 @@ from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.protocol.audits import Audit
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star import audited_shards
+from entrenar_py.systems.star import audited
 
 from .audits import AUDITED, AUDITS
 from .subjects import star
 
-_shards = audited_shards.shards
+_shards = audited.shards
 
 
 def the_next(self: Audit, present: Collection[int], turn: int) -> int | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import systems
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
-from entrenar_py.harness import plan
 from entrenar_py.options import modes, outputs, parser, reference, typed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "help.txt"
@@ -76,7 +76,7 @@ def test_reference_is_current() -> None:
 def test_help_names_every_choice() -> None:
     """Trainers and backends stand in the help, which must not import their tables."""
     text = parser.build().format_help()
-    assert all(name in text for name in (*plan.TRAINERS, *BACKENDS))
+    assert all(name in text for name in (*systems.TRAINERS, *BACKENDS))
 
 
 def test_modes_name_options_that_exist() -> None:

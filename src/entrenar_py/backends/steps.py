@@ -42,16 +42,13 @@ class Model(Protocol):
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the tensors of the samples `ids`, on the CPU."""
-        ...
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         """The SUM of the loss over a batch, 0-d."""
-        ...
 
     def gradients(
         self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
         """The loss, and `scale` times its gradient for each trainable tensor, on the CPU."""
-        ...

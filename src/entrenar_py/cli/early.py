@@ -9,7 +9,7 @@ from entrenar_py.contract import binding_file, selection
 from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.options.outputs import per_contract
 from entrenar_py.options.parser import PROG
-from entrenar_py.systems import trainers
+from entrenar_py.systems import require_trainer
 
 _UNKNOWN = contract.Vocabulary(checks=None, mutants=lambda: None)
 
@@ -20,7 +20,7 @@ def require_possible(options: argparse.Namespace) -> None:
     A contract that is wrong is told of later, with all its problems at once. One that comes through
     a pipe can be read once, and so is not looked at here.
     """
-    trainers.require(options.system, options.backend)
+    require_trainer(options.system, options.backend)
     ids: dict[str, None] = {}
     each = each_contract(options)
     for own in each:

@@ -13,12 +13,11 @@ from entrenar_py.errors import UsageError
 from entrenar_py.harness import counterexamples
 from entrenar_py.reports.report import NotApplying
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import SYSTEMS, trainers
+from entrenar_py.systems import SYSTEMS, TRAINERS
 from entrenar_py.verdict import Finding, inconclusive
 from entrenar_py.wording import counted
 
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
-TRAINERS = trainers.NAMES
 # What a run of the harness may be; larger ones would end by their deadline, or fill the memory.
 SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
 PARTS_MAX = 2**20
@@ -44,7 +43,7 @@ class Plan:
     saved_folder: Path = counterexamples.FOLDER
 
     def __post_init__(self) -> None:
-        trainers.require(self.system, self.backends)
+        systems.require_trainer(self.system, self.backends)
 
     @property
     def fixed(self) -> tuple[str, ...]:

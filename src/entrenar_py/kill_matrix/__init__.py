@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from entrenar_py import checks, contract, mutants, shipped
+from entrenar_py import checks, contract, mutants, shipped, systems
 from entrenar_py.contract import Invariant
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import plan
@@ -130,6 +130,6 @@ def _explores(clause: Invariant, system: str) -> bool:
     own.
     """
     check = checks.bind(clause)
-    if check is None or check.id != clause.id or system not in plan.TRAINERS:
+    if check is None or check.id != clause.id or system not in systems.TRAINERS:
         return False
     return check.explores and plan.applies(check, system)

@@ -26,7 +26,7 @@ from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.service import address, config_keys
 from entrenar_py.service.address import Address
 from entrenar_py.systems import updates
-from entrenar_py.systems.star import audited_shards, topology
+from entrenar_py.systems.star import audited, topology
 from entrenar_py.untrusted import files
 
 SECRET_BYTES_MAX = 2**16
@@ -142,7 +142,7 @@ class _Reader:
                     return None
                 del given[name]
                 continue
-            found = self._with_option(found, "audit_share", audited_shards.share_of)
+            found = self._with_option(found, "audit_share", audited.share_of)
             found = self._with_option(found, updates.OPTION, updates.by_server)
             if found.workload == "own":
                 self._error("workload", "workload='own': it is a stored trace's; nothing to train")

@@ -15,7 +15,7 @@ from entrenar_py import backends, faults, mutants, trace
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import PLACES, RING_PLACES, Fault
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import updates
 from entrenar_py.trace import Traits
 from entrenar_py.trace.traits import USUAL
@@ -231,6 +231,17 @@ SYSTEMS: dict[str, System] = {
         options=("budget_bytes",),
     ),
 }
+
+
+TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
+
+
+def require_trainer(name: str | None, backends: Collection[str]) -> None:
+    """Return if `name`, or the usual trainer for None, can train on `backends`; else UsageError."""
+    if name is not None and name not in TRAINERS:
+        raise UsageError.of("system", name, f"allowed are {', '.join(TRAINERS)}")
+    for backend in backends:
+        SYSTEMS[name or DEFAULTS["system"]].require_backend(backend, "")
 
 
 def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:

@@ -29,10 +29,7 @@ class Recorder:
 
     def slices(self, vector: NDArray[np.float32], parts: Mapping[str, slice]) -> trace.Tensors:
         """Records of the named `parts` of a flat vector."""
-        values = self._values
-        return {
-            name: trace.record_tensor(vector[part], values=values) for name, part in parts.items()
-        }
+        return self.tensors({name: vector[part] for name, part in parts.items()})
 
     def of(self, kind: type[trace.E]) -> list[trace.E]:
         """The events of one kind so far."""

@@ -11,8 +11,8 @@ from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol.effects import Conclude
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star import audited_shards
-from entrenar_py.systems.star.audited_copies import Copies, alike
+from entrenar_py.systems.star import audited
+from entrenar_py.systems.star.audited import Copies, alike
 from entrenar_py.training.reduction import Node
 
 SCENARIO = Scenario(
@@ -128,11 +128,9 @@ def test_who_is_gone_takes_its_copies() -> None:
 def test_as_many_as_asked_for(share: float, count: int) -> None:
     """At least one if any, others in each step, the same in each run."""
     scenario = SCENARIO.with_(options={"audit_share": share})
-    drawn = [audited_shards.shards(scenario, step) for step in range(50)]
+    drawn = [audited.shards(scenario, step) for step in range(50)]
     assert {len(set(shards)) for shards in drawn} == {count}
-    assert drawn == [
-        audited_shards.shards(scenario.with_(world_size=5), step) for step in range(50)
-    ]
+    assert drawn == [audited.shards(scenario.with_(world_size=5), step) for step in range(50)]
     if 0 < count < 10:
         assert {shard for shards in drawn for shard in shards} == set(range(10))
 
@@ -141,4 +139,4 @@ def test_as_many_as_asked_for(share: float, count: int) -> None:
 def test_a_share_is_a_share(share: object) -> None:
     """From 0 to 1."""
     with pytest.raises(UsageError, match=r"audit_share=.*: use a number from 0 to 1"):
-        audited_shards.share_of(SCENARIO.with_(options={"audit_share": share}))
+        audited.share_of(SCENARIO.with_(options={"audit_share": share}))

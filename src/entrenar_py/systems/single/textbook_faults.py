@@ -46,26 +46,11 @@ def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replic
     Its dropout stream is keyed by the step too: a rank that was there before draws no mask again.
     """
     newcomer = textbook_replica.build_replica(setup, rank)
-    copy_tensors(newcomer, donor)
-    copy_optimizer(newcomer, donor)
-    copy_schedule(newcomer, donor)
+    textbook_replica.broadcast([donor, newcomer])
+    textbook_replica.load_optimizer(newcomer, textbook_replica.optimizer_arrays(donor))
+    textbook_replica.load_schedule(newcomer, donor.scheduler.last_epoch)
     newcomer.rng = setup.scenario.rng("dropout", rank, step)
     return newcomer
-
-
-def copy_tensors(newcomer: Replica, donor: Replica) -> None:
-    """Gives the newcomer the donor's weights and buffers."""
-    textbook_replica.broadcast([donor, newcomer])
-
-
-def copy_optimizer(newcomer: Replica, donor: Replica) -> None:
-    """Gives the newcomer the donor's optimizer state."""
-    textbook_replica.load_optimizer(newcomer, textbook_replica.optimizer_arrays(donor))
-
-
-def copy_schedule(newcomer: Replica, donor: Replica) -> None:
-    """Puts the newcomer's scheduler where the donor's is."""
-    textbook_replica.load_schedule(newcomer, donor.scheduler.last_epoch)
 
 
 class MicroBatchFaults:

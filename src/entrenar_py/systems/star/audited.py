@@ -1,8 +1,9 @@
-"""Copies of a shard by several workers, kept apart until it is known which counts."""
+"""The shards of a step that a second worker computes, too, and their copies until one counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -10,12 +11,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py import trace
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol.effects import Conclude
 from entrenar_py.protocol.frames import Buffer
+from entrenar_py.scenario import Scenario
 from entrenar_py.training.reduction import Node, Vector
 
 # Block, and place in it -> the name of a tensor, and the element of it.
 Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
+
+
+def share_of(scenario: Scenario) -> float:
+    """The share of a step's shards that is audited; 0 where the scenario does not say."""
+    share = scenario.options.get("audit_share", 0)
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not number or not (math.isfinite(share) and 0 <= share <= 1):
+        raise UsageError.of("audit_share", share, "use a number from 0 to 1")
+    return float(share)
+
+
+def shards(scenario: Scenario, step: int) -> Collection[int]:
+    """The audited shards of `step`: at least one, where any are to be."""
+    share = share_of(scenario)
+    if not share:
+        return ()
+    count = max(1, round(share * scenario.num_shards))
+    drawn = scenario.rng("audit", step).permutation(scenario.num_shards)[:count]
+    return sorted(drawn.tolist())
 
 
 @dataclass

@@ -39,19 +39,15 @@ class Transport(Protocol):
 
     def drive(self, run: Run) -> Finish:
         """Drive `run` to its end; `ScenarioRun.begin` starts its first workers."""
-        ...
 
     def start(self, rank: int) -> None:
         """Start a worker that will connect as `rank`."""
-        ...
 
     def visit(self, guest: Guest) -> None:
         """Have `guest` connect to the coordinator."""
-        ...
 
     def befall(self, fault: Fault) -> None:
         """Kill or freeze the process to which `fault` does that, and have it come back."""
-        ...
 
 
 class ScenarioRun:

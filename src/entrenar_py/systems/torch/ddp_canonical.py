@@ -61,13 +61,7 @@ def train(rank: Rank) -> None:
             guard.agree()
         except NotFinite as error:
             leaf = leaves[error.rank * len(reducer.shards) + error.micro]
-            obs.halted(
-                str(error),
-                rank=error.rank,
-                micro_batch=error.micro,
-                tensor=error.tensor,
-                ids=leaf,
-            )
+            obs.halted(str(error), ids=leaf, **error.place)
             raise
         obs.reduced()
         update_buffers(rank, model, ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,11 @@ class NotFinite(Exception):
     def __init__(self, rank: int, micro: int, tensor: str | None) -> None:
         self.rank, self.micro, self.tensor = rank, micro, tensor
         super().__init__(f"not finite: {tensor or 'the loss'} of micro-batch {micro}, rank {rank}")
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where it is, as `Observation.halted` takes it."""
+        return {"rank": self.rank, "micro_batch": self.micro, "tensor": self.tensor}
 
 
 class FiniteGuard:

@@ -74,13 +74,8 @@ def train(rank: Rank) -> None:
             accumulate(rank, model, guard, obs, ids, position.epoch)
             guard.agree()
         except NotFinite as error:
-            obs.halted(
-                str(error),
-                rank=error.rank,
-                micro_batch=error.micro,
-                tensor=error.tensor,
-                ids=micro_batches(rank, ids, error.rank)[error.micro],
-            )
+            there = micro_batches(rank, ids, error.rank)[error.micro]
+            obs.halted(str(error), ids=there, **error.place)
             raise
         obs.reduced()
         update_buffers(rank, model, ids)

@@ -242,14 +242,7 @@ def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
     dist.all_gather_object(found, told)
     step, ids, *place = min((one for one in found if one), key=lambda one: one[0])
     error = NotFinite(*place)
-    obs.halted(
-        str(error),
-        step=step,
-        rank=error.rank,
-        micro_batch=error.micro,
-        tensor=error.tensor,
-        ids=ids,
-    )
+    obs.halted(str(error), step=step, ids=ids, **error.place)
     raise error
 
 

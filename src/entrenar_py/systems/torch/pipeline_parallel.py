@@ -232,13 +232,7 @@ def train(rank: Rank) -> None:
             # What a pipeline computes in a step is recorded as one micro-batch.
             parts = [there] if pipeline.size > 1 else sharding.cut(there, scenario.accumulation)
             micro = 0 if pipeline.size > 1 else error.micro
-            obs.halted(
-                str(error),
-                rank=error.rank,
-                micro_batch=micro,
-                tensor=error.tensor,
-                ids=parts[micro],
-            )
+            obs.halted(str(error), ids=parts[micro], **{**error.place, "micro_batch": micro})
             raise
         reduce(pipeline, pipeline.data.count(ids))
         obs.reduced()

@@ -182,14 +182,8 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
             accumulate(model, data, guard, obs, parts, position.epoch, data.count(ids))
             guard.agree()
         except NotFinite as error:
-            there = local_batch(ids, mesh, error.rank // size)
-            obs.halted(
-                str(error),
-                rank=error.rank,
-                micro_batch=error.micro,
-                tensor=error.tensor,
-                ids=sharding.cut(there, scenario.accumulation)[error.micro],
-            )
+            there = sharding.cut(local_batch(ids, mesh, error.rank // size), scenario.accumulation)
+            obs.halted(str(error), ids=there[error.micro], **error.place)
             raise
         for parameter in trainable:  # over the groups; within one the layers have seen to it
             dist.all_reduce(local_gradient(parameter), group=mesh["dp"].get_group())

@@ -86,18 +86,22 @@ class Classifier(nn.Module):
 Layers: TypeAlias = Regression | Classifier | Decoder
 
 
+_KINDS: dict[str, type[Layers]] = {
+    "linear": Regression,
+    "mlp": Classifier,
+    "decoder": Decoder,
+    "decoder_full": Decoder,
+}
+
+
 def num_units(scenario: Scenario) -> int:
     """Into how many stages the workload can be cut at most; UsageError if it has no layers."""
-    if scenario.workload == "linear":
-        return Regression.num_units
-    if scenario.workload == "mlp":
-        return Classifier.num_units
-    if scenario.workload in ("decoder", "decoder_full"):
-        return Decoder.num_units
-    raise UsageError(
-        f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
-        "linear, mlp, decoder, decoder_full"
-    )
+    if scenario.workload not in _KINDS:
+        raise UsageError(
+            f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
+            f"{', '.join(_KINDS)}"
+        )
+    return _KINDS[scenario.workload].num_units
 
 
 def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
