@@ -36,15 +36,25 @@ class Shader:
 def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
     """Each thread computes `value` of one row and writes it to its place in `out`."""
     size = math.prod(emitter.rows)
+    body = [
+        *_body(emitter, out, lanes=1),
+        *([f"out[i] = {_number(value, out.dtype)};"] if value else []),
+    ]
+    buffers = {**emitter.buffers, out: "out"}
+    return thread_shader(buffers, body, size, workgroups_max=workgroups_max)
+
+
+def thread_shader(
+    buffers: dict[Buffer, str], body: Sequence[str], size: int, *, workgroups_max: int
+) -> Shader:
+    """Each of `size` threads runs `body` with its own `i`; `buffers` by their names in it."""
     groups = -(-size // THREADS)
     x = min(groups, workgroups_max)
-    body = [
+    start = [
         f"let i = (i32(group.y) * {x} + i32(group.x)) * {THREADS} + i32(local.x);",
         f"if (i >= {size}) {{ return; }}",
-        *_body(emitter, out, lanes=1),
-        *([f"out[i] = {_stored(value, out)};"] if value else []),
     ]
-    return _shader(emitter, out, body, (x, -(-groups // x), 1), THREADS)
+    return _shader(buffers, [*start, *body], (x, -(-groups // x), 1), THREADS)
 
 
 def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
@@ -58,14 +68,14 @@ def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int
         f"if (i >= {size}) {{ return; }}",
         "let lane = i32(local.x);",
         *_body(emitter, out, lanes=lanes),
-        *([f"if (lane == 0) {{ out[i] = {_stored(value, out)}; }}"] if value else []),
+        *([f"if (lane == 0) {{ out[i] = {_number(value, out.dtype)}; }}"] if value else []),
     ]
-    return _shader(emitter, out, body, (x, -(-size // x), 1), lanes)
+    return _shader({**emitter.buffers, out: "out"}, body, (x, -(-size // x), 1), lanes)
 
 
 def epilogue(emitter: Emitter, value: str) -> str:
     """`fn finish` of a product kernel, with its bindings from number 3 on."""
-    lines = [*_bindings(emitter.buffers, 3)]
+    lines = _bindings(emitter.buffers, 3)
     statements = _statements(emitter.body, lambda index: index)
     lines += functions_of("\n".join(statements))
     lines.append("fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32 {")
@@ -76,17 +86,11 @@ def epilogue(emitter: Emitter, value: str) -> str:
 
 
 def _shader(
-    emitter: Emitter,
-    out: Buffer,
-    body: Sequence[str],
-    workgroups: tuple[int, int, int],
-    threads: int,
+    buffers: dict[Buffer, str], body: Sequence[str], workgroups: tuple[int, int, int], threads: int
 ) -> Shader:
-    number = len(emitter.buffers)
     text = "\n".join(f"    {line}" for line in body)
     lines = [
-        *_bindings(emitter.buffers, 0),
-        f"@group(0) @binding({number}) var<storage, read_write> out: array<{STORAGE[out.dtype]}>;",
+        *_bindings(buffers, 0, written=list(buffers)[-1]),
         *(
             f"var<workgroup> partial_{dtype}: array<{STORAGE[dtype]}, {threads}>;"
             for dtype in ("f32", "i32", "bool")
@@ -103,19 +107,16 @@ def _shader(
         "}",
         "",
     ]
-    return Shader("\n".join(lines), workgroups, (*emitter.buffers, out))
+    return Shader("\n".join(lines), workgroups, tuple(buffers))
 
 
-def _bindings(buffers: dict[Buffer, str], first: int) -> list[str]:
+def _bindings(buffers: dict[Buffer, str], first: int, written: Buffer | None = None) -> list[str]:
     return [
-        f"@group(0) @binding({first + number}) var<storage, read> "
+        f"@group(0) @binding({number}) "
+        f"var<storage, {'read_write' if buffer is written else 'read'}> "
         f"{name}: array<{STORAGE[buffer.dtype]}>;"
-        for number, (buffer, name) in enumerate(buffers.items())
+        for number, (buffer, name) in enumerate(buffers.items(), first)
     ]
-
-
-def _stored(value: str, out: Buffer) -> str:
-    return _number(value, out.dtype)
 
 
 def _number(value: str, dtype: str) -> str:
@@ -128,9 +129,7 @@ def _body(emitter: Emitter, out: Buffer, *, lanes: int) -> list[str]:
 
     Loops are shared by `lanes` threads."""
     indices = [one for item in emitter.body for index in _indices(item) for one in at.leaves(index)]
-    rows = _atoms(emitter.variables)
-    change, decoding = _merge(rows, indices, "i")
-    lines = list(decoding)
+    change, lines = _merge(_atoms(emitter.variables), indices, "i")
     for item in emitter.body:
         if isinstance(item, Statement):
             lines += _statements([item], change)
@@ -146,17 +145,13 @@ def _loop(
     out: Buffer,
     lanes: int,
 ) -> list[str]:
-    columns, decoding = _merge(_atoms(loop.variables()), indices, f"c{loop.number}")
-
-    def change(index: Index) -> Index:
-        return columns(rows(index))
-
     variable = f"c{loop.number}"
+    columns, decoding = _merge(_atoms(loop.variables()), indices, variable)
     start = "lane" if lanes > 1 else "0"
-    inside = [*decoding, *_statements(loop.body, change)]
+    inside = [*decoding, *_statements(loop.body, lambda index: columns(rows(index)))]
     lines = []
     if loop.fold is None:
-        inside.append(f"out[i * {loop.size} + {variable}] = {_stored(loop.value, out)};")
+        inside.append(f"out[i * {loop.size} + {variable}] = {_number(loop.value, out.dtype)};")
     else:
         lines.append(f"var {loop.total}: {loop.fold.dtype} = {loop.fold.start};")
         combined = loop.fold.combine.format(loop.total, loop.value)

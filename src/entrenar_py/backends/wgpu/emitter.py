@@ -62,7 +62,6 @@ class Loop:
     fold: Fold | None = None
     value: str = ""
     total: str = ""
-    store: tuple[Index, ...] = ()
 
     def variables(self) -> at.Indices:
         """One index for each dim of `shape`."""
@@ -128,7 +127,6 @@ class Emitter:
         """Writes `body` for each index of `shape`, which lie one after the other."""
         loop = self._open(shape)
         loop.value = body(loop.variables())
-        loop.store = loop.variables()
         self._close(loop)
 
     # ---- bookkeeping

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch.fx import Node
 
 from entrenar_py.backends.wgpu import lookups, pointwise, row_sums, views
@@ -31,7 +32,7 @@ def index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None])
         return None  # how many elements there are is known only when it runs
     dims = sorted(given)
     together = dims == list(range(dims[0], dims[-1] + 1))
-    common = lookups.broadcast_shape([one.shape for one in given.values()])
+    common = np.broadcast_shapes(*(one.shape for one in given.values()))
     spread = {dim: views.expand(schedule, one, common) for dim, one in given.items()}
     first = dims[0] if together else 0
     return lookups.look_up(schedule, x, spread, shape_of(node), first, wraps=True)
@@ -57,7 +58,7 @@ def index_put(
     ids = lookups.flatten_index(schedule, x.shape[: len(given)], given)
     width = math.prod(x.shape[len(given) :])
     whole = views.reshape(schedule, x, [x.size // width, width])
-    looked = lookups.broadcast_shape([one.shape for one in given])
+    looked = np.broadcast_shapes(*(one.shape for one in given))
     added = views.expand(schedule, rows, (*looked, *x.shape[len(given) :]))
     added = views.reshape(schedule, added, [ids.size, width])
     return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)

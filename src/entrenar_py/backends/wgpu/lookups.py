@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import pointwise, reductions, views
 from entrenar_py.backends.wgpu.emitter import Emitter
@@ -63,8 +65,8 @@ def look_up(
 def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
     """Element (i, j, ...) is that of `value` with `index[i, j, ...]` along `dim`."""
     dim %= max(1, len(value.shape))
-    _settle(schedule, value)
-    _settle(schedule, index)
+    for one in (value, index):
+        _settle(schedule, one)
     schedule.make_room([value, index], 4)
     recipe, number = value.read, index.read
 
@@ -90,7 +92,6 @@ def wrapped(size: int) -> str:
 
 def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
     """`values` one after the other along `dim`."""
-    values = [one for one in values if one.size]
     dim %= max(1, len(values[0].shape))
     while len(values) > _PIECES_MAX:
         groups = [values[i : i + _PIECES_MAX] for i in range(0, len(values), _PIECES_MAX)]
@@ -101,14 +102,13 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
     shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
     for one in values:
         _settle(schedule, one)
-    found = values[-1]
-    start = total - found.shape[dim]
     # From the last to the first: each stands before what has been joined.
-    rest, rest_start = _shifted(found, dim, start, shape), start
+    start = total - values[-1].shape[dim]
+    joined = _shifted(values[-1], dim, start, shape)
     for one in reversed(values[:-1]):
-        rest_start -= one.shape[dim]
-        rest = _choose(one, rest, dim, rest_start, 1, shape, schedule)
-    return rest
+        start -= one.shape[dim]
+        joined = _lay(schedule, joined, one, dim, start, 1)
+    return joined
 
 
 def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
@@ -126,23 +126,13 @@ def overlay(
     schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int
 ) -> Value:
     """`below` with `above` at every `step`-th index from `start` on along `dim`."""
-    _settle(schedule, below)
-    _settle(schedule, above)
-    return _choose(above, below, dim, start, step, below.shape, schedule)
+    for one in (below, above):
+        _settle(schedule, one)
+    return _lay(schedule, below, above, dim, start, step)
 
 
-def _choose(
-    above: Value,
-    below: Value,
-    dim: int,
-    start: int,
-    step: int,
-    shape: Sequence[int],
-    schedule: Schedule,
-) -> Value:
-    for one in (above, below):
-        if one.pending:
-            schedule.realise(one)
+def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int) -> Value:
+    """`overlay` of what is settled."""
     schedule.make_room([above, below], 3)
     upper, lower = above.read, below.read
 
@@ -153,7 +143,7 @@ def _choose(
             return first
         return emitter.op("select({1}, {0}, {2})", first, lower(emitter, found), inside)
 
-    return _recipe([above, below], shape, above.dtype, read, 3)
+    return _recipe([above, below], below.shape, above.dtype, read, 3)
 
 
 def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) -> tuple[Index, str]:
@@ -194,7 +184,6 @@ def scatter(
     Of several sources for one place the last stays, or all are added in order. Takes as long as
     `index` is along `dim`, for each element: meant for few.
     """
-    dim %= max(1, len(value.shape))
     for one in (value, index, source):
         _settle(schedule, one)
     count = index.shape[dim]
@@ -233,26 +222,20 @@ def _scatter_many(
         return views.expand(schedule, views.reshape(schedule, turned, [*shape, count]), square)
 
     here = pointwise.counting(0, 1, square, dim, "i32")
-    hit = pointwise.fuse(schedule, "{0} == {1}", [spread(index), here], square, "bool", 1)
+    hit = pointwise.fuse(schedule, "{0} == {1}", [spread(index), here], square, "bool")
     if add:
-        operands = [spread(source), pointwise.constant(0, value.dtype), hit]
-        kind = value.dtype
-    else:
-        number = pointwise.counting(0, 1, square, rank, "i32")
-        operands, kind = [number, pointwise.constant(-1, "i32"), hit], "i32"
-    terms = pointwise.fuse(schedule, "select({1}, {0}, {2})", operands, square, kind, 1)
-    fold = reductions.FOLDS["sum" if add else "amax", kind]
-    found = reductions.reduce(schedule, terms, fold, [-1], keepdim=False)
-    if add:
-        return pointwise.fuse(schedule, "{0} + {1}", [value, found], value.shape, kind, 1)
-    schedule.realise(found)
+        terms = pointwise.where(schedule, hit, spread(source), 0)
+        fold = reductions.FOLDS["sum", value.dtype]
+        total = reductions.reduce(schedule, terms, fold, [-1], keepdim=False)
+        return pointwise.fuse(schedule, "{0} + {1}", [value, total], value.shape, value.dtype)
+    numbers = pointwise.where(schedule, hit, pointwise.counting(0, 1, square, rank, "i32"), -1)
+    fold = reductions.FOLDS["amax", "i32"]
+    last = schedule.realise(reductions.reduce(schedule, numbers, fold, [-1], keepdim=False))
     zero = pointwise.constant(0, "i32")
-    known = pointwise.fuse(schedule, "max({0}, {1})", [found, zero], value.shape, "i32", 1)
+    known = pointwise.fuse(schedule, "max({0}, {1})", [last, zero], value.shape, "i32")
     chosen = gather(schedule, views.expand(schedule, source, index.shape), dim, known)
-    missing = pointwise.fuse(schedule, "{0} < 0", [found], value.shape, "bool", 1)
-    return pointwise.fuse(
-        schedule, "select({1}, {0}, {2})", [value, chosen, missing], value.shape, value.dtype, 1
-    )
+    missing = pointwise.fuse(schedule, "{0} < 0", [last], value.shape, "bool")
+    return pointwise.where(schedule, missing, value, chosen)
 
 
 def _settle(schedule: Schedule, value: Value) -> None:
@@ -278,25 +261,16 @@ def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Va
     Negative ones count from the end; what is out of range in one dim is negative, not some other
     row.
     """
-    shape = broadcast_shape([one.shape for one in indices])
+    shape = np.broadcast_shapes(*(one.shape for one in indices))
     none = -math.prod(sizes)  # and negative whatever the other dims add
     total: Value | None = None
     for one, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
-        counted = pointwise.fuse(schedule, wrapped(size), [one], one.shape, "i32", 1)
+        counted = pointwise.fuse(schedule, wrapped(size), [one], one.shape, "i32")
         inside = f"{{0}} >= 0 && {{0}} < {size}"
         placed = f"select({none}, {{0}} * {stride}, {inside})"
-        term = pointwise.fuse(schedule, placed, [counted], shape, "i32", 2)
-        total = (
-            term
-            if total is None
-            else pointwise.fuse(schedule, "{0} + {1}", [total, term], shape, "i32", 1)
-        )
+        term = pointwise.fuse(schedule, placed, [counted], shape, "i32", cost=2)
+        if total is not None:
+            term = pointwise.fuse(schedule, "{0} + {1}", [total, term], shape, "i32")
+        total = term
     assert total is not None
     return views.reshape(schedule, total, [math.prod(shape)])
-
-
-def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that all of `shapes`, known to fit, are broadcast to."""
-    rank = max(len(shape) for shape in shapes)
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) for sizes in zip(*padded, strict=True))

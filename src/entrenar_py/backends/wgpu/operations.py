@@ -7,12 +7,14 @@ no kernel serves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import Node
 
 from entrenar_py.backends.wgpu import indexing, pointwise, reductions, views
 from entrenar_py.backends.wgpu.emitter import Emitter
+from entrenar_py.backends.wgpu.index import Indices
 from entrenar_py.backends.wgpu.nodes import dtype_of, shape_of
 from entrenar_py.backends.wgpu.values import Operands, Schedule, Value
 
@@ -66,10 +68,6 @@ def _add(
     return pointwise.apply(schedule, name, [a, b], shape_of(node), dtype_of(node))
 
 
-def _subtract(schedule: Schedule, node: Node, a: Any, b: Any, *, alpha: float = 1) -> Value | None:
-    return _add(schedule, node, a, b, alpha=alpha, name="sub")
-
-
 def _divide(
     schedule: Schedule, node: Node, a: Any, b: Any, *, rounding_mode: str | None = None
 ) -> Value | None:
@@ -98,48 +96,53 @@ def _arange(schedule: Schedule, node: Node, *args: Any, **_: Any) -> Value:
     return pointwise.counting(start, step, shape_of(node), 0, dtype_of(node))
 
 
-def _fold(name: str) -> Callable[..., Value | None]:
+def _fold(
+    name: str,
+    schedule: Schedule,
+    node: Node,
+    x: Value,
+    dims: Any = None,
+    keepdim: bool = False,
+    **_: Any,
+) -> Value | None:
     """sum, prod, amax, amin, any along the dims that the operation names."""
-
-    def reduce(
-        schedule: Schedule, node: Node, x: Value, dims: Any = None, keepdim: bool = False, **_: Any
-    ) -> Value | None:
-        dtype = "bool" if name == "any" else dtype_of(node)
-        fold = reductions.FOLDS.get((name, dtype))
-        if fold is None:
-            return None
-        listed = [dims] if isinstance(dims, int) else list(dims or ())
-        inner = pointwise.cast(schedule, x, dtype)
-        return reductions.reduce(schedule, inner, fold, listed, keepdim=keepdim)
-
-    return reduce
+    dtype = "bool" if name == "any" else dtype_of(node)
+    fold = reductions.FOLDS.get((name, dtype))
+    if fold is None:
+        return None
+    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    inner = pointwise.cast(schedule, x, dtype)
+    return reductions.reduce(schedule, inner, fold, listed, keepdim=keepdim)
 
 
-def _extreme(name: str) -> Callable[..., Any]:
+def _extreme(
+    name: str,
+    schedule: Schedule,
+    node: Node,
+    x: Value,
+    dim: int | None = None,
+    keepdim: bool = False,
+) -> Any:
     """max and min: of all, or along one dim, values and where they stand."""
-
-    def both(
-        schedule: Schedule, node: Node, x: Value, dim: int | None = None, keepdim: bool = False
-    ) -> Any:
-        if dim is None:
-            return _fold(name)(schedule, node, x)
-        schedule.realise(x)
-        fold = reductions.FOLDS[name, x.dtype]
-        return (
-            schedule.realise(reductions.reduce(schedule, x, fold, [dim], keepdim=keepdim)),
-            reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim),
-        )
-
-    return both
+    if dim is None:
+        return _fold(name, schedule, node, x)
+    schedule.realise(x)
+    fold = reductions.FOLDS[name, x.dtype]
+    return (
+        schedule.realise(reductions.reduce(schedule, x, fold, [dim], keepdim=keepdim)),
+        reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim),
+    )
 
 
-def _argument_of(name: str) -> Callable[..., Value]:
-    def place(
-        schedule: Schedule, node: Node, x: Value, dim: int | None = None, keepdim: bool = False
-    ) -> Value:
-        return reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim)
-
-    return place
+def _place_of(
+    name: str,
+    schedule: Schedule,
+    node: Node,
+    x: Value,
+    dim: int | None = None,
+    keepdim: bool = False,
+) -> Value:
+    return reductions.arg_extreme(schedule, x, name, dim, keepdim=keepdim)
 
 
 def _cumsum(schedule: Schedule, node: Node, x: Value, dim: int, **_: Any) -> Value:
@@ -151,16 +154,12 @@ def _multiply(schedule: Schedule, node: Node, a: Value, b: Value) -> Value:
     for one in (a, b):
         schedule.strided(one)
     operands = Operands(a.shape[:-2], a, b)
-    return Value(
-        *(shape_of(node), "f32", lambda emitter, indices: _accumulated(emitter, operands)),
-        cost=1,
-        product=operands,
-    )
 
+    def read(emitter: Emitter, indices: Indices) -> str:
+        assert emitter.product is operands, "a product is read by its own epilogue"
+        return "acc"
 
-def _accumulated(emitter: Emitter, operands: Operands) -> str:
-    assert emitter.product is operands, "a product is read by its own epilogue"
-    return "acc"
+    return Value(shape_of(node), "f32", read, cost=1, product=operands)
 
 
 # By the part of aten's name before the dot; pointwise.SCALARS has the rest.
@@ -179,17 +178,17 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **VIEWS,
     "_to_copy": _same,
     "add": _add,
-    "sub": _subtract,
+    "sub": partial(_add, name="sub"),
     "div": _divide,
     "clamp": _clamp,
     "where": _where,
     "full": _full,
     "arange": _arange,
-    **{name: _fold(name) for name in ("sum", "prod", "amax", "amin", "any")},
-    "max": _extreme("amax"),
-    "min": _extreme("amin"),
-    "argmax": _argument_of("amax"),
-    "argmin": _argument_of("amin"),
+    **{name: partial(_fold, name) for name in ("sum", "prod", "amax", "amin", "any")},
+    "max": partial(_extreme, "amax"),
+    "min": partial(_extreme, "amin"),
+    "argmax": partial(_place_of, "amax"),
+    "argmin": partial(_place_of, "amin"),
     "cumsum": _cumsum,
     "mm": _multiply,
     "bmm": _multiply,

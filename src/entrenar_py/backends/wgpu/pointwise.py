@@ -127,7 +127,7 @@ def apply(
     taken = [cast(schedule, one, inner) for one in operands]
     if name == "where":
         taken = [*taken[:2], cast(schedule, operands[2], "bool")]
-    return fuse(schedule, template, taken, shape, dtype, cost)
+    return fuse(schedule, template, taken, shape, dtype, cost=cost)
 
 
 def _template(
@@ -168,7 +168,13 @@ def cast(schedule: Schedule, operand: Operand, dtype: str) -> Value:
         return operand
     zero = {"f32": "{0} != 0.0f", "i32": "{0} != 0", "bool": "{0}"}
     template = zero[operand.dtype] if dtype == "bool" else f"{dtype}({{0}})"
-    return fuse(schedule, template, [operand], operand.shape, dtype, 1)
+    return fuse(schedule, template, [operand], operand.shape, dtype)
+
+
+def where(schedule: Schedule, condition: Value, a: Value, b: Operand) -> Value:
+    """`a` where `condition`, else `b`, of `a`'s shape and type."""
+    operands = [a, cast(schedule, b, a.dtype), condition]
+    return fuse(schedule, SCALARS["where"].f32, operands, a.shape, a.dtype)
 
 
 def fuse(
@@ -177,7 +183,8 @@ def fuse(
     operands: Sequence[Value],
     shape: Sequence[int],
     dtype: str,
-    cost: int,
+    *,
+    cost: int = 1,
 ) -> Value:
     """`template` of the operands' elements, to be computed where it is needed."""
     to = tuple(shape)

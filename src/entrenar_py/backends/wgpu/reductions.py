@@ -34,61 +34,52 @@ def reduce(
 ) -> Value:
     """`value`, of the fold's dtype, folded along `dims`; no dims stand for all."""
     rank = len(value.shape)
-    over = {dim % rank for dim in dims} if dims and rank else set(range(rank))
+    over = sorted({dim % rank for dim in dims}) if dims and rank else list(range(rank))
+    folded = _fold_along(schedule, value, fold, over)
+    kept = [size for dim, size in enumerate(value.shape) if dim not in over]
+    return folded if keepdim else views.reshape(schedule, folded, kept)
+
+
+def _fold_along(schedule: Schedule, value: Value, fold: Fold, over: Sequence[int]) -> Value:
+    """The dims `over` become 1."""
     num_folded = math.prod(value.shape[dim] for dim in over)
     if num_folded > _LONG_FOLD and value.size // num_folded < FEW_ROWS:
         dim = max(over, key=value.shape.__getitem__)
-        parts = _parts(value.shape[dim])
+        size = value.shape[dim]
+        parts = next(one for one in range(min(size, _PARTS_MAX), 0, -1) if size % one == 0)
         if parts > 1:
-            return _fold_twice(schedule, value, fold, over, dim, parts, keepdim=keepdim)
-    if value.product is not None or not _within_rows(value, over):
+            return _fold_twice(schedule, value, fold, over, dim, parts)
+    if value.product is not None or not _within_rows(value, set(over)):
         schedule.realise(value)
-    kept = [dim for dim in range(rank) if dim not in over]
-    shape = [1 if dim in over else value.shape[dim] for dim in range(rank)]
-    folded = sorted(over)
+    if num_folded == 1:
+        return value
     token, recipe = object(), value.read
 
     def read(emitter: Emitter, indices: Indices) -> str:
         def body(inner: Indices) -> str:
             whole = list(indices)
-            for dim, one in zip(folded, inner, strict=True):
+            for dim, one in zip(over, inner, strict=True):
                 whole[dim] = one
             return recipe(emitter, tuple(whole))
 
-        sizes = [value.shape[dim] for dim in folded]
+        sizes = [value.shape[dim] for dim in over]
         return emitter.reduce((token, indices), fold, sizes, body)
 
-    found = Value(tuple(shape), fold.dtype, read, reads=value.reads, cost=_COST, rows=len(shape))
-    if num_folded == 1 and value.dtype == fold.dtype:
-        found = value
-    return found if keepdim else views.reshape(schedule, found, [shape[dim] for dim in kept])
-
-
-def _parts(size: int) -> int:
-    """The largest divisor of `size` that is no more than _PARTS_MAX."""
-    return next(one for one in range(min(size, _PARTS_MAX), 0, -1) if size % one == 0)
+    shape = tuple(1 if dim in over else size for dim, size in enumerate(value.shape))
+    return Value(shape, fold.dtype, read, reads=value.reads, cost=_COST, rows=len(shape))
 
 
 def _fold_twice(
-    schedule: Schedule,
-    value: Value,
-    fold: Fold,
-    over: set[int],
-    dim: int,
-    parts: int,
-    *,
-    keepdim: bool,
+    schedule: Schedule, value: Value, fold: Fold, over: Sequence[int], dim: int, parts: int
 ) -> Value:
     """`dim`, one of those folded, in `parts` equal parts first, and then these."""
     shape = value.shape
     cut = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
     inner = [one + (one >= dim) for one in over]  # the parts stay
-    apart = reduce(schedule, views.reshape(schedule, value, cut), fold, inner, keepdim=True)
+    apart = _fold_along(schedule, views.reshape(schedule, value, cut), fold, inner)
     schedule.realise(apart)
     whole = views.reshape(schedule, apart, (*apart.shape[: dim + 1], *apart.shape[dim + 2 :]))
-    found = reduce(schedule, whole, fold, [dim], keepdim=True)
-    kept = [size for one, size in enumerate(shape) if one not in over]
-    return found if keepdim else views.reshape(schedule, found, kept)
+    return _fold_along(schedule, whole, fold, [dim])
 
 
 def _within_rows(value: Value, over: set[int]) -> bool:
@@ -111,11 +102,8 @@ def cumulative_sum(schedule: Schedule, value: Value, dim: int) -> Value:
     spread = views.permute(schedule, spread, order)  # [..., to, ..., from]
     to = pointwise.counting(0, 1, square, dim, "i32")
     start = pointwise.counting(0, 1, square, len(value.shape), "i32")
-    before = pointwise.fuse(schedule, "{0} <= {1}", [start, to], square, "bool", 1)
-    zero = pointwise.constant(0, value.dtype)
-    masked = pointwise.fuse(
-        schedule, "select({1}, {0}, {2})", [spread, zero, before], square, value.dtype, 1
-    )
+    before = pointwise.fuse(schedule, "{0} <= {1}", [start, to], square, "bool")
+    masked = pointwise.where(schedule, before, spread, 0)
     return reduce(schedule, masked, FOLDS["sum", value.dtype], [-1], keepdim=False)
 
 
@@ -129,11 +117,8 @@ def arg_extreme(
     extreme = reduce(schedule, own, FOLDS[name, own.dtype], [dim], keepdim=True)
     schedule.realise(extreme)
     place = pointwise.counting(0, 1, own.shape, dim, "i32")
-    none = pointwise.constant(own.shape[dim] - 1, "i32")
     # Of NaNs, which equal nothing, the first is the extreme one.
     same = "{0} == {1} || is_nan({0})" if own.dtype == "f32" else "{0} == {1}"
-    here = pointwise.fuse(schedule, same, [own, extreme], own.shape, "bool", 2)
-    candidates = pointwise.fuse(
-        schedule, "select({1}, {0}, {2})", [place, none, here], own.shape, "i32", 1
-    )
+    here = pointwise.fuse(schedule, same, [own, extreme], own.shape, "bool", cost=2)
+    candidates = pointwise.where(schedule, here, place, own.shape[dim] - 1)
     return reduce(schedule, candidates, FOLDS["amin", "i32"], [dim], keepdim=keepdim)

@@ -145,10 +145,11 @@ class Schedule:
         stored = self.strided(value)
         if is_contiguous(value.shape, stored.strides):
             return stored
-        copy = replace(value, stored=None, view=None)
-        self._write(copy)
-        assert copy.stored is not None
-        return copy.stored
+        return self.strided(self.copy(value))
+
+    def copy(self, value: Value) -> Value:
+        """The same elements, in C order in memory of their own."""
+        return self.realise(replace(value, stored=None, view=None))
 
     def make_room(self, values: Sequence[Value], cost: int) -> None:
         """Stores some of `values`, the costliest first, until one kernel takes what is left."""
