@@ -80,6 +80,42 @@ def test_beside_its_family() -> None:
     assert judged("determinism", run(), run(repeat=1)).verdict is Verdict.HELD
 
 
+CLIP = {"knob": "clip", "value": "0.5", "usual": "1e9", "beside": {}}
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (3, "option pair 3: use a mapping of knob, value, usual, beside"),
+        ({"knob": "clip"}, "option pair without value, usual, beside"),
+        ({**CLIP, "value": 0.5}, "option pair value=0.5: use text"),
+        ({**CLIP, "value": "much"}, "value='much' of knob clip: use a number > 0, as text"),
+        ({**CLIP, "usual": "nan"}, "usual='nan' of knob clip: use a number > 0, as text"),
+        ({**CLIP, "knob": "accumulation"}, "value='0.5' of knob accumulation: use a whole number"),
+        ({**CLIP, "beside": ["loss_scale"]}, "option pair beside=['loss_scale']: use a mapping"),
+        ({**CLIP, "besides": {}}, "option pair key='besides': did you mean 'beside'?"),
+    ],
+)
+def test_a_malformed_pair(tmp_path: Path, pair: object, words: str) -> None:
+    """Is refused with the file that has it, what it holds and what is allowed."""
+    theirs, file = own(), tmp_path / "run.jsonl"
+    odd = replace(theirs, scenario=theirs.scenario.with_(options={"pair": pair}))
+    trace.save(odd, file)
+    with pytest.raises(TraceError) as caught:
+        stored.load([file])
+    assert str(caught.value).startswith(f"trace file {file}: scenario: option pair")
+    assert words in str(caught.value)
+
+
+def test_a_malformed_seed_of_the_network(tmp_path: Path) -> None:
+    """So is one from which that of the twin can't be made."""
+    file = tmp_path / "run.jsonl"
+    odd = scenario(system="ring", options={"network_seed": "x"})
+    trace.save(replace(run(), scenario=odd), file)
+    with pytest.raises(TraceError, match=r"run\.jsonl: scenario: network_seed='x': use a whole"):
+        stored.load([file])
+
+
 def test_the_nearest_other_trace_is_put_beside() -> None:
     """Where a baseline is missing the reason says how the nearest trace misses it; a copy of the
     trace itself is none.

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.checks import run_comparison
+from entrenar_py.codec import Schema
+from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 
 # Where a scenario says which knob was turned. Earlier releases also said there, by the key `model`,
 # how the usual run differs.
 OPTION = "pair"
+# The knobs that are judged by the numbers they are at, and what these are.
+_NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """`knob` is at `value` in one of two runs, and at `usual` in the other.
 
-    Knobs `beside` it are turned with it, which alone change nothing.
+    Knobs `beside` it are turned with it, which alone change nothing. Raises UsageError for a value
+    that is none of the knob's.
     """
 
     knob: str
     value: str
     usual: str
     beside: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for name in ("value", "usual"):
+            text = getattr(self, name)
+            if self.knob in _NUMBERS and not _is_number(text, is_whole=self.knob == "accumulation"):
+                problem = f"{name}={text!r} of knob {self.knob}: use {_NUMBERS[self.knob]}, as text"
+                raise UsageError(f"{_WHAT} {problem}")
 
     @property
     def words(self) -> run_comparison.Words:
@@ -47,14 +60,31 @@ def told(
 
 
 def pair_of(scenario: Scenario) -> Pair | None:
-    """Return which knob was turned for a run; None for a run as the script usually is."""
-    pair = scenario.options.get(OPTION)
-    if pair is None:
+    """Return which knob was turned for a run; None for a run as the script usually is.
+
+    Raises UsageError if its scenario, which may come from a file, says it in no such way.
+    """
+    record = scenario.options.get(OPTION)
+    if record is None:
         return None
-    return Pair(**{name: pair[name] for name in ("knob", "value", "usual", "beside")})
+    if isinstance(record, Mapping):
+        record = {name: value for name, value in record.items() if name != "model"}
+    return _SCHEMA.load(record)
 
 
 def unturned(scenario: Scenario) -> Scenario:
     """Return `scenario` as of a run in which no knob was turned."""
     options = {name: held for name, held in scenario.options.items() if name != OPTION}
     return scenario.with_(options=options)
+
+
+_WHAT = f"option {OPTION}"
+_SCHEMA = Schema(Pair, what=_WHAT)
+
+
+def _is_number(text: str, *, is_whole: bool) -> bool:
+    try:
+        number = int(text) if is_whole else float(text)
+    except ValueError:
+        return False
+    return 0 < number < math.inf

@@ -19,6 +19,7 @@ from entrenar_py.checks.needs import (
     Need,
     Runs,
 )
+from entrenar_py.errors import UsageError
 from entrenar_py.faults import SILENT, SURVIVED
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS
@@ -113,7 +114,10 @@ def _twin(scenario: Scenario) -> list[Scenario]:
     system = SYSTEMS.get(scenario.system)
     if system is not None and system.traits.topology == "ring":
         options = _kept(scenario, ("block_bytes", "terms"))
-        options["network_seed"] = scenario.options.get("network_seed", 0) + 1
+        seed = scenario.options.get("network_seed", 0)
+        if type(seed) is not int:
+            raise UsageError.of("network_seed", seed, "use a whole number")
+        options["network_seed"] = seed + 1
         # Another right ring has bits of its own.
         changes = {"system": "ring_simulated", "options": options, "mutant": scenario.mutant}
         return [plain(scenario, **changes)]

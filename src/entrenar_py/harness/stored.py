@@ -11,9 +11,9 @@ from typing import Any
 
 from entrenar_py import trace as trace_file
 from entrenar_py.checks import Check
-from entrenar_py.checks.needs import Runs
-from entrenar_py.errors import UsageError
-from entrenar_py.harness import roles
+from entrenar_py.checks.needs import TWIN, Runs
+from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.harness import companions, roles
 from entrenar_py.harness.plan import Task, is_trainer
 from entrenar_py.harness.runner import Judgement, Listener, combine, ignore, judge
 from entrenar_py.rank_files import stored_run
@@ -37,8 +37,21 @@ def load(paths: Sequence[Path]) -> dict[Path, Trace]:
     for file in files:
         if file.name.endswith(SUFFIX):
             ranks[file.parent].append(file)
-    whole = {file: trace_file.load(file) for file in files if not file.name.endswith(SUFFIX)}
+    whole = {file: _load(file) for file in files if not file.name.endswith(SUFFIX)}
     return whole | {folder: stored_run.load(of_run) for folder, of_run in ranks.items()}
+
+
+def _load(file: Path) -> Trace:
+    """Return a trace that can be judged: the options from which its companions are made are right.
+
+    Nobody who read the file looked at them, since they belong to the system.
+    """
+    trace = trace_file.load(file)
+    try:
+        companions.of((TWIN,), trace.scenario)
+    except UsageError as error:
+        raise TraceError(f"trace file {file}: scenario: {error}") from error
+    return trace
 
 
 def _files(path: Path) -> list[Path]:
