@@ -87,15 +87,7 @@ class Scenario:
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError.of(name, value, f"allowed are {', '.join(allowed)}")
-        for name in ("learning_rate", "weight_decay", "dropout"):
-            if not _is_finite_from(0, getattr(self, name)):
-                raise UsageError.of(name, getattr(self, name), "use a finite number >= 0")
-        if self.dropout >= 1:
-            raise UsageError.of("dropout", self.dropout, "use a probability below 1")
-        if self.clip_norm is not None and not (
-            _is_finite_from(0, self.clip_norm) and self.clip_norm
-        ):
-            raise UsageError.of("clip_norm", self.clip_norm, "use a number > 0, or null for none")
+        self._check_numbers()
         self._check_sizes()
         for name in _SEQUENCES:
             if not isinstance(getattr(self, name), tuple):
@@ -111,6 +103,16 @@ class Scenario:
                 )
         for fault in self.faults:
             self._check_fault(fault)
+
+    def _check_numbers(self) -> None:
+        for name in ("learning_rate", "weight_decay", "dropout"):
+            if not _is_finite_and_not_negative(getattr(self, name)):
+                raise UsageError.of(name, getattr(self, name), "use a finite number >= 0")
+        if self.dropout >= 1:
+            raise UsageError.of("dropout", self.dropout, "use a probability below 1")
+        norm = self.clip_norm
+        if norm is not None and not (_is_finite_and_not_negative(norm) and norm):
+            raise UsageError.of("clip_norm", norm, "use a number > 0, or null for none")
 
     def _check_sizes(self) -> None:
         for name in ("num_shards", "accumulation"):
@@ -229,10 +231,10 @@ def _whole(name: str, value: Any, *, at_least: int) -> None:
         raise UsageError.of(name, value, f"use a whole number >= {at_least}")
 
 
-def _is_finite_from(least: float, value: Any) -> bool:
+def _is_finite_and_not_negative(value: Any) -> bool:
     # Compared, not converted: an int can be too large for a float.
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and least <= value <= sys.float_info.max
+    return number and 0 <= value <= sys.float_info.max
 
 
 # What an entry of a contract's `scenarios` means where it leaves out a field that has no default.
