@@ -46,15 +46,15 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
             return Runs(base, {need: (scenario,)}, undropped=_undropped(needs, scenario))
     if pair is not None:
         return Runs(scenario)
-    made = {scenario: scenario}
-    beside = {}
-    for need in needs:
-        if need in _CHANGES:
-            changed = dict.fromkeys(made.setdefault(one, one) for one in _CHANGES[need](scenario))
-            beside[need] = tuple(changed)
+    made = {scenario: scenario}  # equal scenarios are one run
     beside = {
-        need: tuple(one for one in runs if one is not scenario or need is ORACLE)
-        for need, runs in beside.items()
+        need: tuple(
+            one
+            for one in dict.fromkeys(made.setdefault(one, one) for one in _CHANGES[need](scenario))
+            if one is not scenario or need is ORACLE
+        )
+        for need in needs
+        if need in _CHANGES
     }
     is_oracle = scenario in beside.get(ORACLE, ())
     return Runs(scenario, beside, undropped=None if is_oracle else _undropped(needs, scenario))

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from entrenar_py import checks, mutants, scenario, systems
+from entrenar_py import checks, mutants, systems
 from entrenar_py.checks import Check
 from entrenar_py.contract import Contract, Invariant, selection
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import counterexamples
 from entrenar_py.reports.report import NotApplying
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import Scenario, expand
 from entrenar_py.systems import SYSTEMS, TRAINERS
 from entrenar_py.verdict import Finding, inconclusive
 from entrenar_py.wording import counted
@@ -193,24 +193,43 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
     if own and len(unfit) == len(own):
         return NotApplying(invariant=invariant, reason=f"every scenario is {_why(unfit, plan)}")
     try:
-        asked = [changed for one in own if one not in unfit for changed in _adapted(one, plan)]
-        wanted = [systems.fitted(one, fixed=plan.fixed) for one in asked]
+        fitted = _fitted([one for one in own if one not in unfit], plan)
     except UsageError as error:
         raise UsageError(f"{_place(invariant)}: {error}") from error
-    known = []
-    trainers = {one.system for one in wanted}
-    for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
-        if _fits(saved.scenario, plan, trainers):
-            require_known(saved.scenario, str(path))
-            known.append(saved.scenario)
-    resized = {made for one, made in zip(asked, wanted, strict=True) if made != one}
     return Task(
         invariant=invariant,
         check=check,
-        known=tuple(known),
-        planned=tuple(dict.fromkeys(wanted)),
-        notes=tuple(_notes(unfit, len(resized), plan)),
+        known=tuple(_known(invariant, plan, {one.system for one in fitted})),
+        planned=tuple(fitted),
+        notes=tuple(_notes(unfit, sum(fitted.values()), plan)),
     )
+
+
+def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
+    """Return what the command line and the system make of a clause's scenarios, each once, and
+    whether the system needed it to be of another size.
+    """
+    fitted: dict[Scenario, bool] = {}
+    for asked in (changed for one in own for changed in _adapted(one, plan)):
+        scenario = systems.fitted(asked, fixed=plan.fixed)
+        fitted[scenario] = fitted.get(scenario, False) or scenario != asked
+    return fitted
+
+
+def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Iterator[Scenario]:
+    """Yield what once broke the clause, of the `trainers`, sizes and devices asked for.
+
+    That of a probe always is, and so is one of a system that is not ours: the latter to be refused.
+    """
+    for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
+        scenario = saved.scenario
+        if scenario.system not in TRAINERS or (
+            scenario.system in trainers
+            and (not plan.world_sizes or scenario.world_size in plan.world_sizes)
+            and (not plan.backends or scenario.backends == plan.backends)
+        ):
+            require_known(scenario, str(path))
+            yield scenario
 
 
 def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
@@ -238,7 +257,7 @@ def _own(invariant: Invariant, check: Check) -> list[Scenario]:
     """The scenarios that the clause brings, or else its check's: each can be run as written."""
     where = _place(invariant)
     try:
-        brought = [one for record in invariant.scenarios for one in scenario.expand(record)]
+        brought = [one for record in invariant.scenarios for one in expand(record)]
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     for one in brought:
@@ -264,15 +283,3 @@ def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
         if one.faults and not faults and world_size > 1:  # else there is nothing to see
             faults = (replace(one.faults[0], rank=world_size - 1),)
         yield one.with_(world_size=world_size, num_shards=shards, faults=faults)
-
-
-def _fits(saved: Scenario, plan: Plan, trainers: Collection[str]) -> bool:
-    """Return whether a saved counterexample is of the `trainers`, sizes and devices asked for.
-
-    That of a probe always is, and so is one of a system that is not ours: the latter to be refused.
-    """
-    return saved.system not in TRAINERS or (
-        saved.system in trainers
-        and (not plan.world_sizes or saved.world_size in plan.world_sizes)
-        and (not plan.backends or saved.backends == plan.backends)
-    )
