@@ -169,6 +169,20 @@ class Tally:
             return True
         return self.check(False, message, expected=str(expected), got=str(got), **place)
 
+    def at_most(
+        self, most: float, got: float, message: str, *, form: str = "", **place: Any
+    ) -> bool:
+        """Counts one comparison: `got` is no more than `most`; `form` is how both are shown."""
+        shown = {"expected": f"<= {most:{form}}", "got": f"{got:{form}}"}
+        return self.check(got <= most, message, **shown, **place)
+
+    def close(
+        self, expected: float, got: float, allowed: float, message: str, **place: Any
+    ) -> bool:
+        """Counts one comparison: `got` is within `allowed` of `expected`, as a NaN never is."""
+        shown = {"expected": repr(expected), "got": repr(got)}
+        return self.check(abs(got - expected) <= allowed, message, **shown, **place)
+
     def miss(self, reason: str) -> None:
         """Records that a comparison could not be made."""
         if reason not in self.missing:

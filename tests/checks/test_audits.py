@@ -183,7 +183,7 @@ def test_what_could_not_be_run_or_compared() -> None:
     run, model = ran()
     never = replace(run, events=(End(status="failed", reason="no such backend"),))
     assert "no such backend" in judged(never, model)[1]
-    assert "no run of the same training" in judged(run)[1]
+    assert "no undisturbed run of the same training" in judged(run)[1]
     assert "promises no bits" in judged(replace(run, promises=()), model)[1]
     assert judged(model)[1].startswith("no shard of any run was audited: F-WP-006 is decided by")
 

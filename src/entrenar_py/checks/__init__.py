@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from entrenar_py.checks import (
     audits,
-    binding_hints,
     coverage,
     devices,
     endurance,
@@ -80,14 +79,4 @@ def bind(invariant: Invariant) -> Check | None:
 
 def terms() -> tuple[CheckTerms, ...]:
     """Every check as clauses see it."""
-    return tuple(
-        CheckTerms(
-            name=check.name,
-            id=check.id,
-            tolerance_kinds=check.tolerance_kinds,
-            takes_tolerance=check.takes_tolerance,
-            decides=check.decides,
-            spoken_of=binding_hints.SPOKEN_OF.get(check.name, ""),
-        )
-        for check in CHECKS.values()
-    )
+    return _TABLE

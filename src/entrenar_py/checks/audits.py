@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from entrenar_py.checks import evidence, missing
 from entrenar_py.checks.check import Check
@@ -64,21 +64,15 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     was found changed nothing.
     """
     tally = Tally(invariant.id)
-    for trace in (runs.base,) if runs.base is not None else ():
-        if not trace.scenario.options.get(SHARE):
-            continue
-        if trace.end.status == "failed" and not trace.of(Start):
-            tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
-        elif "bitwise" not in trace.promises:
-            tally.miss(f"{trace.scenario.system} promises no bits to compare")
-        elif not runs.of(CALM):
-            tally.miss("no run of the same training in which nothing is wrong to compare with")
-        else:
+    trace = runs.base
+    if trace is not None and trace.scenario.options.get(SHARE):
+        calm = evidence.calm_run(tally, trace, runs)
+        if calm is not None:
             _enough(tally, trace)
             for audit, there, wrong in _with_who_was_there(trace):
                 _right(tally, trace, audit, there, wrong)
             _told(tally, trace)
-            _same_weights(tally, runs.of(CALM)[0], trace)
+            _same_weights(tally, calm, trace)
     return tally.finding(nothing=missing.probed(invariant, "no shard of any run was audited"))
 
 
@@ -159,9 +153,8 @@ def _enough(tally: Tally, trace: Trace) -> None:
 
 def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set[int]) -> None:
     """An audit is by two, names who was wrong, and nobody else."""
-    place: dict[str, Any] = {"step": audit.step, "shard": audit.shard}
+    place = evidence.place(trace, audit)
     where = f"shard {audit.shard} of step {audit.step}"
-    place["scenario"] = trace.scenario
     asked = len(set(audit.ranks))
     if _is_undecided(audit):
         _given_up(tally, trace, audit, len(there), rank=min(wrong, default=None))
@@ -183,7 +176,7 @@ def _given_up(
     tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
 ) -> None:
     """Nobody is named only after everyone was asked who could say it, and training halts then."""
-    place: dict[str, Any] = {"step": audit.step, "shard": audit.shard, "scenario": trace.scenario}
+    place = evidence.place(trace, audit)
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
     asked = len(set(audit.ranks))
     if asked < 3 and num_there > asked:
@@ -224,21 +217,14 @@ def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     for step in halts:
         needless = f"training halted in step {step}, where all that was wrong could be told"
         tally.check(step in reasons or step >= limit, needless, step=step, scenario=scenario)
-    expected, got = evidence.updates(model), evidence.updates(trace)
     status = "halted" if halts else model.end.status
     how = f"the run ended {trace.end.status} ({trace.end.reason})"
     tally.equal(status, trace.end.status, how, scenario=scenario)
-    for step, by_rank in sorted(got.items()):
-        if step >= limit:
-            break
-        for rank, update in sorted(by_rank.items()):
-            place = {"step": step, "rank": rank, "scenario": scenario}
-            weights = evidence.any_rank(expected[step]).weights if step in expected else {}
-            message = "not the weights of the run in which nothing is wrong"
-            evidence.compare_exact(tally, weights, update.weights, message, **place)
-    lost = sorted(step for step in expected.keys() - got.keys() if step < min([*halts, math.inf]))
-    first = lost[0] if lost else None
-    tally.check(not lost, f"steps {lost[:5]} were never made", step=first, scenario=scenario)
+    message = "not the weights of the run in which nothing is wrong"
+    evidence.compare_updates(tally, model, trace, "weights", message, before=limit)
+    lost = evidence.updates(model).keys() - evidence.updates(trace).keys()
+    due = (step for step in lost if step < min([*halts, math.inf]))
+    evidence.compare_steps_made(tally, due, trace)
 
 
 ROWS = (
@@ -246,6 +232,7 @@ ROWS = (
         name="audits",
         id="F-WP-006",
         decides="what a worker computes wrongly and unseen is found by another, and it is named",
+        spoken_of="corruption audit silent recompute",
         judge=judge,
         plan=plan,
         needs=(CALM,),

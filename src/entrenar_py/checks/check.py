@@ -6,27 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from entrenar_py.checks.needs import Need, Traces
-from entrenar_py.contract import EQUALITY_KINDS, Invariant
+from entrenar_py.contract import EQUALITY_KINDS, CheckTerms, Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """A row of the table: how one kind of clause is decided. `decides` says what, in a line.
+class Check(CheckTerms):
+    """A row of the table: how one kind of clause is decided.
 
     `plan` gives the scenarios of a clause that brings none. `needs` are the runs that it judges one
-    beside. `explores` tells whether random scenarios around the plan make sense. `tolerance_kinds`
-    are those it can judge by, `takes_tolerance` whether it reads how much the clause allows; where
-    it does not it allows no difference. `in_step` tells whether it presupposes that every step is
-    one of all workers together; it says nothing of those that step alone. `bitwise` tells whether
-    it is of trainers whose bits do not depend on the number of workers. `takes_turned` tells
-    whether it judges a run with a knob turned by itself, as any other.
+    beside. `explores`: random scenarios around the plan make sense. `in_step`: it presupposes that
+    every step is one of all workers together, and says nothing of those that step alone. `bitwise`:
+    it is of trainers whose bits do not depend on the number of workers. `takes_turned`: it judges a
+    run with a knob turned by itself, as any other.
     """
 
-    name: str
-    id: str
-    decides: str
     judge: Callable[[Invariant, Traces], Finding]
     plan: Callable[[Invariant], list[Scenario]]
     needs: tuple[Need, ...] = ()

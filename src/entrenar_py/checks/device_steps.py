@@ -5,18 +5,17 @@ Source: wgpu-backend-v1. All four are judged on the same runs of the system `wgp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from entrenar_py.checks import evidence, missing, rounding_bound
-from entrenar_py.checks.needs import Traces
+from entrenar_py.checks import evidence, probes, rounding_bound
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Explained, Stepped, Trace
-from entrenar_py.verdict import Finding, Tally
+from entrenar_py.verdict import Tally
 
 _ALIGNMENT = 256  # bytes; WebGPU's largest min-storage-buffer-offset-alignment
-_NOTHING = "no step on a device was recorded"
+NOTHING = "no step on a device was recorded"
 
 PLANNED: tuple[dict[str, Any], ...] = (
     {"workload": "linear", "options": {"samples": [1, 13]}},
@@ -31,56 +30,32 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
     Tracing is what takes time: of the largest, one number has to do.
     """
-    return [
-        Scenario(system="wgpu_steps", world_size=1, seed=0, backends=("wgpu",), **fields)
-        for fields in PLANNED
-    ]
+    return [probes.scenario("wgpu_steps", backends=("wgpu",), **fields) for fields in PLANNED]
 
 
-def judge_cost(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if each step but the first of its size was one upload of what it was given, one
-    submission and one read-back, and nothing was computed on the CPU meanwhile."""
-    return _judged(invariant, traces, _judge_cost)
-
-
-def judge_results(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if rounding explains how far the loss and every gradient are off, tensor by tensor."""
-    return _judged(invariant, traces, _judge_results)
-
-
-def judge_repetition(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if steps that were given the same gave the same bits, whatever was done in between."""
-    return _judged(invariant, traces, _judge_repetition)
-
-
-def judge_compilation(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if a step of as many samples as an earlier one compiled and traced nothing."""
-    return _judged(invariant, traces, _judge_compilation)
-
-
-def _judged(invariant: Invariant, traces: Traces, judge: Callable[[Tally, Trace], None]) -> Finding:
-    tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
-        for step in trace.of(Stepped)[:1]:
-            if step.software:
-                tally.note(f"software adapter {step.device}")
-        judge(tally, trace)
-    return tally.finding(nothing=missing.probed(invariant, _NOTHING))
+def _steps(tally: Tally, trace: Trace) -> list[Stepped]:
+    steps = trace.of(Stepped)
+    for step in steps[:1]:
+        probes.note_software(tally, step)
+    return steps
 
 
 def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
     """The steps that were not the first of their size; a run without one is missing something."""
-    steps = trace.of(Stepped)
+    steps = _steps(tally, trace)
     later = [step for step in steps if step.earlier]
     if steps and not later:
         tally.miss(f"no step of {trace.scenario.workload} was as large as one before it")
     yield from later
 
 
-def _judge_cost(tally: Tally, trace: Trace) -> None:
+def compare_cost(tally: Tally, trace: Trace) -> None:
+    """Each step but the first of its size is one upload of what it was given, one submission and
+    one read-back, and nothing is computed on the CPU meanwhile.
+    """
     for step in _later(tally, trace):
         what = f"a step of {step.num_samples} samples of {trace.scenario.workload}"
-        place = {"step": step.step, "scenario": trace.scenario}
+        place = evidence.place(trace, step)
         tally.equal(1, step.submissions, f"{what}: submissions", **place)
         tally.equal(1, step.read_backs, f"{what}: read-backs", **place)
         tally.equal(1, step.uploads, f"{what}: uploads", **place)
@@ -97,18 +72,20 @@ def _judge_cost(tally: Tally, trace: Trace) -> None:
         tally.check(step.dispatches > 0, f"{what} dispatched nothing", **place)
 
 
-def _judge_results(tally: Tally, trace: Trace) -> None:
-    found = trace.of(Explained)
-    if trace.of(Stepped) and not found:
+def compare_results(tally: Tally, trace: Trace) -> None:
+    """Rounding explains how far the loss and every gradient are off, tensor by tensor."""
+    results = trace.of(Explained)
+    if _steps(tally, trace) and not results:
         tally.miss(f"no result of {trace.scenario.workload} was compared with float64")
-    for one in found:
-        rounding_bound.judge(tally, one, trace.scenario)
+    for result in results:
+        rounding_bound.judge(tally, result, trace)
 
 
-def _judge_repetition(tally: Tally, trace: Trace) -> None:
+def compare_repetition(tally: Tally, trace: Trace) -> None:
+    """Steps that are given the same give the same bits, whatever was done in between."""
     first: dict[str, Stepped] = {}
     repeated = 0
-    for step in trace.of(Stepped):
+    for step in _steps(tally, trace):
         before = first.setdefault(step.given, step)
         if before is step:
             continue
@@ -119,16 +96,16 @@ def _judge_repetition(tally: Tally, trace: Trace) -> None:
             step.results,
             f"step {step.step} was given what step {before.step} was ({step.given}) and gave "
             "something else",
-            step=step.step,
-            scenario=trace.scenario,
+            **evidence.place(trace, step),
         )
     if first and not repeated:
         tally.miss(f"no step of {trace.scenario.workload} was given the same as another")
 
 
-def _judge_compilation(tally: Tally, trace: Trace) -> None:
+def compare_compilation(tally: Tally, trace: Trace) -> None:
+    """A step of as many samples as an earlier one compiles and traces nothing."""
     for step in _later(tally, trace):
         what = f"step {step.earlier + 1} of {step.num_samples} samples of {trace.scenario.workload}"
-        place = {"step": step.step, "scenario": trace.scenario}
+        place = evidence.place(trace, step)
         tally.equal(0, step.compiled, f"{what} compiled shaders or pipelines", **place)
         tally.equal(0, step.traced, f"{what} was traced again, operation by operation", **place)

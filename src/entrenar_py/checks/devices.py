@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import device_results, device_steps, device_training, matmul
+from entrenar_py.checks import device_results, device_steps, device_training, matmul, probes
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import ON_CPU
 
@@ -11,6 +11,7 @@ ROWS = (
         name="matmul",
         id="F-WGPU-001",
         decides="a matrix product on a device is the CPU's, as far as float32 rounding allows",
+        spoken_of="matmul gemm matrix product",
         judge=matmul.judge,
         plan=matmul.plan,
         explores=False,
@@ -21,7 +22,8 @@ ROWS = (
         name="device_cost",
         id="F-WGPU-002",
         decides="a step on a device is one upload, one submission, one read-back, nothing else",
-        judge=device_steps.judge_cost,
+        spoken_of="submission read-back transfers synchronize launches",
+        judge=probes.judge(device_steps.compare_cost, device_steps.NOTHING),
         plan=device_steps.plan,
         explores=False,
     ),
@@ -29,7 +31,8 @@ ROWS = (
         name="device_steps",
         id="F-WGPU-003",
         decides="a step's loss and gradients on a device are off by what rounding explains",
-        judge=device_steps.judge_results,
+        spoken_of="wgpu kernels gpu parity gradients backward",
+        judge=probes.judge(device_steps.compare_results, device_steps.NOTHING),
         plan=device_steps.plan,
         explores=False,
         tolerance_kinds=("ulp",),
@@ -38,7 +41,8 @@ ROWS = (
         name="device_operations",
         id="F-WGPU-004",
         decides="each operation on a device, alone, is off by what rounding explains",
-        judge=device_results.judge_operations,
+        spoken_of="wgpu wgsl kernel operation accuracy",
+        judge=probes.judge(device_results.compare_operations, "no operation was tried on a device"),
         plan=device_results.plan_operations,
         explores=False,
         tolerance_kinds=("ulp",),
@@ -47,7 +51,7 @@ ROWS = (
         name="device_repetition",
         id="F-WGPU-005",
         decides="a step that is given the same again gives the same bits, whatever came between",
-        judge=device_steps.judge_repetition,
+        judge=probes.judge(device_steps.compare_repetition, device_steps.NOTHING),
         plan=device_steps.plan,
         explores=False,
     ),
@@ -55,7 +59,7 @@ ROWS = (
         name="device_compilation",
         id="F-WGPU-006",
         decides="a step is traced and compiled once for each number of samples",
-        judge=device_steps.judge_compilation,
+        judge=probes.judge(device_steps.compare_compilation, device_steps.NOTHING),
         plan=device_steps.plan,
         explores=False,
     ),
@@ -63,7 +67,7 @@ ROWS = (
         name="device_finiteness",
         id="F-WGPU-007",
         decides="on a device finite inputs give finite results, and a NaN stays one",
-        judge=device_results.judge_finiteness,
+        judge=probes.judge(device_results.compare_finiteness, "no NaN was given to a device"),
         plan=device_results.plan_finiteness,
         explores=False,
     ),
@@ -82,7 +86,7 @@ ROWS = (
         name="device_refusals",
         id="F-WGPU-009",
         decides="what a device has no kernel for is refused, by operation and line",
-        judge=device_results.judge_refusals,
+        judge=probes.judge(device_results.compare_refusals, "nothing was asked that has no kernel"),
         plan=device_results.plan_refusals,
         explores=False,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -9,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks.needs import Traces
+from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.faults import SURVIVED
-from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
+from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 
@@ -39,6 +40,37 @@ def usable_runs(runs: Traces, tally: Tally) -> Traces:
 def is_as_trained(trace: Trace) -> bool:
     """Return whether nothing was planted in a run that makes another training of it."""
     return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
+
+
+def could_run(tally: Tally, trace: Trace) -> bool:
+    """Return whether a run began; why it did not is missing."""
+    if trace.end.status == "failed" and not trace.of(Start):
+        tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
+        return False
+    return True
+
+
+def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
+    """Return the undisturbed run whose bits `trace` is to have; why there is none is missing."""
+    if not could_run(tally, trace):
+        return None
+    if "bitwise" not in trace.promises:
+        tally.miss(f"{trace.scenario.system} promises no bits to compare")
+        return None
+    if not runs.of(CALM):
+        tally.miss("no undisturbed run of the same training to compare with")
+        return None
+    return runs.of(CALM)[0]
+
+
+def place(trace: Trace, event: Event) -> dict[str, Any]:
+    """Return what a counterexample says of where it broke: the step, rank and shard of `event`, as
+    far as it has them, and the scenario of its run.
+    """
+    known = {
+        name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
+    }
+    return {**known, "scenario": trace.scenario}
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
@@ -110,6 +142,29 @@ def compare_exact(
             tally.check(
                 False, f"{message}: {name} differs", tensor=name, **difference(left, right), **place
             )
+
+
+def compare_updates(
+    tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
+) -> None:
+    """Counts a comparison a tensor of `part` in each update of a step before `before`: every rank
+    is to have the bits of the model's lowest rank.
+    """
+    expected = updates(model)
+    for step, by_rank in ranks_by_step(trace):
+        for _, update in sorted(by_rank.items()):
+            if step < before and step not in expected:
+                tally.check(False, f"step {step} is not of this training", **place(trace, update))
+            elif step < before:
+                wanted, got = getattr(any_rank(expected[step]), part), getattr(update, part)
+                compare_exact(tally, wanted, got, message, **place(trace, update))
+
+
+def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
+    """Counts one comparison: no step was `lost`, of those that a run was to make."""
+    steps = sorted(lost)
+    message = f"{words}steps {steps[:5]} were never made"
+    tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
 
 
 def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:

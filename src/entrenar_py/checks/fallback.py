@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 
-from entrenar_py.checks import missing
+from entrenar_py.checks import missing, probes
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
@@ -44,16 +44,9 @@ def plan(invariant: Invariant) -> list[Scenario]:
 def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
     """The chain in which each of `failing` fails in its way, and what comes after them works."""
     last = ORDER.index(failing[-1]) if failing else -1
-    return Scenario(
-        system="backend_chain",
-        workload="linear",
-        world_size=1,
-        seed=0,
-        backends=failing + ORDER[last + 1 :],
-        faults=tuple(
-            Fault(kind=kind, backend=name) for name, kind in zip(failing, kinds, strict=True)
-        ),
-    )
+    struck = zip(failing, kinds, strict=True)
+    faults = tuple(Fault(kind=kind, backend=name) for name, kind in struck)
+    return probes.scenario("backend_chain", backends=failing + ORDER[last + 1 :], faults=faults)
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
@@ -77,9 +70,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             _judge_result(tally, trace)
         _miss_unstruck(tally, trace)
         _note_devices(tally, trace)
-    return tally.finding(
-        nothing=missing.probed(invariant, "no run of the backend chain was recorded")
-    )
+    nothing = "no run of the backend chain was recorded"
+    return tally.finding(nothing=missing.probed(invariant, nothing))
 
 
 def _chain(scenario: Scenario) -> tuple[str, ...]:
@@ -107,11 +99,8 @@ def _judge_attempts(tally: Tally, trace: Trace) -> None:
                 scenario=scenario,
             )
         else:
-            tally.check(
-                bool(attempt.reason),
-                f"{attempt.backend} failed without a reason",
-                scenario=scenario,
-            )
+            message = f"{attempt.backend} failed without a reason"
+            tally.check(bool(attempt.reason), message, scenario=scenario)
 
 
 def _judge_result(tally: Tally, trace: Trace) -> None:
@@ -149,26 +138,17 @@ def _judge_halt(tally: Tally, trace: Trace) -> None:
     halted = trace.of(Halt)[-1].reason
     doomed = {fault.backend for fault in trace.scenario.faults}
     chain = _chain(trace.scenario)
-    tally.check(
-        chain[-1] in doomed,
-        f"the chain halted though nothing was done to {chain[-1]}: {halted}",
-        scenario=scenario,
-    )
+    message = f"the chain halted though nothing was done to {chain[-1]}: {halted}"
+    tally.check(chain[-1] in doomed, message, scenario=scenario)
     tally.check(not trace.of(Product), "a halted chain returned a product", scenario=scenario)
     for name in chain:
-        tally.check(
-            any(attempt.backend == name and not attempt.served for attempt in attempts),
-            f"the chain halted though {name} did not fail: {halted}",
-            scenario=scenario,
-        )
+        failed = any(attempt.backend == name and not attempt.served for attempt in attempts)
+        message = f"the chain halted though {name} did not fail: {halted}"
+        tally.check(failed, message, scenario=scenario)
     for attempt in attempts:
-        tally.check(
-            attempt.reason in halted,
-            f"the halt does not say why {attempt.backend} failed: {halted}",
-            expected=attempt.reason,
-            got=halted,
-            scenario=scenario,
-        )
+        message = f"the halt does not say why {attempt.backend} failed: {halted}"
+        shown = {"expected": attempt.reason, "got": halted}
+        tally.check(attempt.reason in halted, message, **shown, scenario=scenario)
 
 
 def _miss_unstruck(tally: Tally, trace: Trace) -> None:
@@ -190,8 +170,7 @@ def _note_devices(tally: Tally, trace: Trace) -> None:
             tally.note(f"{attempt.backend} failed by itself: {attempt.reason}")
         if attempt.device.startswith("stand-in"):
             tally.note(f"{attempt.backend} was played by a {attempt.device}")
-        if attempt.software:
-            tally.note(f"software adapter {attempt.device}")
+        probes.note_software(tally, attempt)
 
 
 ROWS = (
@@ -199,6 +178,7 @@ ROWS = (
         name="fallback",
         id="F-DP-004",
         decides="the chain CUDA, wgpu, CPU gives a right, finite result, or says why not",
+        spoken_of="fallback chain degradation dispatch",
         judge=judge,
         plan=plan,
         explores=False,

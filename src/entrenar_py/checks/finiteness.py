@@ -73,7 +73,6 @@ def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
-    scenario = trace.scenario
     disagreed = {audit.step for audit in audits.undecided(trace)}
     for halt in trace.of(Halt):
         if halt.step in disagreed:
@@ -85,15 +84,8 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
                 "a Shard for each, with finite=False for the one at fault",
             )
             continue
-        tally.check(
-            False,
-            f"halted though every shard was finite: {halt.reason}",
-            step=halt.step,
-            rank=halt.rank,
-            shard=halt.shard,
-            tensor=halt.tensor,
-            scenario=scenario,
-        )
+        message = f"halted though every shard was finite: {halt.reason}"
+        tally.check(False, message, tensor=halt.tensor, **evidence.place(trace, halt))
     for update in trace.of(Update):
         if update.step not in passed_over:
             _finite_update(tally, trace, update)
@@ -134,11 +126,9 @@ def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
         update.finite and found is None and all(map(math.isfinite, numbers)),
         f"finite shards gave a non-finite update (loss {update.loss}, gradient norm "
         f"{update.grad_norm})",
-        step=update.step,
-        rank=update.rank,
         tensor=tensor,
         element=element,
-        scenario=trace.scenario,
+        **evidence.place(trace, update),
     )
 
 
@@ -165,23 +155,15 @@ def _halts(
     culprit = _named_by(halts[0], culprits) if halts else culprits[0]
     step = culprit.step or 0
     where = f"rank {culprit.rank}, step {step}, shard {culprit.shard}"
-    place = {
-        "step": step,
-        "rank": culprit.rank,
-        "shard": culprit.shard,
-        "scenario": trace.scenario,
-    }
+    place = {**evidence.place(trace, culprit), "step": step}
     for update in trace.of(Update):
         if update.step in passed_over:
             continue
         if update.step < step:
             _finite_update(tally, trace, update)
             continue
-        tally.check(
-            False,
-            f"rank {update.rank} updated in step {update.step} after a non-finite value at {where}",
-            **place,
-        )
+        what = f"rank {update.rank} updated in step {update.step}"
+        tally.check(False, f"{what} after a non-finite value at {where}", **place)
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
     # Somebody's own processes stop by an error of theirs; what that names is not known here.
@@ -235,6 +217,7 @@ ROWS = (
         name="finiteness",
         id="F-DP-003",
         decides="finite gradients average to a finite one; NaN or Inf halts before any update",
+        spoken_of="nan inf infinity jidoka halt non-finite overflow",
         judge=judge,
         plan=plans.non_finite,
         needs=(POISONED,),

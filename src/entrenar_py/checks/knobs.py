@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -146,34 +145,22 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
         tally.miss(f"{pair.words.before}{what}{pair.words.elsewhere}")
         return 0
     clipped = _times(one.gradient, limit / whole)
+    bound = bounds.gradient + CLIP_EPSILON / whole
     num_gradients = 0
-    for step, by_rank in evidence.ranks_by_step(trace):
-        for rank, update in by_rank.items():
-            place: dict[str, Any] = {"step": step, "rank": rank, "scenario": trace.scenario}
-            norm = evidence.norm_l2(update.gradient)
-            if norm is None:
-                continue
-            num_gradients += 1
-            tally.check(
-                norm <= limit * (1 + bounds.gradient),
-                f"{pair.words.before}the norm of the applied gradient is larger",
-                expected=repr(limit),
-                got=repr(norm),
-                **place,
-            )
-            if step == 0:
-                message = (
-                    f"{pair.words.before}the gradient is not that of {pair.knob}={pair.usual} "
-                    "clipped to this norm"
-                )
-                evidence.compare_close(
-                    tally,
-                    clipped,
-                    update.gradient,
-                    bounds.gradient + CLIP_EPSILON / whole,
-                    message,
-                    **place,
-                )
+    updates = (one for _, by_rank in evidence.ranks_by_step(trace) for one in by_rank.values())
+    for update in updates:
+        place = evidence.place(trace, update)
+        norm = evidence.norm_l2(update.gradient)
+        if norm is None:
+            continue
+        num_gradients += 1
+        message = f"{pair.words.before}the norm of the applied gradient is larger"
+        shown = {"expected": repr(limit), "got": repr(norm)}
+        tally.check(norm <= limit * (1 + bounds.gradient), message, **shown, **place)
+        if update.step == 0:
+            what = f"that of {pair.knob}={pair.usual} clipped to this norm"
+            message = f"{pair.words.before}the gradient is not {what}"
+            evidence.compare_close(tally, clipped, update.gradient, bound, message, **place)
     return num_gradients
 
 

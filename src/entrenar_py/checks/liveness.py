@@ -53,7 +53,6 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 def _frozen(
     tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
 ) -> None:
-    scenario = trace.scenario
     held = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
     for step, weights in held:
         if unknown := [name for name in start.frozen if name not in weights]:
@@ -63,7 +62,7 @@ def _frozen(
         kept = [name for name in start.frozen if name in start.weights and name in update.weights]
         before = {name: start.weights[name] for name in kept}
         after = {name: update.weights[name] for name in kept}
-        place = {"step": update.step, "rank": update.rank, "scenario": scenario}
+        place = evidence.place(trace, update)
         evidence.compare_exact(tally, before, after, "a frozen tensor changed", **place)
 
 
@@ -87,7 +86,7 @@ def _moving(
         late = len(rest) >= STEPS_TO_MOVE
         local = _local(trace, start.rank, name) if late else {}
         if late and not _may_rest(tally, start, name, rest, local, moved=moved):
-            _dead(tally, trace, start, name, rest)
+            _dead(tally, trace, name, rest)
         elif moved:
             tally.compared += 1
 
@@ -99,18 +98,11 @@ def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
     return list(takewhile(lambda update: update.weights[name].digest == held, known))
 
 
-def _dead(tally: Tally, trace: Trace, start: Start, name: str, rest: Sequence[Update]) -> None:
+def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update]) -> None:
     last = rest[STEPS_TO_MOVE - 1]
-    tally.check(
-        False,
-        f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps",
-        step=last.step,
-        rank=start.rank,
-        tensor=name,
-        expected="a change",
-        got=last.weights[name].digest,
-        scenario=trace.scenario,
-    )
+    message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
+    shown = {"tensor": name, "expected": "a change", "got": last.weights[name].digest}
+    tally.check(False, message, **shown, **evidence.place(trace, last))
 
 
 def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]]:
@@ -173,6 +165,7 @@ ROWS = (
         name="liveness",
         id="F-TI-004",
         decides="every trainable tensor moves, every frozen one does not",
+        spoken_of="frozen trainable lora adapters detached",
         judge=judge,
         plan=plans.movement,
         takes_turned=True,

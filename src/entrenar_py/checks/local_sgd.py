@@ -78,15 +78,10 @@ def _joined(tally: Tally, trace: Trace) -> None:
         if not earlier:
             continue
         by_rank = synchronisations[max(earlier)]
-        evidence.compare_exact(
-            tally,
-            by_rank[min(by_rank)].weights,
-            start.weights,
-            f"rank {start.rank} joined with other weights than the outer ones",
-            step=start.step - 1,
-            rank=start.rank,
-            scenario=trace.scenario,
-        )
+        outer = by_rank[min(by_rank)].weights
+        message = f"rank {start.rank} joined with other weights than the outer ones"
+        place = {**evidence.place(trace, start), "step": start.step - 1}
+        evidence.compare_exact(tally, outer, start.weights, message, **place)
 
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
@@ -116,13 +111,9 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
         finiteness.compare(tally, rounds.as_steps(trace))
         bad = {(halt.rank, halt.step) for halt in trace.of(Halt)}
         for update in trace.of(Update):
-            tally.check(
-                (update.rank, update.step) not in bad,
-                f"rank {update.rank} moved its own weights by what is not finite",
-                step=update.step,
-                rank=update.rank,
-                scenario=trace.scenario,
-            )
+            message = f"rank {update.rank} moved its own weights by what is not finite"
+            is_good = (update.rank, update.step) not in bad
+            tally.check(is_good, message, **evidence.place(trace, update))
     return tally.finding(nothing=rounds.NOTHING)
 
 
@@ -131,6 +122,7 @@ ROWS = (
         name="outer_agreement",
         id="F-LS-001",
         decides="after every outer step all workers hold the same weights and outer momentum",
+        spoken_of="diloco local-sgd outer",
         judge=judge_agreement,
         plan=plan,
         explores=False,
@@ -139,6 +131,7 @@ ROWS = (
         name="outer_schedule",
         id="F-LS-002",
         decides="workers are brought together when a round ends, and do not communicate within it",
+        spoken_of="diloco inner-steps communication rounds",
         judge=outer_step.judge_schedule,
         plan=plan,
         explores=False,
@@ -147,6 +140,7 @@ ROWS = (
         name="outer_step",
         id="F-LS-003",
         decides="the outer step is Nesterov's, along the mean pseudo-gradient of who is there",
+        spoken_of="diloco nesterov pseudo-gradient outer",
         judge=outer_step.judge,
         plan=plan,
         explores=False,
@@ -155,6 +149,7 @@ ROWS = (
         name="outer_parity",
         id="F-LS-004",
         decides="in rounds of one step of plain SGD, local SGD is training on a single device",
+        spoken_of="diloco local-sgd single",
         judge=judge_parity,
         plan=plan_parity,
         needs=(ORACLE,),
@@ -165,6 +160,7 @@ ROWS = (
         name="outer_finiteness",
         id="F-LS-005",
         decides="NaN or Inf in one worker's round halts everyone before the outer step",
+        spoken_of="diloco local-sgd nan",
         judge=judge_finiteness,
         plan=plan_non_finite,
         explores=False,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, missing, probes
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
@@ -22,7 +22,7 @@ DECLARED = "model"  # the manifest that the model declares, not one that a backe
 def plan(invariant: Invariant) -> list[Scenario]:
     """One gradient of every workload."""
     return [
-        Scenario(system="manifest", workload=workload, world_size=1, seed=0, backends=BACKENDS)
+        probes.scenario("manifest", workload=workload, backends=BACKENDS)
         for workload in ("linear", "mlp", "decoder")
     ]
 
@@ -35,11 +35,11 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     tally, probe = Tally(invariant.id), plan(invariant)[0].system
     for trace in evidence.usable(traces, tally):
         if trace.scenario.system == probe or trace.of(Manifest):
-            _judge_trace(tally, trace)
+            _compare(tally, trace)
     return tally.finding(nothing=missing.probed(invariant, "no gradient manifest was recorded"))
 
 
-def _judge_trace(tally: Tally, trace: Trace) -> None:
+def _compare(tally: Tally, trace: Trace) -> None:
     manifests = sorted(trace.of(Manifest), key=lambda manifest: manifest.backend != DECLARED)
     produced = [manifest for manifest in manifests if manifest.backend != DECLARED]
     skipped = [f"{a.backend} ({a.reason})" for a in trace.of(Attempt) if not a.served]
@@ -52,28 +52,18 @@ def _judge_trace(tally: Tally, trace: Trace) -> None:
     for reason in skipped:
         tally.note(f"skipped: {reason}")
     for manifest in produced:
-        tally.check(
-            bool(manifest.entries),
-            f"{manifest.backend} produced no gradient at all",
-            rank=manifest.rank,
-            scenario=trace.scenario,
-        )
-        if manifest.software:
-            tally.note(f"software adapter {manifest.device}")
+        message = f"{manifest.backend} produced no gradient at all"
+        tally.check(bool(manifest.entries), message, **evidence.place(trace, manifest))
+        probes.note_software(tally, manifest)
     for manifest in manifests[1:]:
-        _compare(tally, manifests[0], manifest, trace.scenario)
+        _compare_entries(tally, manifests[0], manifest, trace)
 
 
-def _compare(tally: Tally, first: Manifest, other: Manifest, scenario: Scenario) -> None:
+def _compare_entries(tally: Tally, first: Manifest, other: Manifest, trace: Trace) -> None:
     for position, (expected, got) in enumerate(zip_longest(first.entries, other.entries)):
-        tally.equal(
-            expected,
-            got,
-            f"gradient {position} on {other.backend} is not the one on {first.backend}",
-            tensor=(expected or got)[0],
-            rank=other.rank,
-            scenario=scenario,
-        )
+        message = f"gradient {position} on {other.backend} is not the one on {first.backend}"
+        place = {"tensor": (expected or got)[0], **evidence.place(trace, other)}
+        tally.equal(expected, got, message, **place)
 
 
 ROWS = (
@@ -81,6 +71,7 @@ ROWS = (
         name="manifest",
         id="F-HET-001",
         decides="every backend gives gradients of the same names, shapes and dtypes, in one order",
+        spoken_of="tensor layout shapes dtype mixed backend gradient-size",
         judge=judge,
         plan=plan,
         explores=False,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from entrenar_py.checks import missing
+from entrenar_py.checks import missing, probes
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
@@ -39,14 +39,7 @@ PLANNED: tuple[dict[str, Any], ...] = (
 def plan(invariant: Invariant) -> list[Scenario]:
     """Stated shape, edges of tiles, long sums, transposed views, large values, several at once."""
     return [
-        Scenario(
-            system="matmul",
-            workload="linear",
-            world_size=1,
-            seed=seed,
-            backends=("wgpu",),
-            options=options,
-        )
+        probes.scenario("matmul", seed=seed, backends=("wgpu",), options=options)
         for seed, options in enumerate(PLANNED)
     ]
 
@@ -64,9 +57,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         for product in trace.of(Product):
             if product.backend != "cpu":  # compared with itself it would show nothing
                 _judge_product(tally, product, trace.scenario, invariant.tolerance)
-    return tally.finding(
-        nothing=missing.probed(invariant, "no matrix product was computed on a GPU")
-    )
+    nothing = "no matrix product was computed on a GPU"
+    return tally.finding(nothing=missing.probed(invariant, nothing))
 
 
 def _judge_product(
@@ -74,36 +66,29 @@ def _judge_product(
 ) -> None:
     m, k, n = product.shape
     what = f"{product.backend} product {m}x{k}x{n} {product.layout}"
-    place: dict[str, Any] = {
-        "tensor": "product",
-        "element": product.element,
-        "scenario": scenario,
-    }
-    if product.software:
-        tally.note(f"software adapter {product.device}")
+    where = {"tensor": "product", "scenario": scenario}
+    place = {**where, "element": product.element}
+    probes.note_software(tally, product)
     if not tally.equal((m, n), product.result_shape, f"{what} has another shape", **place):
         return
     element = f"at element {product.element}"
     if not tally.check(product.finite, f"{what} is not finite {element}", **place):
         return
-    tally.check(
-        product.error_f64 <= product.bound,
+    message = (
         f"{what} is off by {product.error_f64:.3g} from float64 {element}, "
-        f"float32 rounding explains {product.bound:.3g}",
-        expected=f"<= {product.bound:.3g}",
-        got=f"{product.error_f64:.3g}",
-        **place,
+        f"float32 rounding explains {product.bound:.3g}"
     )
+    tally.at_most(product.bound, product.error_f64, message, form=".3g", **place)
     if not product.stated:
         return
     if tolerance is None:
         tally.note("the clause has no tolerance: only the float32 bound was checked")
         return
-    del place["element"]  # the largest distance from the CPU may lie at another one
+    # Without the element: the largest distance from the CPU may lie at another one.
     tally.check(
         product.error_cpu < tolerance,
         f"{what} is off by {product.error_cpu:.3g} from the CPU, the clause allows {tolerance:g}",
         expected=f"< {tolerance:g}",
         got=f"{product.error_cpu:.3g}",
-        **place,
+        **where,
     )

@@ -62,15 +62,9 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
                 f"its Update of step {saved.step - 1}",
             )
         for part in _parts(comparison.trace) if saved.rank in holders else ():
-            comparison.compare(
-                part,
-                holders[saved.rank],
-                saved,
-                f"the checkpoint holds other {part} than rank {saved.rank} had",
-                sharded=sharded,
-                step=saved.step,
-                rank=saved.rank,
-            )
+            message = f"the checkpoint holds other {part} than rank {saved.rank} had"
+            own, step = holders[saved.rank], saved.step
+            comparison.compare(part, own, saved, message, sharded=sharded, step=step)
         starts = [start for start in kept.of(Start) if start.step == saved.step]
         resumed = [start for start in starts if start.resumed]
         silent = updates.get(saved.step, {}).keys() - {start.rank for start in starts}
@@ -88,23 +82,11 @@ def _compare_loaded(
     tally: Tally, comparison: Comparison, saved: Saved, start: Start, *, sharded: bool
 ) -> None:
     for part in _parts(comparison.trace):
-        comparison.compare(
-            part,
-            saved,
-            start,
-            f"rank {start.rank} resumed with other {part} than were saved",
-            sharded=sharded,
-            step=saved.step,
-            rank=start.rank,
-        )
-    tally.equal(
-        dict(saved.progress),
-        dict(start.progress),
-        f"rank {start.rank} resumed at another position than was saved",
-        step=saved.step,
-        rank=start.rank,
-        scenario=comparison.trace.scenario,
-    )
+        message = f"rank {start.rank} resumed with other {part} than were saved"
+        comparison.compare(part, saved, start, message, sharded=sharded, step=saved.step)
+    message = f"rank {start.rank} resumed at another position than was saved"
+    place = evidence.place(comparison.trace, start)
+    tally.equal(dict(saved.progress), dict(start.progress), message, **place)
 
 
 ROWS = (
@@ -112,6 +94,7 @@ ROWS = (
         name="optimizer_state",
         id="F-TI-002",
         decides="optimizer state agrees on all workers and survives save and load",
+        spoken_of="optimizer state restore restored moments checkpointed",
         judge=judge,
         plan=plans.stops,
         needs=(SAVED,),

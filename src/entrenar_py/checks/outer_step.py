@@ -67,20 +67,12 @@ def _none_within(tally: Tally, trace: Trace) -> None:
     found = trace.of(Synchronised)
     for event in found:
         if event.collectives_alone is not None:
-            tally.equal(
-                0,
-                event.collectives_alone,
-                f"rank {event.rank} called {event.collectives_alone} collectives within a round",
-                step=event.step,
-                rank=event.rank,
-                scenario=trace.scenario,
-            )
+            called = event.collectives_alone
+            message = f"rank {event.rank} called {called} collectives within a round"
+            tally.equal(0, called, message, **evidence.place(trace, event))
     if found and not any(event.collectives_alone is not None for event in found):
-        missing.ask(
-            tally,
-            "how many collectives were called within rounds is unknown",
-            "Synchronised.collectives_alone",
-        )
+        why = "how many collectives were called within rounds is unknown"
+        missing.ask(tally, why, "Synchronised.collectives_alone")
     if counts := [event.collectives for event in found if event.collectives is not None]:
         tally.note(f"the most collectives that a round was ended by: {max(counts)}")
 
@@ -97,9 +89,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
     start = next((one for one in trace.of(Start) if one.step == 0), None)
     before = None if start is None else evidence.vectors(_trained(start.weights, start))
     if start is None or before is None:
-        missing.ask(
-            tally, "no start is known", f"a Start of each rank, its weights {missing.WITH_VALUES}"
-        )
+        what = f"a Start of each rank, its weights {missing.WITH_VALUES}"
+        missing.ask(tally, "no start is known", what)
         return
     momentum: Vectors = {}
     earlier = -1
@@ -168,7 +159,7 @@ def _compare(
     kept: Vectors,
     start: Start,
 ) -> None:
-    place: dict[str, Any] = {"step": event.step, "rank": event.rank, "scenario": trace.scenario}
+    place = evidence.place(trace, event)
     expected = _records(weights)
     message = "the outer weights are not what Nesterov's rule makes of the mean pseudo-gradient"
     done = evidence.compare_close(

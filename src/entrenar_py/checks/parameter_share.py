@@ -6,7 +6,7 @@ part of it. Source: parallelism-v1, F-PAR-006.
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, probes
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
@@ -27,15 +27,12 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         held = trace.of(Held)
         for one in held:
             most = one.whole_bytes * (1 + relative) / one.num_parts
-            tally.check(
-                one.held_bytes <= most,
+            message = (
                 f"rank {one.rank} holds {one.held_bytes} bytes of parameters, "
-                f"1/{one.num_parts} of the model is {one.whole_bytes / one.num_parts:.0f}",
-                rank=one.rank,
-                expected=f"<= {most:.0f}",
-                got=str(one.held_bytes),
-                scenario=trace.scenario,
+                f"1/{one.num_parts} of the model is {one.whole_bytes / one.num_parts:.0f}"
             )
+            place = evidence.place(trace, one)
+            tally.at_most(most, one.held_bytes, message, form=".0f", **place)
         silent = {start.rank for start in trace.of(Start)} - {one.rank for one in held}
         if held and silent:
             tally.miss(f"how much ranks {sorted(silent)} hold was not recorded")
@@ -47,16 +44,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 def plan(invariant: Invariant) -> list[Scenario]:
     """Both trainers that cut each layer, all of it trained and adapters alone."""
+    sizes = {"world_size": 2, "num_samples": 6, "batch_size": 6, "num_steps": 1}
     return [
-        Scenario(
-            system=system,
-            workload=workload,
-            world_size=2,
-            seed=0,
-            num_samples=6,
-            batch_size=6,
-            num_steps=1,
-        )
+        probes.scenario(system, workload=workload, **sizes)
         for system in ("tensor_parallel", "sequence_parallel")
         for workload in ("decoder", "decoder_full")
     ]
@@ -67,6 +57,7 @@ ROWS = (
         name="holdings",
         id="F-PAR-006",
         decides="who shares a model's parameters holds little more than its share of them",
+        spoken_of="tensor-parallel sequence-parallel memory-share",
         judge=judge,
         plan=plan,
         explores=False,

@@ -80,6 +80,8 @@ ROWS = (
         name="parity",
         id="F-DP-005",
         decides="training with many workers is training with one: losses and gradients",
+        spoken_of="single-gpu baseline equivalence convergence pytorch full-batch accumulated "
+        "stale",
         judge=judge,
         plan=plans.parity,
         needs=(ALONE, ORACLE, *knobs.TURNED),

@@ -44,14 +44,8 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
         if not shard.ids or not drew:
             continue
         if shard.draws is None:
-            tally.check(
-                False,
-                f"shard {shard.shard} drew no random numbers, others did",
-                step=shard.step,
-                rank=shard.rank,
-                shard=shard.shard,
-                scenario=trace.scenario,
-            )
+            message = f"shard {shard.shard} drew no random numbers, others did"
+            tally.check(False, message, **evidence.place(trace, shard))
             continue
         first = owner.setdefault(shard.draws, shard)
         same_place = (first.step, first.shard) == (shard.step, shard.shard)
@@ -59,10 +53,7 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
             first is shard or same_place,
             f"shard {shard.shard} of step {shard.step} draws the same random numbers as shard "
             f"{first.shard} of step {first.step} (rank {first.rank})",
-            step=shard.step,
-            rank=shard.rank,
-            shard=shard.shard,
-            scenario=trace.scenario,
+            **evidence.place(trace, shard),
         )
 
 
@@ -113,15 +104,9 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
             "Start.weights on every rank",
         )
     for start in known[1:]:
-        evidence.compare_exact(
-            tally,
-            known[0].weights,
-            start.weights,
-            f"rank {start.rank} starts from other weights than rank {known[0].rank}",
-            step=-1,
-            rank=start.rank,
-            scenario=trace.scenario,
-        )
+        message = f"rank {start.rank} starts from other weights than rank {known[0].rank}"
+        place = {**evidence.place(trace, start), "step": -1}
+        evidence.compare_exact(tally, known[0].weights, start.weights, message, **place)
 
 
 def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:
@@ -142,17 +127,10 @@ def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:
     }
     for trace in comparable[1:]:
         for shard in trace.of(Shard):
-            place = (shard.step, shard.shard)
-            if shard.draws is not None and place in model:
-                tally.equal(
-                    model[place],
-                    shard.draws,
-                    "the random numbers of a shard depend on the number of workers",
-                    step=shard.step,
-                    rank=shard.rank,
-                    shard=shard.shard,
-                    scenario=trace.scenario,
-                )
+            expected = model.get((shard.step, shard.shard))
+            if expected is not None and shard.draws is not None:
+                message = "the random numbers of a shard depend on the number of workers"
+                tally.equal(expected, shard.draws, message, **evidence.place(trace, shard))
 
 
 ROWS = (
@@ -160,6 +138,7 @@ ROWS = (
         name="randomness",
         id="F-TI-005",
         decides="random streams that must differ differ, streams that must agree agree",
+        spoken_of="dropout prng rng masks seeds",
         judge=judge,
         plan=plans.random_streams,
         needs=(ALONE,),

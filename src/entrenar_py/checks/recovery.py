@@ -105,27 +105,18 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
         place = {"rank": change.rank, "scenario": trace.scenario}
         for step in sorted(step for step in made if step >= change.step):
             if step in unknown:
-                missing.ask(
-                    tally, f"the samples of step {step} are unknown", "Shard.ids in both runs"
-                )
+                why = f"the samples of step {step} are unknown"
+                missing.ask(tally, why, "Shard.ids in both runs")
                 continue
             before = sorted(i for shard in expected[step] for i in shard.ids)
             after = sorted(i for shard in got.get(step, ()) for i in shard.ids)
             lost = tuple(sorted(set(before) ^ set(after)))
-            tally.check(
-                before == after,
-                f"after worker {change.rank} left, step {step} has other samples",
-                step=step,
-                sample_ids=lost,
-                **place,
-            )
+            message = f"after worker {change.rank} left, step {step} has other samples"
+            tally.check(before == after, message, step=step, sample_ids=lost, **place)
         own = [ghost.step for ghost in ghosts if ghost.rank == change.rank]
-        tally.check(
-            not own,
-            f"worker {change.rank} left in step {change.step} and yet updated in steps {own[:5]}",
-            step=min(own, default=change.step),
-            **place,
-        )
+        what = f"worker {change.rank} left in step {change.step}"
+        first = min(own, default=change.step)
+        tally.check(not own, f"{what} and yet updated in steps {own[:5]}", step=first, **place)
 
 
 def _on_trajectory(
@@ -144,9 +135,8 @@ def _on_trajectory(
         for step in range(min(change.step + within_steps, last), last + 1):
             place = {"step": step, "rank": change.rank, "scenario": trace.scenario}
             if step not in expected:
-                missing.ask(
-                    tally, f"the undisturbed run has no step {step}", "an Update for every step"
-                )
+                why = f"the undisturbed run has no step {step}"
+                missing.ask(tally, why, "an Update for every step")
                 continue
             if step not in got:
                 tally.check(False, f"no step {step} after worker {change.rank} left", **place)
@@ -158,14 +148,9 @@ def _on_trajectory(
             if not math.isfinite(one):
                 tally.miss(f"the undisturbed run's loss of step {step} is not finite")
                 continue
-            tally.check(
-                abs(other - one) <= ON_TRAJECTORY * abs(one) + 1e-7,
-                f"loss is not back on the trajectory {step - change.step} steps after worker "
-                f"{change.rank} left",
-                expected=repr(one),
-                got=repr(other),
-                **place,
-            )
+            num_steps = f"{step - change.step} steps after worker {change.rank} left"
+            message = f"loss is not back on the trajectory {num_steps}"
+            tally.close(one, other, ON_TRAJECTORY * abs(one) + 1e-7, message, **place)
     return True
 
 
@@ -174,6 +159,7 @@ ROWS = (
         name="recovery",
         id="F-DP-006",
         decides="a worker's loss costs no sample, and the loss is soon back on its trajectory",
+        spoken_of="fault tolerance disconnect worker drop failure recovers redistribute",
         judge=judge,
         plan=plans.departures,
         needs=(KILLED,),

@@ -13,7 +13,7 @@ from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import TWIN, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Membership, Reduced, Start, Trace, Traffic
+from entrenar_py.trace import Membership, Reduced, Trace, Traffic
 from entrenar_py.verdict import Finding, Tally
 
 KNOWN = "vectors"  # the workload whose terms are known
@@ -102,17 +102,15 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
             if allowed is None:
                 _judge_error(tally, invariant, trace, one)
                 continue
-            tally.check(
-                one.roundings <= allowed,
+            tally.at_most(
+                allowed,
+                one.roundings,
                 f"the average of {one.num_elements} elements is off by {one.roundings:.3g} "
                 f"roundings, {_explained(invariant)} {allowed:.3g}",
-                step=one.step,
-                rank=one.rank,
+                form=".3g",
                 tensor="vector",
                 element=one.element,
-                expected=f"<= {allowed:.3g}",
-                got=f"{one.roundings:.3g}",
-                scenario=trace.scenario,
+                **evidence.place(trace, one),
             )
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
@@ -136,16 +134,9 @@ def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, one: Reduced)
     if one.error is None:
         missing.ask(tally, "how far the average is off was not measured", "Reduced.error")
         return
-    tally.check(
-        one.error <= (invariant.tolerance or 0.0),
-        f"the average of {one.num_elements} elements is off by {one.error:.3g}",
-        step=one.step,
-        rank=one.rank,
-        tensor="vector",
-        expected=f"<= {invariant.tolerance:g}",
-        got=f"{one.error:.3g}",
-        scenario=trace.scenario,
-    )
+    message = f"the average of {one.num_elements} elements is off by {one.error:.3g}"
+    place = {"tensor": "vector", **evidence.place(trace, one)}
+    tally.at_most(invariant.tolerance or 0.0, one.error, message, form=".3g", **place)
 
 
 def roundings_max(trace: Trace) -> float:
@@ -184,7 +175,8 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
         if trace.traits.topology == AROUND and trace.scenario.faults:
             continue  # whoever was lost, the order of the ring was another one
         for model in runs.of(TWIN):
-            _compare_twin(tally, model, trace)
+            message = f"not the bits of {model.scenario.system}"
+            evidence.compare_updates(tally, model, trace, "gradient", message)
         if not runs.of(TWIN):
             tally.miss(f"no run to compare that of {trace.scenario.system} with")
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
@@ -205,28 +197,14 @@ def _is_whole(tally: Tally, trace: Trace) -> bool:
 
 
 def _compare_ranks(tally: Tally, trace: Trace) -> None:
-    for step, by_rank in evidence.ranks_by_step(trace):
-        one = evidence.any_rank(by_rank)
+    for _, by_rank in evidence.ranks_by_step(trace):
+        lowest = evidence.any_rank(by_rank)
         for rank, update in sorted(by_rank.items()):
-            place = {"step": step, "rank": rank, "scenario": trace.scenario}
+            place = evidence.place(trace, update)
             for part in ("gradient", "weights"):
-                message = f"rank {rank} holds other bits than rank {one.rank} ({part})"
-                evidence.compare_exact(
-                    tally, getattr(one, part), getattr(update, part), message, **place
-                )
-
-
-def _compare_twin(tally: Tally, model: Trace, trace: Trace) -> None:
-    expected = evidence.updates(model)
-    message = f"not the bits of {model.scenario.system}"
-    for step, by_rank in evidence.ranks_by_step(trace):
-        for rank, update in sorted(by_rank.items()):
-            place = {"step": step, "rank": rank, "scenario": trace.scenario}
-            if step not in expected:
-                tally.check(False, f"step {step} is not of this training", **place)
-                continue
-            wanted = evidence.any_rank(expected[step]).gradient
-            evidence.compare_exact(tally, wanted, update.gradient, message, **place)
+                message = f"rank {rank} holds other bits than rank {lowest.rank} ({part})"
+                left, right = getattr(lowest, part), getattr(update, part)
+                evidence.compare_exact(tally, left, right, message, **place)
 
 
 def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
@@ -264,17 +242,11 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
     """What comes beside payloads is bounded, and nothing but blocks is carried between workers."""
     for one in trace.of(Traffic):
         what = f"{one.messages} {one.message} that were {one.direction}"
-        place = {"rank": one.rank, "scenario": trace.scenario}
+        place = evidence.place(trace, one)
         if one.message in traffic.BLOCKS:
             most = traffic.beside_bytes_max(one)
             beside = one.bytes - one.payload_bytes
-            tally.check(
-                beside <= most,
-                f"{what} have {beside} bytes beside their payload",
-                expected=f"<= {most}",
-                got=str(beside),
-                **place,
-            )
+            tally.at_most(most, beside, f"{what} have {beside} bytes beside their payload", **place)
         elif one.peer == "worker" and one.rank is not None:
             tally.equal(0, one.payload_bytes, f"{what} between workers carry something", **place)
 
@@ -286,16 +258,13 @@ def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
         scenario = trace.scenario
         if not trace.traits.topology:
             continue
-        if trace.end.status == "failed" and not trace.of(Start):
-            tally.miss(f"{scenario.system} could not be run: {trace.end.reason}")
+        if not evidence.could_run(tally, trace):
             continue
-        place = {"scenario": scenario}
         how = f"the run ended {trace.end.status}: {trace.end.reason}"
-        if not tally.equal("completed", trace.end.status, how, **place) or scenario.faults:
-            continue
-        for one in trace.of(Membership):
-            what = f"rank {one.rank} {one.change}, though nothing befell it: {one.reason}"
-            tally.check(False, what, step=one.step, rank=one.rank, **place)
+        ended = tally.equal("completed", trace.end.status, how, scenario=scenario)
+        for change in trace.of(Membership) if ended and not scenario.faults else ():
+            what = f"rank {change.rank} {change.change}, though nothing befell it: {change.reason}"
+            tally.check(False, what, **evidence.place(trace, change))
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
@@ -311,6 +280,7 @@ ROWS = (
         name="reduction_mean",
         id="F-RED-001",
         decides="every rank's average is the weighted mean, as far off as rounding explains",
+        spoken_of="allreduce all-reduce averaging arithmetic reduce-scatter sum inputs",
         judge=judge_mean,
         plan=plan,
         explores=False,
@@ -321,6 +291,7 @@ ROWS = (
         name="reduction_bits",
         id="F-RED-002",
         decides="all ranks hold the same bits: the tree's, or around a ring those of every run",
+        spoken_of="allreduce all-reduce identical output all-gather",
         judge=judge_bits,
         plan=plan,
         needs=(TWIN,),
@@ -330,6 +301,7 @@ ROWS = (
         name="reduction_traffic",
         id="F-RED-003",
         decides="each rank sends and gets just the payload that its algorithm needs",
+        spoken_of="bandwidth bytes sent optimal transferred",
         judge=judge_traffic,
         plan=plan,
         explores=False,
@@ -339,6 +311,7 @@ ROWS = (
         name="reduction_ends",
         id="F-RED-004",
         decides="no number of workers, length or size of blocks makes a reduction wait for ever",
+        spoken_of="deadlock timeout circular hang blocked",
         judge=judge_ends,
         plan=plan,
         explores=False,

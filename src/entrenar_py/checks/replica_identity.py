@@ -66,17 +66,11 @@ def _compare_joined(comparison: Comparison) -> None:
         others = updates.get(start.step - 1, {})
         if start.resumed or not others:
             continue
-        one = evidence.any_rank(others)
+        lowest, sharded = evidence.any_rank(others), comparison.is_sharded(others)
         for part in PARTS:
-            comparison.compare(
-                part,
-                one,
-                start,
-                f"rank {start.rank} joined with other {part} than rank {one.rank} holds",
-                sharded=comparison.is_sharded(others),
-                step=start.step - 1,
-                rank=start.rank,
-            )
+            message = f"rank {start.rank} joined with other {part} than rank {lowest.rank} holds"
+            step = start.step - 1
+            comparison.compare(part, lowest, start, message, sharded=sharded, step=step)
 
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
@@ -90,7 +84,7 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
             tally.check(False, message, step=step, rank=rank, scenario=scenario)
     for ghost in history.ghosts(trace):
         message = f"rank {ghost.rank} had left and yet updated in step {ghost.step}"
-        tally.check(False, message, step=ghost.step, rank=ghost.rank, scenario=scenario)
+        tally.check(False, message, **evidence.place(trace, ghost))
 
 
 def _updated_once(tally: Tally, trace: Trace) -> None:
@@ -102,13 +96,8 @@ def _updated_once(tally: Tally, trace: Trace) -> None:
         elif isinstance(event, Update):
             steps = made.setdefault(event.rank, set())
             if event.step in steps:
-                tally.check(
-                    False,
-                    f"rank {event.rank} updated twice in step {event.step}",
-                    step=event.step,
-                    rank=event.rank,
-                    scenario=trace.scenario,
-                )
+                message = f"rank {event.rank} updated twice in step {event.step}"
+                tally.check(False, message, **evidence.place(trace, event))
             steps.add(event.step)
 
 
@@ -117,6 +106,7 @@ ROWS = (
         name="replica_identity",
         id="F-DP-001",
         decides="after every step all workers hold the same weights, optimizer state and buffers",
+        spoken_of="weight consistency identical divergence broadcast replicas moments synced",
         judge=judge,
         plan=plans.training,
         in_step=True,

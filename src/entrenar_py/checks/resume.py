@@ -65,17 +65,11 @@ def _same_data(tally: Tally, straight: Trace, trace: Trace) -> None:
         model = expected.get((shard.step, shard.rank, shard.shard))
         if model is None:
             continue
-        place = {
-            "step": shard.step,
-            "rank": shard.rank,
-            "shard": shard.shard,
-            "scenario": trace.scenario,
-        }
+        place = evidence.place(trace, shard)
         moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
         if shard.ids != model.ids and "ids" not in bare:
-            tally.check(
-                False, "after the resume other samples are drawn", sample_ids=moved, **place
-            )
+            message = "after the resume other samples are drawn"
+            tally.check(False, message, sample_ids=moved, **place)
         if "draws" not in bare:
             message = "after the resume other random numbers are drawn"
             tally.equal(model.draws, shard.draws, message, **place)
@@ -87,14 +81,9 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
         for rank, update in by_rank.items():
             if step in expected:
                 model = expected[step].get(rank, evidence.any_rank(expected[step]))
-                tally.equal(
-                    model.learning_rate,
-                    update.learning_rate,
-                    "the resumed run has another learning rate",
-                    step=step,
-                    rank=rank,
-                    scenario=trace.scenario,
-                )
+                message = "the resumed run has another learning rate"
+                rates = model.learning_rate, update.learning_rate
+                tally.equal(*rates, message, **evidence.place(trace, update))
 
 
 ROWS = (
@@ -102,6 +91,7 @@ ROWS = (
         name="resume",
         id="F-TI-003",
         decides="a run that was stopped and resumed is the same run, bit for bit",
+        spoken_of="resume resumed checkpoint restart position skipped re-processed",
         judge=judge,
         plan=plans.stops,
         needs=(RESUMED,),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Explained
+from entrenar_py.checks import evidence
+from entrenar_py.trace import Explained, Trace
 from entrenar_py.verdict import Tally
 
 
-def judge(tally: Tally, one: Explained, scenario: Scenario) -> None:
+def judge(tally: Tally, one: Explained, trace: Trace) -> None:
     """Counts one comparison for the worst element, and one for all together if they are bounded.
 
     A tensor of which no element has a bound is missing one, and does not pass: nor does one whose
-    bound is infinite, which nothing would exceed. Of one of which some have none it is told.
+    bound is infinite, which nothing would exceed. A note says how many elements have none.
     """
     what = f"{one.of}: {one.tensor}"
-    place = {"tensor": one.tensor, "step": one.step, "scenario": scenario}
+    place = {"tensor": one.tensor, **evidence.place(trace, one)}
     if not tally.check(one.finite, f"{what} is not finite", **place):
         return
     if not one.num_bounded or math.isinf(one.bound):
@@ -24,23 +24,16 @@ def judge(tally: Tally, one: Explained, scenario: Scenario) -> None:
     else:
         if without := one.num_elements - one.num_bounded:
             tally.note(f"{what}: {without} of {one.num_elements} elements have no bound")
-        tally.check(
-            one.error <= one.bound,
+        message = (
             f"{what} is off by {one.error:.3g} from float64 at element {one.element}, rounding "
-            f"explains {one.bound:.3g}",
-            element=one.element,
-            expected=f"<= {one.bound:.3g}",
-            got=f"{one.error:.3g}",
-            **place,
+            f"explains {one.bound:.3g}"
         )
+        tally.at_most(one.bound, one.error, message, form=".3g", element=one.element, **place)
     if math.isinf(one.total_bound):
         tally.miss(f"{what}: nothing bounds its elements together")
     elif one.total_bound or one.total_error:
-        tally.check(
-            one.total_error <= one.total_bound,
+        message = (
             f"{what} is off by {one.total_error:.3g} from float64, all elements together; rounding "
-            f"explains {one.total_bound:.3g}",
-            expected=f"<= {one.total_bound:.3g}",
-            got=f"{one.total_error:.3g}",
-            **place,
+            f"explains {one.total_bound:.3g}"
         )
+        tally.at_most(one.total_bound, one.total_error, message, form=".3g", **place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,27 +88,21 @@ def compare(
     comparison = _Comparison(tally, words, trace.scenario, Bounds.of(expected, model, trace))
     comparison.starts(gaps, model, trace)
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
-    rested = skips.without_gradients(model), skips.without_gradients(trace)
-    apart = min(rested[0] ^ rested[1], default=None)
+    model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
+    apart = min(model_rested ^ rested, default=None)
     num_gradients = 0
     for step, by_rank in _comparable(comparison, model, trace, apart):
+        due = valued - {"gradient"} if step in rested else valued
         one = evidence.any_rank(expected[step])
-        for rank, update in by_rank.items():
+        for update in by_rank.values():
             if trace.scenario.workload == "own":
                 comparison.rates(one, update)
             if step < ROUNDING_STEPS:
-                comparison.losses(one, update)
-                compared = comparison.tensors(one, update)
-                without = {"gradient"} if step in rested[1] else set()
-                for part in sorted(valued - compared - without):
-                    what = f"Update.{part} in both runs {missing.WITH_VALUES}"
-                    gaps.add(f"was not compared by {part}", what, rank=rank, step=step)
-                num_gradients += "gradient" in compared
+                num_gradients += comparison.first_step(one, update, due, gaps)
             elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
                 comparison.losses(one, update, tolerance)
     gaps.tell(tally)
-    if apart is not None:
-        comparison.parts(apart, skipped=apart in rested[1], is_enough=num_gradients > 0)
+    comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
     comparison.steps(model, trace)
     return num_gradients
 
@@ -202,6 +196,17 @@ class _Comparison:
     scenario: Scenario
     bounds: Bounds
 
+    def first_step(self, one: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
+        """One of the first steps, within rounding: the loss, and the parts of its state of which
+        those in `due` must be compared. Return whether the gradient was.
+        """
+        self.losses(one, update)
+        compared = self.tensors(one, update)
+        for part in sorted(due - compared):
+            what = f"Update.{part} in both runs {missing.WITH_VALUES}"
+            gaps.add(f"was not compared by {part}", what, rank=update.rank, step=update.step)
+        return "gradient" in compared
+
     def losses(self, one: Update, update: Update, tolerance: float | None = None) -> None:
         """Within `tolerance`, or within rounding."""
         if one.loss is None or update.loss is None:
@@ -215,13 +220,9 @@ class _Comparison:
             return
         allowed = self.bounds.loss_moved if one.step else self.bounds.loss
         allowed = allowed if tolerance is None else tolerance
-        self.tally.check(
-            abs(update.loss - one.loss) <= allowed * abs(one.loss) + self.bounds.loss_floor,
-            f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}",
-            expected=repr(one.loss),
-            got=repr(update.loss),
-            **self._place(update),
-        )
+        gap = allowed * abs(one.loss) + self.bounds.loss_floor
+        message = f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}"
+        self.tally.close(one.loss, update.loss, gap, message, **self._place(update))
 
     def rates(self, one: Update, update: Update) -> None:
         """A schedule is one of steps: whose closed form is not known here is the model's."""
@@ -255,8 +256,10 @@ class _Comparison:
                 done.add(part)
         return done
 
-    def parts(self, step: int, *, skipped: bool, is_enough: bool) -> None:
-        """From `step` on the two are two trainings, since one of them alone skipped it."""
+    def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
+        """From `step` on, if any, the two are two trainings: one of them alone skipped it."""
+        if step is None:
+            return
         who = "this run" if skipped else self.words.who
         why = (
             f"{self.words.before}{who} alone skipped step {step}, as a GradScaler does whose scale "
@@ -269,16 +272,11 @@ class _Comparison:
 
     def steps(self, model: Trace, trace: Trace) -> None:
         """The run makes every step that the model made."""
-        lacking = sorted(set(evidence.updates(model)) - set(evidence.updates(trace)))
+        lacking = evidence.updates(model).keys() - evidence.updates(trace).keys()
         if lacking and model.end.status == "halted":
             self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
             return
-        self.tally.check(
-            not lacking,
-            f"{self.words.before}steps {lacking[:5]} were never made",
-            step=lacking[0] if lacking else None,
-            scenario=self.scenario,
-        )
+        evidence.compare_steps_made(self.tally, lacking, trace, self.words.before)
 
     def starts(self, gaps: missing.Gaps, model: Trace, trace: Trace) -> None:
         """Every rank's weights before the first step: a trainer that was only built has not
@@ -289,17 +287,11 @@ class _Comparison:
         valued = any(evidence.has_values(start.weights) for start in starts)
         if one is None or not evidence.has_values(one.weights):
             return
+        told = f"{self.words.before}weights before the first step are not {self.words.its}"
         for start in starts:
-            compared = evidence.compare_close(
-                self.tally,
-                one.weights,
-                start.weights,
-                self.bounds.start,
-                f"{self.words.before}weights before the first step are not {self.words.its}",
-                step=-1,
-                rank=start.rank,
-                scenario=self.scenario,
-            )
+            place: dict[str, Any] = {"step": -1, "rank": start.rank, "scenario": self.scenario}
+            mine, theirs, bound = one.weights, start.weights, self.bounds.start
+            compared = evidence.compare_close(self.tally, mine, theirs, bound, told, **place)
             if valued and not compared:
                 what = f"Start.weights in both runs {missing.WITH_VALUES}"
                 gaps.add("was not compared by weights", what, rank=start.rank, step=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import COUNTS, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Attempt, Shard, Trace
+from entrenar_py.trace import Attempt, Shard, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -62,10 +62,7 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
             same_loss
             and replace(one, loss_sum=0.0, **bare) == replace(shard, loss_sum=0.0, **bare),
             f"two runs of one scenario differ in shard {shard.shard}",
-            step=shard.step,
-            rank=shard.rank,
-            shard=shard.shard,
-            scenario=trace.scenario,
+            **evidence.place(trace, shard),
         )
 
 
@@ -101,12 +98,11 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         return
     _compare_local(tally, model, trace, message)
     expected = evidence.updates(model)
-    known, model_known = missing.recorded(trace), missing.recorded(model)
+    known = missing.recorded(model), missing.recorded(trace)
     workers, model_workers = (
         (run.scenario.world_size, run.scenario.faults) for run in (trace, model)
     )
     same_workers = workers == model_workers
-    apart = rounds.are_in(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step not in expected:
             continue
@@ -115,22 +111,9 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
             missing.ask(tally, why, "an Update for every rank and step in both")
         lowest = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
-            one = expected[step].get(rank, lowest) if apart or same_workers else lowest
-            place = {"step": step, "rank": rank, "scenario": trace.scenario}
-            for part in ("gradient", "weights", "optimizer", "buffers"):
-                left, right = getattr(one, part), getattr(update, part)
-                bare = [
-                    not tensors and missing.is_unknown(whose, holder, part)
-                    for whose, holder, tensors in ((model_known, one, left), (known, update, right))
-                ]
-                if any(bare) and (part == "weights" or not all(bare)):
-                    held = "neither run" if all(bare) else "one run only"
-                    why = f"{held} recorded the {part} of step {step}"
-                    missing.ask(tally, why, f"Update.{part} in both")
-                    continue
-                evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
-            if (one.loss, update.loss) != (None, None):
-                tally.equal(one.loss, update.loss, f"{message} (loss)", **place)
+            is_own = same_workers or rounds.are_in(trace)
+            one = expected[step].get(rank, lowest) if is_own else lowest
+            _compare_update(tally, known, one, update, message, evidence.place(trace, update))
     _compare_rounds(tally, model, trace, message)
     lacking = sorted(set(expected) ^ set(evidence.updates(trace)))
     tally.check(
@@ -139,6 +122,33 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         step=lacking[0] if lacking else None,
         scenario=trace.scenario,
     )
+
+
+def _compare_update(
+    tally: Tally,
+    known: tuple[missing.Recorded, missing.Recorded],
+    model: Update,
+    update: Update,
+    message: str,
+    place: Mapping[str, Any],
+) -> None:
+    """One update and its model, part by part; `known` is what the model's run recorded, and what
+    the other did.
+    """
+    for part in ("gradient", "weights", "optimizer", "buffers"):
+        left, right = getattr(model, part), getattr(update, part)
+        bare = [
+            not getattr(holder, part) and missing.is_unknown(whose, holder, part)
+            for whose, holder in zip(known, (model, update), strict=True)
+        ]
+        if any(bare) and (part == "weights" or not all(bare)):
+            held = "neither run" if all(bare) else "one run only"
+            why = f"{held} recorded the {part} of step {update.step}"
+            missing.ask(tally, why, f"Update.{part} in both")
+            continue
+        evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
+    if (model.loss, update.loss) != (None, None):
+        tally.equal(model.loss, update.loss, f"{message} (loss)", **place)
 
 
 def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
@@ -167,16 +177,8 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
             why = f"one run only recorded the gradients of shards in step {shard.step}"
             missing.ask(tally, why, "Shard.gradient in both")
             continue
-        evidence.compare_exact(
-            tally,
-            one.gradient,
-            shard.gradient,
-            f"{message} (gradient of shard {shard.shard})",
-            step=shard.step,
-            rank=shard.rank,
-            shard=shard.shard,
-            scenario=trace.scenario,
-        )
+        what, place = f"{message} (gradient of shard {shard.shard})", evidence.place(trace, shard)
+        evidence.compare_exact(tally, one.gradient, shard.gradient, what, **place)
 
 
 ROWS = (
@@ -184,6 +186,7 @@ ROWS = (
         name="worker_count",
         id="F-TI-006",
         decides="the same bits with any number of workers, from trainers that promise bits",
+        spoken_of="invariance world-size invariant",
         judge=judge_worker_count,
         plan=plans.training,
         needs=(COUNTS,),
@@ -194,6 +197,7 @@ ROWS = (
         name="determinism",
         id="F-TI-007",
         decides="two runs of one scenario have the same bits",
+        spoken_of="determinism deterministic reproducible reproducibility repeat",
         judge=judge_determinism,
         plan=plans.training,
         needs=(REPEATED,),

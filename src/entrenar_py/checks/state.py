@@ -14,6 +14,7 @@ from entrenar_py.verdict import Tally
 
 PARTS = ("weights", "optimizer", "buffers")
 
+Holder = Start | Update | Saved
 ByRank = Mapping[int, Start] | Mapping[int, Update]
 
 
@@ -46,17 +47,11 @@ class Comparison:
         return sharded
 
     def compare(
-        self,
-        part: str,
-        expected: Start | Update | Saved,
-        got: Start | Update | Saved,
-        message: str,
-        *,
-        sharded: bool,
-        step: int,
-        rank: int,
+        self, part: str, expected: Holder, got: Holder, message: str, *, sharded: bool, step: int
     ) -> None:
-        """One part of two states; of sharded optimizer state only what both hold."""
+        """One part of two states, of which `got` may be wrong; of sharded optimizer state only what
+        both hold.
+        """
         left, right = getattr(expected, part), getattr(got, part)
         bare = got if left else expected
         if bool(left) != bool(right) and missing.is_unknown(self._recorded, bare, part):
@@ -67,10 +62,8 @@ class Comparison:
                 {name: record for name, record in one.items() if name in other}
                 for one, other in ((left, right), (right, left))
             )
-        scenario = self.trace.scenario
-        evidence.compare_exact(
-            self._tally, left, right, message, step=step, rank=rank, scenario=scenario
-        )
+        place = {"step": step, "rank": got.rank, "scenario": self.trace.scenario}
+        evidence.compare_exact(self._tally, left, right, message, **place)
 
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
         """Each rank against what most ranks hold (of two, the lower rank), so the culprit is named.
@@ -118,7 +111,7 @@ class Comparison:
         held = any(kind is Update and part == there for kind, _, there in self._recorded)
         return stepped and (stateful or held)
 
-    def _miss(self, holder: Start | Update | Saved, part: str, step: int) -> None:
+    def _miss(self, holder: Holder, part: str, step: int) -> None:
         what = f"{type(holder).__name__}.{part}"
         self._gaps.add(f"recorded no {part}", what, rank=holder.rank, step=step)
 
@@ -126,17 +119,14 @@ class Comparison:
         digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}
         usual = Counter(digests.values()).most_common(1)[0][0]
         model = next(rank for rank, digest in digests.items() if digest == usual)
-        for rank in digests:
-            if rank != model:
-                evidence.compare_exact(
-                    self._tally,
-                    {name: held[model][name]} if name in held[model] else {},
-                    {name: held[rank][name]} if name in held[rank] else {},
-                    f"rank {rank} and rank {model} hold different {part}",
-                    step=step,
-                    rank=rank,
-                    scenario=self.trace.scenario,
-                )
+        for rank in (rank for rank in digests if rank != model):
+            left, right = (
+                {name: tensors[name]} if name in tensors else {}
+                for tensors in (held[model], held[rank])
+            )
+            message = f"rank {rank} and rank {model} hold different {part}"
+            place = {"step": step, "rank": rank, "scenario": self.trace.scenario}
+            evidence.compare_exact(self._tally, left, right, message, **place)
 
 
 def _sharers(held: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:

@@ -18,7 +18,7 @@ from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Saved, Start, Synchronised, Tensors, Trace, Update
+from entrenar_py.trace import Event, Saved, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # Where a contract gives no tolerance: rates and norms are sums or products in float32, whose n
@@ -37,9 +37,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     knobs.compare(tally, runs)
     for trace in runs:
-        scenario = trace.scenario
         for update in trace.of(Update):
-            place = {"step": update.step, "rank": update.rank, "scenario": scenario}
+            place = evidence.place(trace, update)
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
         _follow(tally, trace)
@@ -59,25 +58,31 @@ def _follow(tally: Tally, trace: Trace) -> None:
     lost: set[int] = set()
     gaps = missing.Gaps()
     for event in trace.events:
-        if isinstance(event, Start):
-            rules[event.rank] = update_rule.after(rules, event, trace)
-        elif isinstance(event, Saved):
-            for rule in rules.values():
-                rule.save(event.step)
-        elif isinstance(event, Synchronised):  # goes on from other weights, its moments kept
-            if event.rank in rules:
-                rules[event.rank].weights = event.weights
-        elif isinstance(event, Update):
-            rule_before = replace(rules[event.rank]) if event.rank in rules else None
-            moved = rule_before is not None and _moved(tally, trace, rules[event.rank], event)
-            if moved or event.step in rested:  # what it skipped shows in what comes next
-                continue
-            if event.rank not in lost and (lack := _lack(rule_before, event)):
-                gaps.add(*lack, rank=event.rank, step=event.step)
-            lost.add(event.rank)
+        if not isinstance(event, Update):
+            _prepare(rules, event, trace)
+            continue
+        rule = rules.get(event.rank)
+        rule_before = None if rule is None else replace(rule)
+        moved = rule is not None and _moved(tally, trace, rule, event)
+        if moved or event.step in rested:  # what it skipped shows in what comes next
+            continue
+        if event.rank not in lost and (lack := _lack(rule_before, event)):
+            gaps.add(*lack, rank=event.rank, step=event.step)
+        lost.add(event.rank)
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
         tally.miss(f"nothing was recomputed: it {skips.told(rested)}, and made no other")
+
+
+def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> None:
+    """Bring the ranks' rules to the state in which `event`, which is no update, leaves them."""
+    if isinstance(event, Start):
+        rules[event.rank] = update_rule.after(rules, event, trace)
+    elif isinstance(event, Saved):
+        for rule in rules.values():
+            rule.save(event.step)
+    elif isinstance(event, Synchronised) and event.rank in rules:
+        rules[event.rank].weights = event.weights  # its moments are kept
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
@@ -135,14 +140,9 @@ def _rate(
             "rate was not judged"
         )
         return
-    expected = expected_rate(scenario, update.step)
-    tally.check(
-        abs(update.learning_rate - expected) <= relative * scenario.learning_rate,
-        f"learning rate of step {update.step} is not the {scenario.schedule} schedule's",
-        expected=repr(expected),
-        got=repr(update.learning_rate),
-        **place,
-    )
+    expected, allowed = expected_rate(scenario, update.step), relative * scenario.learning_rate
+    message = f"learning rate of step {update.step} is not the {scenario.schedule} schedule's"
+    tally.close(expected, update.learning_rate, allowed, message, **place)
 
 
 def _clipping(
@@ -160,13 +160,8 @@ def _clipping(
         return  # for F-DP-003 to judge
     norm = evidence.norm_l2(update.gradient)
     if norm is not None:
-        tally.check(
-            abs(update.grad_norm - norm) <= relative * norm,
-            "the norm is not that of the averaged gradient",
-            expected=repr(norm),
-            got=repr(update.grad_norm),
-            **place,
-        )
+        message = "the norm is not that of the averaged gradient"
+        tally.close(norm, update.grad_norm, relative * norm, message, **place)
     if trace.traits.clipping == "other":  # to a norm that nobody told
         tally.check(
             update.applied_norm <= update.grad_norm * (1 + relative),
@@ -180,13 +175,8 @@ def _clipping(
     expected = min(update.grad_norm, limit)
     if update.grad_norm > limit:
         relative += CLIP_EPSILON / update.grad_norm
-    tally.check(
-        abs(update.applied_norm - expected) <= relative * expected,
-        f"the applied gradient's norm is not min(norm, {scenario.clip_norm})",
-        expected=repr(expected),
-        got=repr(update.applied_norm),
-        **place,
-    )
+    message = f"the applied gradient's norm is not min(norm, {scenario.clip_norm})"
+    tally.close(expected, update.applied_norm, relative * expected, message, **place)
 
 
 def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
@@ -215,13 +205,11 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
         tally.check(
             bool((gap <= 0).all()),
             f"{name} did not move by learning rate times clipped gradient, as {optimizer} has it",
-            step=update.step,
-            rank=update.rank,
             tensor=name,
             element=element,
             expected=repr(float(expected.weight[element])),
             got=repr(float(after[element])),
-            scenario=trace.scenario,
+            **evidence.place(trace, update),
         )
     names = set(rule.trainable) or update.weights.keys() | update.gradient.keys()
     return bool(compared) and not any(
@@ -241,6 +229,7 @@ ROWS = (
         name="step_rule",
         id="F-TI-008",
         decides="learning rate, clipping and update follow from the step and the global gradient",
+        spoken_of="clip clipping clipped norm schedule learning-rate warmup cosine decay",
         judge=judge,
         plan=plans.step_rules,
         needs=(turned("clip"),),

@@ -74,24 +74,14 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
         size = sum(map(abs, sums)) / weight
         if not math.isfinite(mean):  # for F-DP-003 to judge
             continue
-        for rank, update in by_rank.items():
+        for update in by_rank.values():
             if update.loss is None:
                 continue  # nothing that it reports could be weighted wrongly
-            place = {"step": step, "rank": rank, "scenario": trace.scenario}
-            tally.check(
-                math.isclose(weight, update.weight, rel_tol=1e-9),
-                "the step's weight is not its shards'",
-                expected=repr(weight),
-                got=repr(update.weight),
-                **place,
-            )
-            tally.check(
-                abs(update.loss - mean) <= relative * size,
-                "the reported loss is not the weighted mean of the shards' losses",
-                expected=repr(mean),
-                got=repr(update.loss),
-                **place,
-            )
+            place = evidence.place(trace, update)
+            message = "the step's weight is not its shards'"
+            tally.close(weight, update.weight, 1e-9 * weight, message, **place)
+            message = "the reported loss is not the weighted mean of the shards' losses"
+            tally.close(mean, update.loss, relative * size, message, **place)
 
 
 def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
@@ -148,7 +138,7 @@ class _Divisions:
         divisor = _divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
             return
-        place = {"step": update.step, "rank": update.rank, "scenario": self.trace.scenario}
+        place = evidence.place(self.trace, update)
         off = _off(total, mean, divisor, self.bound * abs(divisor) * math.sqrt(size))
         if off and self.limit and value_clipping.explains(total, mean, self.limit, self.bound):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
@@ -178,12 +168,7 @@ class _Divisions:
         )
 
 
-def _off(
-    total: Vectors,
-    mean: Vectors,
-    divisor: float,
-    allowed: float,
-) -> set[str]:
+def _off(total: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
     """The tensors whose sum is not `divisor` times their mean."""
     gaps = {
         name: np.square(total[name] - divisor * value.astype(np.float64)).sum()
@@ -237,6 +222,7 @@ ROWS = (
         name="weighting",
         id="F-TI-001",
         decides="loss and gradient are weighted by samples or tokens, never a mean of means",
+        spoken_of="loss scaling mean-of-means weighted tokens micro-batch losses",
         judge=judge,
         plan=plans.weightings,
         needs=(ALONE, ORACLE, *knobs.TURNED),

@@ -5,14 +5,15 @@ Source: wire-protocol-v1.
 
 from __future__ import annotations
 
-from entrenar_py.checks import endurance, evidence, missing
+from typing import Any
+
+from entrenar_py.checks import endurance, probes
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import STRANGERS
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Admission, Carried, Refused
-from entrenar_py.verdict import Finding, Tally
+from entrenar_py.trace import Admission, Carried, Refused, Trace
+from entrenar_py.verdict import Tally
 
 # What reading a message may take beside its payload. A header has at most 2 MiB: as it comes, as
 # bytes and as text these are 6, and its values (65,536 numbers, or as many small things that are no
@@ -23,86 +24,53 @@ REFUSAL = "ProtocolError"
 
 def plan(invariant: Invariant) -> list[Scenario]:
     """Three seeds: other pieces, other bits."""
-    return [
-        Scenario(system="wire", workload="linear", world_size=1, seed=seed) for seed in range(3)
-    ]
+    return [probes.scenario("wire", seed=seed) for seed in range(3)]
 
 
 def plan_admission(invariant: Invariant) -> list[Scenario]:
     """The same, and a training that every kind of stranger comes to."""
-    visited = Scenario(
-        system="parameter_server_simulated",
-        workload="linear",
-        world_size=3,
-        seed=0,
-        num_steps=5,
-        faults=tuple(endurance.stranger(value, step=2) for value in STRANGERS),
+    faults = tuple(endurance.stranger(value, step=2) for value in STRANGERS)
+    visited = probes.scenario(
+        "parameter_server_simulated", world_size=3, num_steps=5, faults=faults
     )
     return [*plan(invariant), visited]
 
 
-def judge_round_trip(invariant: Invariant, traces: Traces) -> Finding:
+def compare_round_trip(tally: Tally, trace: Trace) -> None:
     """Every message came out as it went in."""
-    tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
-        for one in trace.of(Carried):
-            what = f"{one.message} with {one.payload_bytes} bytes, in {one.pieces} pieces"
-            place = {"tensor": one.message, "scenario": trace.scenario}
-            tally.equal(one.sent, one.got, f"{what}, is not what was sent", **place)
-    return _finding(tally, invariant, "no message was carried")
+    for carried in trace.of(Carried):
+        what = f"{carried.message} with {carried.payload_bytes} bytes, in {carried.pieces} pieces"
+        place = {"tensor": carried.message, "scenario": trace.scenario}
+        tally.equal(carried.sent, carried.got, f"{what}, is not what was sent", **place)
 
 
-def judge_refusal(invariant: Invariant, traces: Traces) -> Finding:
+def compare_refusal(tally: Tally, trace: Trace) -> None:
     """Everything malformed gave the one error that there is for it."""
-    tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
-        for one in trace.of(Refused):
-            what = f"{one.case} gave {one.error or 'a message'}"
-            place = {"tensor": one.case, "scenario": trace.scenario}
-            tally.equal(REFUSAL, one.error, what, **place)
-    return _finding(tally, invariant, "nothing malformed was read")
+    for refused in trace.of(Refused):
+        what = f"{refused.case} gave {refused.error or 'a message'}"
+        place = {"tensor": refused.case, "scenario": trace.scenario}
+        tally.equal(REFUSAL, refused.error, what, **place)
 
 
-def judge_memory(invariant: Invariant, traces: Traces) -> Finding:
+def compare_memory(tally: Tally, trace: Trace) -> None:
     """Reading takes the payload's bytes and little more; what is refused takes little at all."""
-    tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
-        scenario = trace.scenario
-        for one in trace.of(Carried):
-            most = one.payload_bytes + BESIDE_BYTES
-            tally.check(
-                one.allocated_bytes <= most,
-                f"reading {one.message} with {one.payload_bytes} bytes took {one.allocated_bytes}",
-                tensor=one.message,
-                expected=f"<= {most}",
-                got=str(one.allocated_bytes),
-                scenario=scenario,
-            )
-        for refused in trace.of(Refused):
-            tally.check(
-                refused.allocated_bytes <= BESIDE_BYTES,
-                f"refusing {refused.case} took {refused.allocated_bytes} bytes",
-                tensor=refused.case,
-                expected=f"<= {BESIDE_BYTES}",
-                got=str(refused.allocated_bytes),
-                scenario=scenario,
-            )
-    return _finding(tally, invariant, "no message was read")
+    for carried in trace.of(Carried):
+        num_bytes = carried.allocated_bytes
+        what = f"reading {carried.message} with {carried.payload_bytes} bytes took {num_bytes}"
+        place: dict[str, Any] = {"tensor": carried.message, "scenario": trace.scenario}
+        tally.at_most(carried.payload_bytes + BESIDE_BYTES, num_bytes, what, **place)
+    for refused in trace.of(Refused):
+        what = f"refusing {refused.case} took {refused.allocated_bytes} bytes"
+        place = {"tensor": refused.case, "scenario": trace.scenario}
+        tally.at_most(BESIDE_BYTES, refused.allocated_bytes, what, **place)
 
 
-def judge_admission(invariant: Invariant, traces: Traces) -> Finding:
-    """Who is entitled is let in, and nobody else is."""
-    tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
-        for one in trace.of(Admission):
-            was = "was let in" if one.let_in else "was turned away"
-            place = {"tensor": one.case, "scenario": trace.scenario}
-            tally.equal(one.entitled, one.let_in, f"{one.case}: {was}", **place)
-    return _finding(tally, invariant, "nobody asked to join")
-
-
-def _finding(tally: Tally, invariant: Invariant, nothing: str) -> Finding:
-    return tally.finding(nothing=missing.probed(invariant, nothing))
+def compare_admission(tally: Tally, trace: Trace) -> None:
+    """Those who are entitled are let in, and nobody else is."""
+    for asked in trace.of(Admission):
+        was = "was let in" if asked.let_in else "was turned away"
+        place = {"tensor": asked.case, "scenario": trace.scenario}
+        tally.equal(asked.entitled, asked.let_in, f"{asked.case}: {was}", **place)
 
 
 ROWS = (
@@ -110,7 +78,8 @@ ROWS = (
         name="wire_round_trip",
         id="F-WP-001",
         decides="a message comes out of the wire as it went in, bit by bit, in whatever pieces",
-        judge=judge_round_trip,
+        spoken_of="round-trip roundtrip encode decode fidelity serialization",
+        judge=probes.judge(compare_round_trip, "no message was carried"),
         plan=plan,
         explores=False,
     ),
@@ -118,7 +87,8 @@ ROWS = (
         name="wire_refusal",
         id="F-WP-002",
         decides="damaged and malformed bytes give a ProtocolError, and nothing else",
-        judge=judge_refusal,
+        spoken_of="truncated malformed unknown-tag tag corrupt checksum",
+        judge=probes.judge(compare_refusal, "nothing malformed was read"),
         plan=plan,
         explores=False,
     ),
@@ -126,7 +96,8 @@ ROWS = (
         name="wire_memory",
         id="F-WP-003",
         decides="reading takes the payload's memory and little more, whatever the bytes claim",
-        judge=judge_memory,
+        spoken_of="oversized length-prefix allocation",
+        judge=probes.judge(compare_memory, "no message was read"),
         plan=plan,
         explores=False,
         tolerance_kinds=("bytes",),
@@ -135,7 +106,8 @@ ROWS = (
         name="admission",
         id="F-WP-004",
         decides="who proves the secret and agrees on the run is let in, and nobody else",
-        judge=judge_admission,
+        spoken_of="authentication secret join handshake",
+        judge=probes.judge(compare_admission, "nobody asked to join"),
         plan=plan_admission,
         explores=False,
     ),

@@ -1,0 +1,45 @@
+"""Shared by the checks that are decided by probes: one run of a system that tries one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.checks.needs import Traces
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Attempt, Explained, Manifest, Poisoned, Product, Stepped, Trace
+from entrenar_py.verdict import Finding, Tally
+
+
+def scenario(
+    system: str, *, workload: str = "linear", seed: int = 0, world_size: int = 1, **fields: Any
+) -> Scenario:
+    """Return the scenario of a probe, by default on one worker."""
+    return Scenario(system=system, workload=workload, world_size=world_size, seed=seed, **fields)
+
+
+def judge(
+    compare: Callable[[Tally, Trace], None], nothing: str
+) -> Callable[[Invariant, Traces], Finding]:
+    """Return the judge of a clause for which `compare` looks at each run by itself.
+
+    `nothing` is the reason where no run had anything to compare.
+    """
+
+    def judged(invariant: Invariant, traces: Traces) -> Finding:
+        tally = Tally(invariant.id)
+        for trace in evidence.usable(traces, tally):
+            compare(tally, trace)
+        return tally.finding(nothing=missing.probed(invariant, nothing))
+
+    return judged
+
+
+def note_software(
+    tally: Tally, event: Attempt | Explained | Manifest | Poisoned | Product | Stepped
+) -> None:
+    """Note that a device is the CPU in disguise, if it is."""
+    if event.software:
+        tally.note(f"software adapter {event.device}")
