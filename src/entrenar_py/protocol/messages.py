@@ -43,13 +43,12 @@ class Challenge(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Worker: who I am, and the proof.
+    """Worker, to a coordinator or another worker: a request to join, with a proof.
 
-    `run` names the run, `manifest` and `data` are digests of the tensors and of the data set,
-    `backend` names what it computes on. `rank` is the one it had, or None; `port` is where it
-    hears other workers, or None. `proof` is of the secret, the challenge and everything else in
-    here. Where `run`, `manifest` and `data` are all empty the worker does not know the run, and
-    asks what it is. A worker says hello to another one, too.
+    `run` names the run; `manifest` and `data` are digests of the tensors and of the data set;
+    `backend` names what the worker computes on. `rank` is the rank that it had, or None. `port` is
+    where it listens for other workers, or None. `proof` covers the secret, the challenge and all
+    other fields. If `run`, `manifest` and `data` are all empty, the worker asks which run this is.
     """
 
     tag: ClassVar[int] = 2
@@ -66,11 +65,11 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
-    """Coordinator: you are `rank`; the payload is the whole state before `step`.
+    """Coordinator: the worker is admitted as `rank`; the payload is the whole state before `step`.
 
-    The vector that is reduced travels in `blocks` parts as equal as can be. `resumed`: the run goes
-    on from a checkpoint, and starts with this step. Where the coordinator updates, the state has
-    no optimizer's in it.
+    The reduced vector travels in `blocks` parts of nearly equal size. `resumed`: the run continues
+    from a checkpoint, with this step. Where the coordinator updates, the payload lacks the
+    optimizer's state.
     """
 
     tag: ClassVar[int] = 3
@@ -84,7 +83,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(Message):
-    """Coordinator: you can't join, or stay, and why; this is the end. `retry`: it may change."""
+    """Coordinator: the worker can't join or stay. `retry`: a later try may succeed."""
 
     tag: ClassVar[int] = 4
     reason: str
@@ -93,7 +92,7 @@ class Refuse(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Message):
-    """Worker: I hold the state before `step`; the payload is the event that records it."""
+    """Worker: it holds the state before `step`; the payload is the event that records it."""
 
     tag: ClassVar[int] = 5
     carries: ClassVar[str] = "events"
@@ -102,9 +101,9 @@ class Loaded(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Message):
-    """Coordinator, to a hello without terms: what the run is, and how long either waits here.
+    """Coordinator, to a worker that asks: the run's scenario in the payload, and its timeouts.
 
-    The payload is its scenario, one JSON object. `heartbeat_s` and `dead_after_s` are in seconds.
+    `heartbeat_s` and `dead_after_s` are in seconds.
     """
 
     tag: ClassVar[int] = 6
@@ -116,7 +115,7 @@ class Offer(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(Message):
-    """Worker, to another that said hello: so do I know the secret."""
+    """Worker, to another that said hello: the proof that it knows the secret, too."""
 
     tag: ClassVar[int] = 9
     proof: Proof
@@ -124,7 +123,7 @@ class Accept(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
-    """Coordinator: give me the state before `step`."""
+    """Coordinator: request for the state before `step`."""
 
     tag: ClassVar[int] = 7
     step: int
@@ -165,9 +164,9 @@ class Computed(Message):
 class TreeNode(Message):
     """Worker: `block` of node (`level`, `index`) of the reduction tree of `step`, in the payload.
 
-    `loss` is the summed loss of the shards under it, `weight` what they count. It goes to who
-    averages the block: the coordinator, or in a mesh one of the workers. `round` is the mesh's
-    (`Group`), 0 without.
+    `loss` is the summed loss of the shards under it, `weight` their number of samples (or tokens).
+    It goes to the process that averages the block: the coordinator, or in a mesh one of the
+    workers. `round` is the mesh's (`Group`), 0 in a star.
     """
 
     tag: ClassVar[int] = 12
@@ -202,7 +201,8 @@ class NonFinite(Message):
 class Average(Message):
     """Who averaged it: `block` of the averaged gradient of `step`, before clipping.
 
-    Hold it, do not step yet. `loss` is summed over the samples (or tokens) that `weight` counts.
+    It is held, and not used before `Commit`. `loss` is summed over the samples (or tokens) that
+    `weight` counts.
     """
 
     tag: ClassVar[int] = 14
@@ -218,7 +218,8 @@ class Average(Message):
 class Weights(Message):
     """Coordinator, where it updates: `block` of the weights and buffers after `step`.
 
-    Hold it, do not use it yet. `loss` is summed over the samples (or tokens) that `weight` counts.
+    It is held, and not used before `Commit`. `loss` is summed over the samples (or tokens) that
+    `weight` counts.
     """
 
     tag: ClassVar[int] = 18
@@ -231,7 +232,7 @@ class Weights(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(Message):
-    """Worker: I hold every block of `step`."""
+    """Worker: it holds every block of `step`."""
 
     tag: ClassVar[int] = 15
     step: int
@@ -240,7 +241,7 @@ class Staged(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(Message):
-    """Coordinator: everyone holds it; make `step`, or use what the coordinator made of it."""
+    """Coordinator: all hold the blocks of `step`; make it, or use the coordinator's weights."""
 
     tag: ClassVar[int] = 16
     step: int
@@ -248,7 +249,7 @@ class Commit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied(Message):
-    """Worker: `step` is made; the payload is the event that records what I hold now."""
+    """Worker: `step` is made; the payload is the event that records the new state."""
 
     tag: ClassVar[int] = 17
     carries: ClassVar[str] = "events"
@@ -259,10 +260,10 @@ class Applied(Message):
 class Group(Message):
     """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
 
-    A new `round` begins whenever somebody has come or gone: what was sent in an earlier one is
-    void, and everyone sends its nodes again. `holders` is the rank that has each shard of this
-    step; in the next ones each of `ranks` has its run of them. Block b is averaged by the worker
-    that is number b mod n of the n `ranks`.
+    A new `round` begins when a worker has joined or left: messages of earlier rounds are void, and
+    all workers send their nodes again. `holders` has the rank of each shard of this step; in later
+    steps each of `ranks` has its run of them. Worker number b mod n of the n `ranks` averages
+    block b.
     """
 
     tag: ClassVar[int] = 30
@@ -275,9 +276,9 @@ class Group(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial(Message):
-    """Worker of a ring, to the next: `block` summed over the `hops` + 1 workers it came through.
+    """Worker of a ring, to the next: `block` summed over the `hops` + 1 workers so far.
 
-    `loss` is summed over the same shards, `weight` what they count.
+    `loss` is summed over the same shards, `weight` is their number of samples (or tokens).
     """
 
     tag: ClassVar[int] = 33
@@ -292,7 +293,7 @@ class Partial(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable(Message):
-    """Worker of a mesh: in `round` I can't exchange anything with `rank`, and why."""
+    """Worker of a mesh: in `round` it can't exchange blocks with `rank`."""
 
     tag: ClassVar[int] = 31
     round: int
@@ -314,14 +315,14 @@ class Overflow(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
-    """Either: I am alive, however long what I do takes."""
+    """Either: the process is alive, however long its work takes."""
 
     tag: ClassVar[int] = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
-    """Worker: I go, and why; give my shards to others."""
+    """Worker: it leaves; its shards go to others."""
 
     tag: ClassVar[int] = 21
     reason: str
@@ -329,7 +330,7 @@ class Leave(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt(Message):
-    """Coordinator: stop before any update of `step`, and why."""
+    """Coordinator: all workers stop before any update of `step`."""
 
     tag: ClassVar[int] = 22
     step: int
