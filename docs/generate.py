@@ -39,31 +39,31 @@ CONFIGURATION = DOCS / "configuration.md"
 
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
-    "system": "what runs it; `--system`, where it is given, takes the place of a trainer",
-    "workload": "the model and its data; of `vectors` the gradients are known beforehand; `own` is "
-    "only for the trace of a trainer of one's own",
+    "system": "the system that runs it; `--system` replaces a trainer's",
+    "workload": "the model and its data; the gradients of `vectors` are known beforehand; `own` is "
+    "only for the trace of your own trainer",
     "world_size": "workers",
     "seed": "the only source of randomness; `--seed` is added to it",
-    "num_shards": "logical shards that a batch is cut into, at least one per worker",
+    "num_shards": "logical shards of a batch, at least one per worker",
     "num_samples": "size of the data set, at least one sample per worker",
     "batch_size": "samples of one step, over all workers; an epoch's last batch is short",
     "num_steps": "optimizer steps",
-    "accumulation": "micro-batches that a shard is computed in",
+    "accumulation": "micro-batches of a shard",
     "optimizer": "the update rule; `momentum` is `sgd` with 0.9",
-    "learning_rate": "the rate at its highest",
-    "weight_decay": "decay per step; of `adamw`, apart from the gradient",
+    "learning_rate": "the highest rate",
+    "weight_decay": "decay per step; decoupled from the gradient in `adamw`",
     "clip_norm": "largest L2 norm of the averaged gradient; null: no clipping",
-    "schedule": "what the rate does after the warm-up: stay, or fall to 0 at `num_steps`",
+    "schedule": "the rate after the warm-up: constant, or falling to 0 at `num_steps`",
     "warmup_steps": "steps in which the rate rises to `learning_rate`",
     "dropout": "probability, below 1",
     "width": "hidden width of `mlp`; elements of `vectors`",
-    "backends": "the workers' in turn",
-    "faults": "what goes wrong, see below",
+    "backends": "the backends of the workers, in turn",
+    "faults": "planned faults, see below",
     "stops": "steps before which the run is saved, thrown away and resumed",
-    "repeat": "tells two runs of one scenario apart; nothing in a run depends on it",
-    "detail": "what is recorded of tensors: digests, or their values too",
+    "repeat": "tells two runs of one scenario apart; has no effect on a run",
+    "detail": "the record of tensors: digests, or values too",
     "mutant": "a planted bug or a benign variant ([kill matrix](kill-matrix.md))",
-    "options": "the system's own, see below",
+    "options": "options of the system, see below",
 }
 TYPES = {
     "float": "number >= 0",
@@ -77,8 +77,8 @@ TYPES = {
 }
 # Fields that mean something else in a configuration of `entrenar`.
 SERVED = {
-    "workload": "the model and its data; of `vectors` the gradients are known beforehand",
-    "world_size": "the most workers at a time",
+    "workload": "the model and its data; the gradients of `vectors` are known beforehand",
+    "world_size": "largest number of workers at a time",
     "seed": "the only source of randomness",
 }
 # Type of a message's field -> its JSON.
