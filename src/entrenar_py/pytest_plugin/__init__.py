@@ -28,7 +28,7 @@ _USAGE = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, and the setting that lets inconclusive be skipped."""
+    """Add the options, and the setting that lets inconclusive be skipped."""
     group = parser.getgroup("entrenar-py")
     group.addoption(
         "--contract",

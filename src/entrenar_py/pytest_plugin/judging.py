@@ -27,7 +27,7 @@ _CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What is to be judged, and how: as the options of `entrenar-check` have it."""
+    """A clause to judge, with the options that `entrenar-check` would be given."""
 
     clause: str
     contract: str
@@ -36,11 +36,11 @@ class Wish:
     seed: int = 0
     examples: int = 20
     bind: tuple[Path, ...] = ()
-    note: str = ""  # what the configuration has to say beside the verdict
+    note: str = ""  # of the configuration, beside the verdict
     left_out: str = ""  # why the project's configuration has it skipped
 
     def plan(self) -> plan.Plan:
-        """The plan of its runs; UsageError for what can't be run."""
+        """Return the plan of its runs; raises UsageError for what can't be run."""
         return plan.Plan(
             system=self.system,
             world_sizes=self.world_size,
@@ -49,7 +49,7 @@ class Wish:
         )
 
     def command(self) -> str:
-        """What does the same in a shell."""
+        """Return the command that does the same in a shell."""
         words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
         words += [word for path in self.bind for word in ("--bind", str(path))]
         words += ["--system", self.system] if self.system else []
@@ -61,13 +61,13 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What was found of one clause, and the report that says so."""
+    """The entry of one clause, and the report that it stands in."""
 
     entry: Entry
     report: Report
 
     def settle(self, *, allow_inconclusive: bool) -> None:
-        """Returns if it held; else fails, or skips what is inconclusive where that is allowed."""
+        """Return if it held; else fail, or skip what is inconclusive where that is allowed."""
         if self.entry.verdict is Verdict.INCONCLUSIVE and allow_inconclusive:
             pytest.skip(evidence.one_line(f"inconclusive: {self.entry.finding.reason}"))
         if self.entry.verdict is not Verdict.HELD:
@@ -75,11 +75,11 @@ class Judged:
 
     @property
     def notes(self) -> str:
-        """What is worth saying beside any verdict: scenarios that were left out, say."""
+        """The notes beside any verdict, on scenarios that were left out, say."""
         return "\n".join(evidence.note_lines(self.entry))
 
     def text(self) -> str:
-        """The verdict and all that stands behind it."""
+        """Return the verdict and its evidence."""
         clause, finding = self.entry.invariant, self.entry.finding
         heading = f"{clause.id} {str(self.entry.verdict).upper()}: {finding.reason}"
         details = evidence.detail_lines(self.report, self.entry)
@@ -94,8 +94,10 @@ class Judged:
 
 
 def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
-    """Read what a mark asks for; `usual` is the contract where it names none, and without that the
-    configuration of the project at `root` says what it leaves open. A wrong mark fails.
+    """Read what a mark asks for; a wrong mark fails.
+
+    `usual` is the contract where it names none. Without that, the configuration of the project at
+    `root` says what the mark leaves open.
     """
     names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
@@ -114,7 +116,7 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
 
 
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
-    """Read what the project's configuration says of the clause: as keywords of Wish."""
+    """Return what the project's configuration says of the clause, as keywords of Wish."""
     try:
         path = location.find(root)
         if path is None:
@@ -131,31 +133,31 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
         contracts, files = project.values["contract"], project.values.get("bind", ())
         bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
         loaded = {name: load(name, bind[name]) for name in contracts}
-        ids = {one: name for name, found in loaded.items() for one in selection.ids_of(found)}
+        ids = {id_: name for name, read in loaded.items() for id_ in selection.ids_of(read)}
         selection.require_ids(mark.args, ids, f"the contracts of {project.place.file}")
         name = ids[mark.args[0]]
         selected = plan.select(loaded[name], only=mark.args)
     except EntrenarError as error:
         _refuse(str(error))
     standing = exclusions.apply(selected, project.exclusions)
-    why = [f"is excluded {one.why}" for one in standing.excluded]
-    why += [f"does not apply: {one.reason}" for one in standing.not_applying]
-    told = {one: project.values[one] for one in _CONFIGURABLE if one in project.values}
+    why = [f"is excluded {clause.why}" for clause in standing.excluded]
+    why += [f"does not apply: {clause.reason}" for clause in standing.not_applying]
+    values = {name: project.values[name] for name in _CONFIGURABLE if name in project.values}
     note = "; ".join(standing.notes.values())
     left_out = why[0] if why else ""
-    return {"contract": name, "bind": bind[name], "left_out": left_out, "note": note, **told}
+    return {"contract": name, "bind": bind[name], "left_out": left_out, "note": note, **values}
 
 
 def judge(wish: Wish) -> Judged:
-    """What is found of the clause; where it can't be tried, the test fails with the reason."""
+    """Judge the clause; where it can't be tried, the test fails with the reason."""
     if wish.left_out:
         pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
     started = time.monotonic()
     try:
         loaded = load(wish.contract, wish.bind)
         tasks, not_applying = plan.divide(plan.select(loaded, only=(wish.clause,)), wish.plan())
-        for one in not_applying:
-            why = f"{wish.clause} does not apply to {wish.system}: {one.reason}"
+        if not_applying:
+            why = f"{wish.clause} does not apply to {wish.system}: {not_applying[0].reason}"
             pytest.skip(evidence.one_line(why))
         with interrupts.deferred():
             (entry,) = falsify.falsify(tasks, wish.plan())
@@ -167,7 +169,7 @@ def judge(wish: Wish) -> Judged:
     report = Report(
         contract=loaded,
         contract_given=wish.contract,
-        system=plan.systems_of(one for task in tasks for one in task.scenarios),
+        system=plan.systems_of(scenario for task in tasks for scenario in task.scenarios),
         seed=wish.seed,
         entries=(entry,),
         environment={},
@@ -180,12 +182,12 @@ def judge(wish: Wish) -> Judged:
 
 
 def require_possible(wish: Wish) -> None:
-    """Returns if every clause of the contract can be tried so; UsageError, naming the place."""
+    """Return if every clause of the contract can be tried so; raises UsageError with the place."""
     plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
 
 
 def load(given: str, bind: Sequence[Path] = ()) -> Contract:
-    """The contract at a path, or the shipped one of that name, with files of bindings.
+    """Load the contract at a path, or the shipped one of that name, with files of bindings.
 
     Raises ContractError and UsageError.
     """
