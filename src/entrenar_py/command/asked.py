@@ -80,10 +80,12 @@ def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
             base = replace(asked, turn=None)
         if base != asked:
             return Runs(base, {need: (asked,)})
-    found = {
+    runs = {
         ALONE: replace(asked, world_size=1, repeat=0, faults=(), stops=()),
         REPEATED: replace(asked, repeat=asked.repeat + 1),
     }
     if asked.turn is not None:
         return Runs(asked)
-    return Runs(asked, {n: (one,) for n, one in found.items() if n in needs and one != asked})
+    return Runs(
+        asked, {need: (run,) for need, run in runs.items() if need in needs and run != asked}
+    )

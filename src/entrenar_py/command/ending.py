@@ -56,7 +56,11 @@ def of(
         return "failed", _nothing_recorded(ended, error, how)
     world_sizes = {int(rank.header["world_size"]) for rank in last.ranks.values()}
     if world_sizes != {asked.world_size}:
-        return "failed", _other_world_size(world_sizes, asked)
+        sizes = ", ".join(map(str, sorted(world_sizes)))
+        return "failed", (
+            f"it was to run with {asked.world_size} workers and ran with {sizes}: say "
+            "{world_size} where the command says how many"
+        )
     status, reason = _of_ranks(last, asked, ended, ended_by, how)
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
 
@@ -93,14 +97,6 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     if ended.code:  # why it failed comes first: most such scripts have the line
         return f"nothing was recorded: {how}; the script that trains calls `{LINE}`"
     return f"nothing was recorded: add `{LINE}` to the script; {how}"
-
-
-def _other_world_size(world_sizes: set[int], asked: Asked) -> str:
-    sizes = ", ".join(map(str, sorted(world_sizes)))
-    return (
-        f"it was to run with {asked.world_size} workers and ran with {sizes}: say {{world_size}} "
-        "where the command says how many"
-    )
 
 
 def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:

@@ -58,7 +58,7 @@ def judge(
     for task in tasks:
         check = task.check
         if check is None:
-            yield untried(task)
+            yield stored.judge_each(task, {}, {})
             continue
         traces = {file: run.trace for file, run in runs.items() if _is_for(check, run)}
         if not traces:
@@ -66,18 +66,10 @@ def judge(
         groups = {file: _beside(check, file, runs) for file in traces}
         entry = stored.judge_each(task, groups, traces, on_judged=on_judged)
         asked = [runs[file].asked for file in traces]
-        if why := lacking(check, asked):
+        if why := _lacking(check, asked):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (*entry.finding.notes, *_untried(check, asked))
         yield replace(entry, finding=replace(entry.finding, notes=notes))
-
-
-def untried(task: Task) -> Entry:
-    """Return the entry of a clause that no check decides, with the reason."""
-    finding = task.untried()
-    return Entry(
-        invariant=task.invariant, finding=finding, num_scenarios=0, num_explored=0, elapsed_s=0.0
-    )
 
 
 def _is_for(check: Check, run: Run) -> bool:
@@ -113,7 +105,7 @@ def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
     )
 
 
-def lacking(check: Check, asked: Sequence[Asked]) -> str:
+def _lacking(check: Check, asked: Sequence[Asked]) -> str:
     """Return why no run was made that `check` can't do without; empty if there is one."""
     if RESUMED in check.needs and not any(run.stops for run in asked):
         return _WHY_NOT[RESUMED]
