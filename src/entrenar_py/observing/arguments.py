@@ -33,14 +33,8 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
             f"optimizer={_shown(given)}: give the torch.optim.Optimizer of the model, or several: "
             "observe(model, [first, second])"
         )
-    _warn_of_strangers(model, stepping)
-    return stepping
-
-
-def _warn_of_strangers(model: torch.nn.Module, given: Iterable[torch.optim.Optimizer]) -> None:
-    """Log a warning for an optimizer that steps no parameter of the model."""
     parameters = set(model.parameters())
-    for optimizer in given:
+    for optimizer in stepping:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if parameters.isdisjoint(stepped):
             _log.warning(
@@ -48,6 +42,7 @@ def _warn_of_strangers(model: torch.nn.Module, given: Iterable[torch.optim.Optim
                 "they were replaced (by a copy, or on their way to a device), or for another model",
                 type(optimizer).__name__,
             )
+    return stepping
 
 
 def steps(name: str, count: Any, *, least: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -86,11 +84,8 @@ def _synchronised(model: nn.Module) -> set[str]:
     """
     names = set()
     for path, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and _is_everyone(module.process_group):
-            for name, _ in module.named_buffers(path):
-                names.add(tensors.plain_name(name))
+        if isinstance(module, nn.SyncBatchNorm):
+            group = module.process_group
+            if group is None or dist.get_world_size(group) == dist.get_world_size():
+                names |= {tensors.plain_name(name) for name, _ in module.named_buffers(path)}
     return names
-
-
-def _is_everyone(group: Any) -> bool:
-    return group is None or dist.get_world_size(group) == dist.get_world_size()

@@ -16,7 +16,6 @@ from entrenar_py.observing import (
     dtensors,
     reduced_gradients,
     step_in_work,
-    tensors,
 )
 from entrenar_py.observing.backward_hooks import BackwardHooks
 from entrenar_py.observing.micro_batches import MicroBatches
@@ -270,5 +269,6 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        progress = tensors.progress(self._scheduler)
+        place = getattr(self._scheduler, "last_epoch", None)
+        progress = {} if place is None else {"schedule": int(place)}
         self._recording.write([self._subject.start(self._step.number, progress)])

@@ -37,9 +37,7 @@ class OuterSynchronisations:
         `weights` are those that the outer `optimizer` moves, by name.
         """
         names = {tensor: name for name, tensor in weights.items()}
-        now = num_collectives()
-        collectives = _difference(self._stepped, now)
-        collectives_alone = _difference(self._begun, self._stepped)
+        begun, stepped, now = self._begun, self._stepped, num_collectives()
         self._begun = self._stepped = now
         return trace.Synchronised(
             step=step,
@@ -47,8 +45,8 @@ class OuterSynchronisations:
             weights=subject.record(subject.parameters),
             optimizer=subject.record(dict(tensors.optimizer_state(optimizer, names))),
             buffers=subject.buffer_records(),
-            collectives=collectives,
-            collectives_alone=collectives_alone,
+            collectives=_difference(stepped, now),
+            collectives_alone=_difference(begun, stepped),
         )
 
 

@@ -44,8 +44,7 @@ class Draws:
             )
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
-        self._ids: Ids = ()  # of the batch that was handed out last
-        self._handed: deque[tuple[int, Ids]] = deque()  # all that were handed out, if in order
+        self._handed: deque[tuple[int, Ids]] = deque()  # the last one, or in order all
         self.num_samples = _size_of(source)
         parts = [*_parts(source)]
         self.drop_last = any(bool(getattr(part, "drop_last", False)) for part in parts)
@@ -66,10 +65,7 @@ class Draws:
         There are no samples if none was handed out since the last call, or if they have no numbers.
         With `in_order` it is the next batch.
         """
-        if self.in_order:
-            return self._handed.popleft() if self._handed else (max(self._epoch, 0), ())
-        ids, self._ids = self._ids, ()
-        return max(self._epoch, 0), ids
+        return self._handed.popleft() if self._handed else (max(self._epoch, 0), ())
 
     def _begin(self) -> None:
         self._epoch += 1
@@ -83,14 +79,15 @@ class Draws:
         self._ahead.append(ids)
 
     def _hand_out(self, batch: Any = None) -> None:
-        self._ids = self._ahead.popleft() if self._ahead else ()
-        if self.in_order:
-            self._handed.append((self._epoch, self._ids))
+        if not self.in_order:
+            self._handed.clear()
+        self._handed.append((max(self._epoch, 0), self._ahead.popleft() if self._ahead else ()))
 
     def _draw_one(self, drawn: Any) -> None:
         """Take a single sample of a sampler: those since the last forward pass are its batch."""
         self._draw(drawn)
-        self._ids += self._ahead.popleft()
+        before = self._handed.popleft()[1] if self._handed else ()
+        self._handed.append((max(self._epoch, 0), before + self._ahead.popleft()))
 
     def _draw_batch(self, drawn: Any) -> None:
         self._draw(drawn)
@@ -126,12 +123,8 @@ class Samples:
 
     def facts(self) -> dict[str, Any]:
         """Return what is declared of the data, as JSON can hold it."""
-        draws = self.draws
-        return {
-            "num_samples": None if draws is None else draws.num_samples,
-            "drop_last": draws is not None and draws.drop_last,
-            "replacement": draws is not None and draws.replacement,
-        }
+        names = ("num_samples", "drop_last", "replacement")
+        return {} if self.draws is None else {name: getattr(self.draws, name) for name in names}
 
 
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True

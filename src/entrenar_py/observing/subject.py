@@ -83,7 +83,8 @@ class Subject:
 
     def start(self, step: int, progress: Mapping[str, int]) -> trace.Start:
         """Return the record of what this rank holds before `step`."""
-        decayed = self.decayed()
+        groups = [group for group in self._groups() if group.get("weight_decay")]
+        decayed = {parameter for group in groups for parameter in group["params"]}
         return trace.Start(
             step=step,
             rank=self.rank,
@@ -194,10 +195,6 @@ class Subject:
         """
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
-
-    def decayed(self) -> set[Tensor]:
-        """Return the parameters that weight decay acts on."""
-        return {p for group in self._groups() if group.get("weight_decay") for p in group["params"]}
 
     def rates(self) -> tuple[float, dict[str, float]]:
         """Return the first group's learning rate, and by name the rates that differ from it."""

@@ -14,12 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py import trace
 from entrenar_py.observing import dtensors
+from entrenar_py.trace.traits import CONSTANTS
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
-_CONSTANTS = {
-    *("momentum", "dampening", "nesterov", "betas", "eps", "weight_decay", "maximize", "amsgrad"),
-    "decoupled_weight_decay",
-}
+_CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
 VALUES_MAX = 2**16  # elements of a model up to which values are kept beside digests
 
 
@@ -90,12 +88,6 @@ def random_state(model: torch.nn.Module) -> str:
     return digest.hexdigest(16)
 
 
-def progress(scheduler: Any) -> dict[str, int]:
-    """Return where a learning rate's schedule stands, if there is one."""
-    place = getattr(scheduler, "last_epoch", None)
-    return {} if place is None else {"schedule": int(place)}
-
-
 @cache
 def plain_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers of submodules put into it."""
@@ -111,8 +103,8 @@ def _plain(value: Any) -> Any:
 
 def _is_alone(module: torch.nn.Module) -> bool:
     """Return whether a module normalises by the samples of its own rank, where it is trained."""
-    kinds = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm
-    return isinstance(module, kinds[0]) and not isinstance(module, kinds[1])
+    is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    return is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

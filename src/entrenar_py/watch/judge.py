@@ -51,10 +51,9 @@ class Judge:
         self._copies = _places(place for held in self._held for place in held[1:])
         self._firsts = _places(held[0] for held in self._held for _ in held[1:])
         self._floating = np.zeros(shape, bool)
-        for rank, pieces in enumerate(ranks):
-            self._floating[rank, : len(pieces)] = [piece.dtype in _SEEN for piece in pieces]
         self._there = np.zeros(shape, bool)
         for rank, pieces in enumerate(ranks):
+            self._floating[rank, : len(pieces)] = [piece.dtype in _SEEN for piece in pieces]
             self._there[rank, : len(pieces)] = True
         self._last: Rows | None = None
         self._idle = np.zeros(shape, bool)  # did not move from one look to the next
