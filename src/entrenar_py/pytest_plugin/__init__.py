@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known; UsageError for an option without effect."""
+    """Register the mark; raises UsageError for an option without effect."""
     config.addinivalue_line("markers", _USAGE)
     for option in ("--contract-system", "--contract-examples"):
         if config.getoption("--contract") is None and config.getoption(option) is not None:
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Adds a test for each clause of `--contract`."""
+    """Add a test for each clause of `--contract`."""
     if config.getoption("--contract") is None:
         return
     from entrenar_py.errors import EntrenarError
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Fails or skips a marked test for what was found of its clause, before its body runs."""
+    """Fail or skip a marked test for what was found of its clause, before its body runs."""
     for judged in _judged(item):
         if judged.notes:
             item.add_report_section("call", "contract", judged.notes)
@@ -104,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def finding(request: pytest.FixtureRequest) -> Finding:
-    """What was found of the clause that the test is marked with; of several marks, the nearest."""
+    """Return the finding of the clause that the test is marked with; of several, the nearest."""
     for judged in _judged(request.node):
         return judged.entry.finding
     raise pytest.UsageError("the fixture `finding` is for tests marked with @pytest.mark.contract")
@@ -114,7 +114,7 @@ class ContractFile(pytest.File):
     """A contract, whose clauses are tests."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Nothing: the clauses are added once all else was collected."""
+        """Return nothing: the clauses are added once all else was collected."""
         return iter(())
 
 
@@ -125,15 +125,15 @@ class ContractItem(pytest.Item):
     line: int
 
     def runtest(self) -> None:
-        """Held, or it would not have come here."""
+        """Do nothing: the clause has held, or this would not be called."""
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where the clause stands."""
+        """Return the place of the clause."""
         return self.path, self.line - 1, self.name
 
 
 def _judged(item: pytest.Item) -> Iterator[Judged]:
-    """What was found of each clause that `item` is marked with; each is judged once a session.
+    """Yield what was found of each clause that `item` is marked with, judged once a session.
 
     A bare mark is somebody else's.
     """
