@@ -37,7 +37,7 @@ def _add_tree(
     columns = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = columns < num_columns
     stride = tl.cast(num_columns, tl.int64)
-    root = _node(rows, rows, columns, inside, stride, -1, 0, NUM_ROWS)
+    root = _node(rows, rows, columns, inside, stride, NUM_ROWS, 0, NUM_ROWS)
     scaled = (root.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + columns, scaled, mask=inside)
 
