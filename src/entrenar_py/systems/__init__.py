@@ -52,7 +52,7 @@ class System:
     @property
     def trains(self) -> bool:
         """Return whether it makes steps; a probe tries one thing."""
-        return self.room != "probes"
+        return not self.room.startswith("probes")
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ SYSTEMS: dict[str, System] = {
         in_step=False,
     ),
     "matmul": System(
-        room="probes",
+        room="probes.products",
         what="matrix products on one backend against the CPU and float64",
         options=("m", "k", "n", "shapes", "layout", "magnitude"),
     ),

@@ -22,6 +22,7 @@ from entrenar_py.systems import models, updates
 from entrenar_py.systems.devices import Devices
 from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import (
+    checkpoint,
     dropout,
     engine,
     layout,
@@ -42,6 +43,11 @@ class Worker:
     rank: int
     replica: engine.Engine
     state: optimizer.State
+
+    @property
+    def checkpoint(self) -> dict[str, Array]:
+        """Its tensors and its optimizer's state, as a checkpoint names them; not copied."""
+        return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
 
     def follow(self, other: Worker) -> None:
         """Takes over what `other` holds of what training changes, copied."""

@@ -62,7 +62,7 @@ class GivenVectors(Workload):
     def pieces(self, sample: int) -> Callable[[int], Array]:
         """Gives so many elements of v_`sample` as it is asked for, one after the other, float32."""
         if self._given is not None:
-            return _Pieces(self._given[sample % len(self._given)])
+            return _pieces(self._given[sample % len(self._given)])
         stream = np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
         return lambda count: stream.standard_normal(count, dtype=np.float32)
 
@@ -93,16 +93,15 @@ class GivenVectors(Workload):
         return total
 
 
-class _Pieces:
-    """A vector piece by piece."""
+def _pieces(vector: Array) -> Callable[[int], Array]:
+    place = 0
 
-    def __init__(self, vector: Array) -> None:
-        self._vector = vector
-        self._place = 0
+    def piece(count: int) -> Array:
+        nonlocal place
+        start, place = place, place + count
+        return vector[start:place].copy()
 
-    def __call__(self, count: int) -> Array:
-        start, self._place = self._place, self._place + count
-        return self._vector[start : self._place].copy()
+    return piece
 
 
 def _vectors(terms: Any, length: int) -> Array:

@@ -13,7 +13,7 @@ from entrenar_py.backends.cpu import open_cpu
 from entrenar_py.backends.wgpu import open_wgpu
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.probes import matmul
+from entrenar_py.systems.probes import products
 from entrenar_py.trace import Product
 
 
@@ -32,19 +32,19 @@ def scenario(**changes: Any) -> Scenario:
 )
 def test_the_cpu_is_the_other_side(named: tuple[str, ...], compared: str) -> None:
     """The CPU is never compared with itself."""
-    assert matmul.compared_backend(scenario(backends=named)) == compared
+    assert products.compared_backend(scenario(backends=named)) == compared
 
 
 def test_one_event_per_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every shape asked for is one event, in order, from the backend named."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", lambda: replace(open_cpu(), name="cuda"))
     shapes = [[2, 3, 4], [17, 1, 5]]
-    trace = matmul.run(
+    trace = products.run(
         scenario(backends=("cuda",), options={"shapes": shapes, "layout": "b_transposed"})
     )
-    products = trace.of(Product)
-    assert [list(product.shape) for product in products] == shapes
-    assert {(p.backend, p.layout, p.finite) for p in products} == {("cuda", "b_transposed", True)}
+    recorded = trace.of(Product)
+    assert [list(product.shape) for product in recorded] == shapes
+    assert {(p.backend, p.layout, p.finite) for p in recorded} == {("cuda", "b_transposed", True)}
     assert trace.end.status == "completed"
 
 
@@ -55,7 +55,7 @@ def test_absent_device_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BackendUnavailable("backend wgpu: no adapter on this machine")
 
     monkeypatch.setitem(backends.BACKENDS, "wgpu", absent)
-    trace = matmul.run(scenario())
+    trace = products.run(scenario())
     assert (trace.end.status, trace.of(Product)) == ("failed", [])
     assert trace.end.reason == "backend wgpu: no adapter on this machine"
 
@@ -68,9 +68,9 @@ def test_on_the_adapter() -> None:
     except BackendUnavailable as error:
         pytest.skip(str(error))
     before = backend.submissions
-    trace = matmul.run(scenario(options={"shapes": [[5, 3, 2], [64, 64, 64], [1, 1024, 7]]}))
+    trace = products.run(scenario(options={"shapes": [[5, 3, 2], [64, 64, 64], [1, 1024, 7]]}))
     assert backend.submissions == before + 1
-    products = trace.of(Product)
-    assert len(products) == 3
-    assert all(p.backend == "wgpu" and p.error_f64 <= p.bound for p in products)
+    recorded = trace.of(Product)
+    assert len(recorded) == 3
+    assert all(p.backend == "wgpu" and p.error_f64 <= p.bound for p in recorded)
     assert "wgpu_adapter" in trace.environment

@@ -65,8 +65,9 @@ class Meter:
         self.read_backs += 1
 
     def written(self, *arguments: Any, data: Any = None, **keywords: Any) -> None:
-        """`data` is the largest thing that was given: the others are buffers and offsets."""
-        given = data if data is not None else next(one for one in arguments if _is_data(one))
+        """`data`, or the argument that is data: the others are buffers and offsets."""
+        kinds = (np.ndarray, bytes, bytearray, memoryview)
+        given = data if data is not None else next(a for a in arguments if isinstance(a, kinds))
         self.uploads += 1
         self.upload_bytes += np.asarray(given).nbytes
 
@@ -91,10 +92,6 @@ def open_adapter(scenario: Scenario) -> WgpuBackend:
             f"backends={list(scenario.backends)} on system {scenario.system}: use wgpu or wgpu:N"
         )
     return backend
-
-
-def _is_data(one: object) -> bool:
-    return isinstance(one, np.ndarray | bytes | bytearray | memoryview)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Matrix products as scenarios name them: shapes, layouts, operands, and how far a result is off.
+"""Matrix products on a device, each compared with the CPU's float32 and with float64.
 
 Options: `m`, `k`, `n` (one product) or `shapes` (a list of [m, k, n], computed together),
 `layout`, and `magnitude` (operands are uniform in [-magnitude, magnitude]).
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
+from entrenar_py import backends, trace
 from entrenar_py.backends import Backend, Pair, rounding
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems.recorder import Recorder
 
 # layout -> is a, is b a transposed view of what lies in memory?
 LAYOUTS: dict[str, tuple[bool, bool]] = {
@@ -32,6 +33,33 @@ Shape = tuple[int, int, int]
 # Where the contract states an absolute tolerance (F-WGPU-001): m = k = n = 64, entries in [-1, 1].
 STATED_SHAPE: Shape = (64, 64, 64)
 STATED_MAGNITUDE = 1.0
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """One Product event per product of the options; all computed in one submission.
+
+    The run is `failed`, with the reason, when the device is not there or can't do it. Raises
+    UsageError for options no product can have.
+    """
+    wanted = request(scenario.options)
+    recorder = Recorder(scenario)
+    pairs = operands(scenario, wanted)
+    try:
+        backend = backends.open_backend(compared_backend(scenario))
+        results = backend.products(pairs)
+    except BackendUnavailable as error:
+        return recorder.finish(status="failed", reason=str(error))
+    for pair, result in zip(pairs, results, strict=True):
+        recorder.emit(measure(backend, pair, result, wanted))
+    return recorder.finish(status="completed")
+
+
+def compared_backend(scenario: Scenario) -> str:
+    """The scenario's first backend that is not the CPU; `wgpu` if it names no other.
+
+    The CPU is always the other side: compared with itself it would show nothing.
+    """
+    return next((name for name in scenario.backends if name != "cpu"), "wgpu")
 
 
 @dataclass(frozen=True, kw_only=True)

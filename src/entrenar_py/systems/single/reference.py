@@ -114,11 +114,7 @@ class Trainer(Replicas):
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "checkpoint")
-            checkpoint.save(
-                path,
-                checkpoint.as_arrays(tensors=first.replica.arrays, optimizer=first.state),
-                progress,
-            )
+            checkpoint.save(path, first.checkpoint, progress)
             ranks, self.workers = list(self.workers), {}
             arrays, progress = checkpoint.load(path)
         for rank in ranks:

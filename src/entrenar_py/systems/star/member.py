@@ -26,8 +26,7 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models, updates
 from entrenar_py.systems.replicas import Replicas, Worker
 from entrenar_py.systems.star import reduction_measures, topology
-from entrenar_py.systems.star.exchanges import RingExchange, TreeExchange
-from entrenar_py.systems.star.held import Held
+from entrenar_py.systems.star.exchanges import Held, RingExchange, TreeExchange
 from entrenar_py.training import blocks, engine, reduction, sharding, state
 from entrenar_py.training.vectors import GivenVectors
 

@@ -146,8 +146,9 @@ class Server(Replicas):
             self.require_progress(payload)
         if message.carries == "events":
             events = worker_records.read(rank, message, payload)
-            if isinstance(message, Applied) and self._topology is not topology.STAR:
-                worker_records.require_loss(events)
+            makes_step = isinstance(message, Applied) and self._topology is not topology.STAR
+            if makes_step and worker_records.loss_in(events) is None:
+                raise ProtocolError("Applied without the loss of its step")
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         """Takes over what `message` carries, which `require` has seen; the memory, too."""
@@ -283,7 +284,7 @@ class Server(Replicas):
         progress = self.progress(step)
         checkpoint.save(
             self.checkpoint_path,
-            checkpoint.as_arrays(tensors=self.replica.replica.arrays, optimizer=self.replica.state),
+            self.replica.checkpoint,
             {**progress, "scenario": self.scenario.to_dict(), **(notes or {})},
         )
         rank = min(self.present, default=0)
@@ -302,9 +303,7 @@ class Server(Replicas):
             self.replica = self.new_worker(_NOBODY, self.initial())
             self.position, self.schedule_step = sharding.Position(), 0
             return 0
-        expected = checkpoint.as_arrays(
-            tensors=self.replica.replica.arrays, optimizer=self.replica.state
-        )
+        expected = self.replica.checkpoint
         largest = checkpoint.bytes_max(expected)
         arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
         self._require_own(progress)

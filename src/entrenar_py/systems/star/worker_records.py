@@ -43,9 +43,3 @@ def loss_in(events: Iterable[trace.Event]) -> float | None:
     """Return the mean loss of the step that `events` record; None without a finite one."""
     losses = (one.loss for one in events if isinstance(one, trace.Update))
     return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)
-
-
-def require_loss(events: Iterable[trace.Event]) -> None:
-    """ProtocolError if who made a step doesn't say with which loss."""
-    if loss_in(events) is None:
-        raise ProtocolError("Applied without the loss of its step")

@@ -142,7 +142,8 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
         now.step, now.weight = min(end, worker.rank.until), math.nan
         return found
     obs.reduced()
-    update_buffers(worker, ids)
+    if ids:  # by this worker's own batch: running means are averaged with the weights
+        worker.model.move_buffers(worker.model.statistics(ids), len(ids))
     clip(worker)
     worker.inner.step()
     worker.scheduler.step()
@@ -159,12 +160,6 @@ def samples(worker: Worker) -> list[sharding.Ids]:
     members = worker.round.members
     local = sharding.cut(ids, len(members))[members.index(worker.rank.worker)]
     return sharding.cut(local, worker.rank.scenario.accumulation)
-
-
-def update_buffers(worker: Worker, ids: sharding.Ids) -> None:
-    """Moves the running means by this worker's own batch; they are averaged with the weights."""
-    if ids:
-        worker.model.move_buffers(worker.model.statistics(ids), len(ids))
 
 
 def clip(worker: Worker) -> None:
@@ -268,21 +263,19 @@ def begin(worker: Worker) -> None:
 
 def outer_state(worker: Worker) -> dict[str, Any]:
     """Return what all workers have in common, and one that comes is given."""
-    now = worker.round
+    now, states = worker.round, worker.outer_optimizer.state
+    momentum = {
+        name: states[outer]["momentum_buffer"]
+        for name, outer in worker.outer.items()
+        if "momentum_buffer" in states[outer]  # none before the first outer step
+    }
     return {
         "weights": on_cpu(worker.outer),
         "buffers": on_cpu(worker.averaged),
-        "momentum": on_cpu(momentum_of(worker)),
+        "momentum": on_cpu(momentum),
         "scheduler": worker.scheduler.state_dict(),
         "round": (now.members, now.step, now.begun, now.position.epoch, now.position.offset),
     }
-
-
-def momentum_of(worker: Worker) -> dict[str, Tensor]:
-    """Return what the outer optimizer remembers, per tensor; nothing before its first step."""
-    states = {name: worker.outer_optimizer.state[one] for name, one in worker.outer.items()}
-    found = {name: state.get("momentum_buffer") for name, state in states.items()}
-    return {name: one for name, one in found.items() if one is not None}
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
