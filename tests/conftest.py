@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,10 @@ from entrenar_py import backends, kill_matrix, mutants, systems
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.kill_matrix import Row
 from entrenar_py.mutants import Variant
+from entrenar_py.verdict import Finding
+from tests import pile
+
+VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes
 
 # A timing is a benchmark, never a test: a slow machine must not fail one.
 # The same examples in every run, so that a gate is not a lottery; `make soak` looks further.
@@ -58,11 +63,27 @@ def _about(variant: Variant) -> tuple[str, ...]:
 
 
 @cache
-def _matrix() -> list[Row]:
-    return kill_matrix.run(_tried(), kill_matrix.invariants())
+def _matrix(folder: Path) -> list[Row]:
+    variants = _tried()
+    parts = {
+        f"matrix-{start}": partial(_rows, variants[start : start + VARIANTS_AT_ONCE])
+        for start in range(0, len(variants), VARIANTS_AT_ONCE)
+    }
+    catalogue = mutants.catalogue()
+    return [
+        Row(variant=catalogue[name], invariant=invariant, finding=finding)
+        for rows in pile.share(folder, parts)
+        for name, invariant, finding in rows
+    ]
+
+
+def _rows(variants: list[Variant]) -> list[tuple[str, str, Finding]]:
+    """Return the rows of `variants` as they can be pickled: a plant may be a nested function."""
+    rows = kill_matrix.run(variants, kill_matrix.invariants())
+    return [(row.variant.name, row.invariant, row.finding) for row in rows]
 
 
 @pytest.fixture
-def matrix() -> list[Row]:
-    """Variants as every clause that judges them found them; run once a process."""
-    return _matrix()
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """Variants as every clause that judges them found them; the processes of a run share it."""
+    return _matrix(pile.shared_folder(tmp_path_factory))
