@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Many processes load the same modules: what they compile is kept for the next.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
@@ -27,6 +30,8 @@ verify-wgpu:
 
 # All tests; how long each took is in durations.txt afterwards.
 TESTS := -m pytest -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
+# Ranks and workers outnumber the cores: each computes on one thread, and no thread spins.
+test coverage: export OMP_NUM_THREADS := 1
 test: setup
 	$(BIN)/python $(TESTS) --durations=15
 

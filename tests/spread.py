@@ -6,6 +6,7 @@ one process; all others go one by one to whichever process is free.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ NUM_SLOWEST = 100
 
 # Tests that share a fixture which takes seconds to make: by the beginning of their node id.
 TOGETHER = {
-    "tests/docs/test_generate.py": "matrix",
-    "tests/kill_matrix/": "matrix",
     "tests/canonical/test_canonical.py": "canonical",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/examples/test_own_trainer.py": "own trainer",
+    "tests/systems/probes/test_memory.py::test_the_estimate": "memory",
     "tests/network/test_namespaces.py": "namespaces",
     "tests/pytest_plugin/test_plugin.py": "plugin",
     "tests/test_wheel.py": "wheel",
@@ -48,6 +48,12 @@ class Spread(LoadScopeScheduling):  # type: ignore[misc]
         group = self._split_scope(self.registered_collections[node][item_index])
         if all(self.assigned_work[node][group].values()):
             del self.assigned_work[node][group]
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # of pytest-xdist, whose own answer comes later
+def pytest_xdist_auto_num_workers() -> int:
+    """Return a process a core and one more, since tests of real deadlines wait."""
+    return 1 + len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
