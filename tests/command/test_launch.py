@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import launch, runs
+from entrenar_py.command import launch, leash, runs
 from entrenar_py.command.launch import Ended
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
-from tests.command import scripts
+from tests.command import scripts, zygote
 
 
 def launched(code: str, folder: Path, *, deadline_s: float = 30.0) -> Ended:
@@ -58,8 +58,9 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
         launch.launch(["no-such-thing", "--x"], folder=tmp_path, variables={}, deadline_s=1.0)
 
 
-def test_one_that_hangs(tmp_path: Path) -> None:
+def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is ended, with all that it started, also what ignores SIGTERM."""
+    monkeypatch.setattr(leash, "MERCY_S", 0.5)
     code = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -83,17 +84,20 @@ def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.trace.end.status == "completed"
 
 
-@pytest.mark.slow
 def test_a_stop_that_hangs_when_all_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is resumed all the same: the run is the straight one."""
-    monkeypatch.setattr(launch, "LEAVING_S", 0.5)
+    monkeypatch.setattr(zygote, "LEAVING_S", 0.5)
     text = (scripts.EXAMPLES / "resume.py").read_text()
     script = tmp_path / "resume.py"
     script.write_text(f"{text}import time\ntime.sleep(600)\n")
     traces = scripts.record(
-        scripts.command(script), {"resume"}, tmp_path / "runs", world_sizes=(1,)
+        scripts.command(script),
+        {"resume"},
+        tmp_path / "runs",
+        world_sizes=(1,),
+        launch=zygote.launch,
     )
     assert str(scripts.findings(traces, {"resume"})["resume"].verdict) == "held"
 
@@ -293,7 +297,8 @@ def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
     """A command without {world_size} runs as ever with as many."""
     told = [*scripts.command(scripts.EXAMPLES / "ddp.py")]
     told[told.index("{world_size}")] = "1"
-    (run,) = scripts.record(told, {"replica_identity"}, tmp_path / "runs").values()
+    recorded = scripts.record(told, {"replica_identity"}, tmp_path / "runs", launch=zygote.launch)
+    (run,) = recorded.values()
     assert "it was to run with 2 workers and ran with 1: say {world_size}" in run.trace.end.reason
 
 
@@ -311,7 +316,9 @@ def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:
     )
     script = tmp_path / "plain_loop.py"
     script.write_text(text)
-    traces = scripts.record(scripts.command(script), {"finiteness"}, tmp_path / "runs")
+    traces = scripts.record(
+        scripts.command(script), {"finiteness"}, tmp_path / "runs", launch=zygote.launch
+    )
     finding = scripts.findings(traces, {"finiteness"})["finiteness"]
     assert str(finding.verdict) == "inconclusive"
     assert "never struck" in finding.reason

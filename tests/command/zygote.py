@@ -26,6 +26,7 @@ from entrenar_py.observing import FOLDER
 
 LEAVING_S = 15.0  # processes that hang when they take themselves down do not end at all
 LOOK_EVERY_S = 0.2
+FORKED_S = 120.0
 
 
 def launch(
@@ -62,6 +63,18 @@ def launch(
     )
 
 
+def forked(script: Path, world_size: int, *arguments: str, folder: Path) -> Ended:
+    """Runs a script by `forked.py`; `folder` gets its output, and what is observed."""
+    launcher = Path(__file__).with_name("forked.py")
+    return launch(
+        [sys.executable, str(launcher), str(world_size), str(script), *arguments],
+        folder=folder,
+        variables={},
+        deadline_s=FORKED_S,
+        is_over=lambda: False,
+    )
+
+
 @functools.cache
 def _zygote() -> subprocess.Popen[bytes]:
     started = subprocess.Popen(
@@ -69,6 +82,7 @@ def _zygote() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # read once, when torch is loaded
     )
     atexit.register(_end, started)
     return started

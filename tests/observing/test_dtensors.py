@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from entrenar_py.observing import FOLDER
 from entrenar_py.rank_files import assembly
 from entrenar_py.rank_files.layout import Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Shard, Start, TensorRecord, Tensors, Update
+from tests.command import zygote
 
-ROOT = Path(__file__).parents[2]
 BEGIN = """
 import sys, torch, torch.distributed as dist
 from torch import nn
@@ -80,15 +76,8 @@ def recorded(code: str, world_size: int, folder: Path) -> list[RankTrace]:
     """Return each rank's record of a script."""
     script = folder / "script.py"
     script.write_text(BEGIN + code)
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/command/forked.py"), str(world_size), str(script)],
-        env={**os.environ, FOLDER: str(folder / "ranks"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ended = zygote.forked(script, world_size, folder=folder / "ranks")
+    assert ended.code == 0, ended.output.read_text()
     ranks, problems = assembly.load(folder / "ranks")
     assert not problems
     return ranks
