@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -65,24 +66,55 @@ def test_every_rank_is_measured() -> None:
     assert _children() == before
 
 
+CHANGES: list[dict[str, Any]] = [
+    {"workload": "linear"},
+    {"workload": "linear", "num_samples": 300_000, "batch_size": 300_000},
+    {"workload": "decoder", "optimizer": "momentum", "accumulation": 2},
+    {"workload": "decoder", "num_samples": 512, "batch_size": 512, "dropout": 0.5},
+    {"optimizer": "sgd", "clip_norm": 1e-3, "weight_decay": 0.1, "num_shards": 1},
+    {"optimizer": "momentum", "accumulation": 4, "dropout": 0.5, "schedule": "cosine"},
+    {"num_shards": 64, "accumulation": 3},
+    {"width": 16, "num_shards": 64, "batch_size": 3},
+    {"width": 512, "num_samples": 1600, "batch_size": 1600, "num_shards": 1, "dropout": 0.1},
+]
+SUBJECTS = [USUAL.with_(**{"world_size": 1, "width": 2304, **changes}) for changes in CHANGES]
+# Does what the process of each scenario does in a fork of one that has loaded torch for all.
+ONE_BY_ONE = """
+import io, os, sys
+from entrenar_py.systems.probes import memory
+
+for line in sys.stdin.read().splitlines():
+    if os.fork() == 0:
+        sys.stdin = io.StringIO(line)
+        memory.main()
+        break
+    if os.wait()[1] != 0:
+        sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[Scenario, Any]:
+    """Return what the one worker of each of SUBJECTS measured."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE],
+        input="\n".join(json.dumps(subject.to_dict()) for subject in SUBJECTS),
+        env={**os.environ, **memory.ALLOCATOR},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(SUBJECTS, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"workload": "linear"},
-        {"workload": "linear", "num_samples": 300_000, "batch_size": 300_000},
-        {"workload": "decoder", "optimizer": "momentum", "accumulation": 2},
-        {"workload": "decoder", "num_samples": 512, "batch_size": 512, "dropout": 0.5},
-        {"optimizer": "sgd", "clip_norm": 1e-3, "weight_decay": 0.1, "num_shards": 1},
-        {"optimizer": "momentum", "accumulation": 4, "dropout": 0.5, "schedule": "cosine"},
-        {"num_shards": 64, "accumulation": 3},
-        {"width": 16, "num_shards": 64, "batch_size": 3},
-        {"width": 512, "num_samples": 1600, "batch_size": 1600, "num_shards": 1, "dropout": 0.1},
-    ],
-)
-def test_the_estimate_bounds_the_peak(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("subject", SUBJECTS, ids=range(len(SUBJECTS)))
+def test_the_estimate_bounds_the_peak(
+    subject: Scenario, measured: dict[Scenario, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is trained, and however, what it needs was foreseen, and not too generously."""
-    subject = USUAL.with_(**{"world_size": 1, "width": 2304, **changes})
+    monkeypatch.setattr(memory, "_measured_apart", lambda scenario: [measured[scenario]])
     finding = traces.judge("memory", [traces.run(subject)])
     assert finding.verdict is Verdict.HELD, finding
 
