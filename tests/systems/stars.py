@@ -15,7 +15,7 @@ from tests.checks import traces
 REAL, SIMULATED = "parameter_server", "parameter_server_simulated"
 MESH, MESH_SIMULATED = "mesh", "mesh_simulated"
 # Who is silent is given up soon, so that a test need not wait for it.
-SOON = {"heartbeat_s": 0.1, "dead_after_s": 1.0}
+SOON = {"heartbeat_s": 0.1, "dead_after_s": 2.0}
 STEP = 2  # in which something befalls worker 1
 
 

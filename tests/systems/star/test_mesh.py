@@ -70,7 +70,7 @@ def test_a_short_while_is_waited_for(at: str) -> None:
 
 def test_a_long_while_is_not() -> None:
     """The others go on; who was frozen comes back with everything."""
-    run = stars.run(stars.struck(MESH, "freeze", "TreeNode", seconds=2.0))
+    run = stars.run(stars.struck(MESH, "freeze", "TreeNode", seconds=4.0))
     assert stars.held(run) == stars.expected(run.scenario)
     assert (stars.STEP, 1, "left") in stars.changes(run)
 

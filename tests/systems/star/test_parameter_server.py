@@ -127,7 +127,7 @@ def test_a_short_while_is_waited_for(kind: str, at: str) -> None:
 @pytest.mark.parametrize(("kind", "at"), [("freeze", "Staged"), ("delay", "TreeNode")])
 def test_a_long_while_is_not(kind: str, at: str) -> None:
     """The others go on; who was frozen comes back with everything."""
-    trace = stars.run(stars.struck(REAL, kind, at, seconds=2.0))
+    trace = stars.run(stars.struck(REAL, kind, at, seconds=4.0))
     assert stars.held(trace) == stars.expected(trace.scenario)
     stars.require_back(trace)
 
