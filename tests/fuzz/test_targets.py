@@ -57,6 +57,7 @@ def test_a_seed_goes_all_the_way() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in FILES])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_anything_nearly_right(name: str, data: st.DataObject) -> None:
     """A seed with bytes changed, taken out and put in somewhere."""
@@ -81,6 +82,7 @@ def nearly_right(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_part_with_odd_words(name: str, data: st.DataObject) -> None:
     """Some messages of a right conversation have another value, come twice, late, or never."""

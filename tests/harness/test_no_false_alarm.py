@@ -19,7 +19,7 @@ from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.scenarios import scenarios
 
-NUM_SCENARIOS = 60
+NUM_SCENARIOS = 40
 
 
 def fits(check: Check, scenario: Scenario) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrenar_py.errors import ProtocolError
@@ -21,6 +21,7 @@ from entrenar_py.protocol.messages import (
 from tests.protocol.speech import INT_MAX, said
 
 KINDS = pytest.mark.parametrize("kind", MESSAGES.values(), ids=lambda kind: kind.__name__)
+OF_EACH_KIND = settings(max_examples=40)  # messages; there are some twenty kinds
 HELLO: dict[str, object] = {
     "backend": "cpu",
     "data": "d",
@@ -65,6 +66,7 @@ def refusal(tag: int, sent: bytes) -> str | None:
 
 
 @KINDS
+@OF_EACH_KIND
 @given(data=st.data())
 def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) -> None:
     """Every field, bit for bit: -0.0, NaN and infinities, the largest numbers, any script."""
@@ -73,6 +75,7 @@ def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) 
 
 
 @KINDS
+@OF_EACH_KIND
 @given(data=st.data())
 def test_two_messages_never_look_alike(kind: type[Message], data: st.DataObject) -> None:
     """One form for each message, and one message for each form."""
@@ -81,6 +84,7 @@ def test_two_messages_never_look_alike(kind: type[Message], data: st.DataObject)
 
 
 @KINDS
+@OF_EACH_KIND
 @given(junk=st.binary(max_size=60))
 def test_junk_is_refused(kind: type[Message], junk: bytes) -> None:
     """Any bytes are either canonical, or a ProtocolError that names the message."""
@@ -89,6 +93,7 @@ def test_junk_is_refused(kind: type[Message], junk: bytes) -> None:
 
 
 @KINDS
+@OF_EACH_KIND
 @given(
     data=st.data(),
     value=st.recursive(

@@ -204,7 +204,7 @@ class Disorder(RuleBasedStateMachine):
 def test_disorder() -> None:
     """Any order of arrivals, deliveries, losses, lies and waits."""
     run_state_machine_as_test(
-        Disorder, settings=settings(max_examples=300, stateful_step_count=60, deadline=None)
+        Disorder, settings=settings(max_examples=150, stateful_step_count=60, deadline=None)
     )
 
 
