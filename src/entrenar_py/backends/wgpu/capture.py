@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -60,11 +59,6 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     tables.fold(graph)
     graph.recompile()
     return graph
-
-
-def operations(graph: GraphModule) -> Counter[str]:
-    """Count each kind of operation in the graph: `aten.mm.default`, ..."""
-    return Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
 
 
 def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:

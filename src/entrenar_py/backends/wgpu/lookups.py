@@ -160,7 +160,7 @@ def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) ->
     return emitter.position(place, size), emitter.op(inside, moved)
 
 
-def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float) -> Value:
+def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float = 0) -> Value:
     """`filler` around `value`: before and after the last dim, the one before it, and so on."""
     for number in range(len(widths) // 2):
         dim = len(value.shape) - 1 - number

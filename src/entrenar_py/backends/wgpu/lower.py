@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import pointwise, views
@@ -109,8 +110,8 @@ class _Lowering:
             assert isinstance(found, tuple)
             assert isinstance(position, int)
             return found[position]
-        args = [self._argument(one) for one in node.args]
-        kwargs = {key: self._argument(one) for key, one in node.kwargs.items()}
+        value_of: Any = self._values.__getitem__
+        args, kwargs = map_arg((node.args, node.kwargs), value_of)
         try:
             found = self._lower(name, node, args, kwargs)
         except OverflowError as error:
@@ -126,7 +127,7 @@ class _Lowering:
             self._settle(node, name, found)
         return found
 
-    def _lower(self, name: str, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _lower(self, name: str, node: Node, args: Any, kwargs: Any) -> Any:
         if name in OPERATIONS:
             return OPERATIONS[name](self.schedule, node, *args, **kwargs)
         if name in pointwise.SCALARS:
@@ -159,13 +160,6 @@ class _Lowering:
             ahead.remove(first)
             ahead |= {user for user in first.users if self._uses[user]}
         return False
-
-    def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return self._values[argument]
-        if isinstance(argument, list | tuple):
-            return [self._argument(one) for one in argument]
-        return argument
 
 
 def _merge_equals(graph: GraphModule) -> None:

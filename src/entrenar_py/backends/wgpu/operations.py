@@ -6,20 +6,22 @@ no kernel serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.fx import Node
 
-from entrenar_py.backends.wgpu import indexing, pointwise, reductions, views
+from entrenar_py.backends.wgpu import lookups, pointwise, reductions, row_sums, views
 from entrenar_py.backends.wgpu.emitter import Emitter
 from entrenar_py.backends.wgpu.index import Indices
-from entrenar_py.backends.wgpu.nodes import dtype_of, shape_of
+from entrenar_py.backends.wgpu.nodes import dtype_of, name_of, shape_of
 from entrenar_py.backends.wgpu.values import Operands, Schedule, Value
 
 
-def _same(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
+def _cast(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
     return pointwise.cast(schedule, value, dtype_of(node))
 
 
@@ -27,16 +29,8 @@ def _reshape(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -
     return views.reshape(schedule, value, shape_of(node))
 
 
-def _permute(schedule: Schedule, node: Node, value: Value, dims: Sequence[int]) -> Value:
-    return views.permute(schedule, value, dims)
-
-
 def _expand(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
     return views.expand(schedule, value, shape_of(node))
-
-
-def _repeat(schedule: Schedule, node: Node, value: Value, times: Sequence[int]) -> Value:
-    return views.repeat(schedule, value, times)
 
 
 def _slice(
@@ -162,21 +156,106 @@ def _multiply(schedule: Schedule, node: Node, a: Value, b: Value) -> Value:
     return Value(shape_of(node), "f32", read, cost=1, product=operands)
 
 
+def _embedding(schedule: Schedule, node: Node, table: Value, ids: Value, *_: Any) -> Value:
+    return lookups.look_up(schedule, table, {0: ids}, shape_of(node), 0)
+
+
+def _index_select(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value) -> Value:
+    dim %= len(x.shape)
+    return lookups.look_up(schedule, x, {dim: ids}, shape_of(node), dim)
+
+
+def _index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None]) -> Value | None:
+    given = {dim: one for dim, one in enumerate(indices) if one is not None}
+    if any(one.dtype == "bool" for one in given.values()):
+        return None  # how many elements there are is known only when it runs
+    dims = sorted(given)
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    common = np.broadcast_shapes(*(one.shape for one in given.values()))
+    spread = {dim: views.expand(schedule, one, common) for dim, one in given.items()}
+    first = dims[0] if together else 0
+    return lookups.look_up(schedule, x, spread, shape_of(node), first, wraps=True)
+
+
+def _gather(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, **_: Any) -> Value:
+    return lookups.gather(schedule, x, dim, ids)
+
+
+def _index_put(
+    schedule: Schedule,
+    node: Node,
+    x: Value,
+    indices: list[Value | None],
+    rows: Value,
+    accumulate: bool = False,
+    *_: Any,
+) -> Value | None:
+    given = [one for one in indices if one is not None]
+    known = len(given) == len(indices) and all(one.dtype == "i32" for one in given)
+    if not (accumulate and known and x.dtype == "f32"):
+        return None
+    ids = lookups.flatten_index(schedule, x.shape[: len(given)], given)
+    width = math.prod(x.shape[len(given) :])
+    whole = views.reshape(schedule, x, [x.size // width, width])
+    looked = np.broadcast_shapes(*(one.shape for one in given))
+    added = views.expand(schedule, rows, (*looked, *x.shape[len(given) :]))
+    added = views.reshape(schedule, added, [ids.size, width])
+    return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)
+
+
+def _scatter(
+    schedule: Schedule, node: Node, x: Value, dim: int, ids: Value, source: Any, **kwargs: Any
+) -> Value | None:
+    if kwargs:
+        return None  # a reduction that is not a sum
+    if isinstance(source, Value):
+        for d, size in enumerate(ids.shape):
+            source = views.take(schedule, source, d, 0, size, 1)
+    else:
+        source = pointwise.constant(source, x.dtype, ids.shape)
+    dim %= max(1, len(x.shape))
+    # Where the index is shorter than what it points into, it points nowhere.
+    short = [0 if d == dim else size - ids.shape[d] for d, size in enumerate(x.shape)]
+    widths = [width for one in reversed(short) for width in (0, one)]
+    ids, source = (lookups.pad(schedule, one, widths, -1) for one in (ids, source))
+    return lookups.scatter(schedule, x, dim, ids, source, add=name_of(node) == "scatter_add")
+
+
+def _cat(schedule: Schedule, node: Node, values: list[Value], dim: int = 0) -> Value:
+    dtype = dtype_of(node)
+    return lookups.join(schedule, [pointwise.cast(schedule, one, dtype) for one in values], dim)
+
+
+def _slice_scatter(
+    schedule: Schedule,
+    node: Node,
+    x: Value,
+    source: Value,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Value:
+    dim %= len(x.shape)
+    first, _, _ = slice(start, end, step).indices(x.shape[dim])
+    return lookups.overlay(schedule, x, source, dim, first, step)
+
+
 # By the part of aten's name before the dot; pointwise.SCALARS has the rest.
 VIEWS: dict[str, Callable[..., Value]] = {
-    "clone": _same,
+    "clone": _cast,
     "view": _reshape,
     "unsqueeze": _reshape,
     "squeeze": _reshape,
-    "permute": _permute,
+    "permute": lambda schedule, node, value, dims: views.permute(schedule, value, dims),
     "expand": _expand,
-    "repeat": _repeat,
+    "repeat": lambda schedule, node, value, times: views.repeat(schedule, value, times),
     "slice": _slice,
     "select": _select,
 }
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **VIEWS,
-    "_to_copy": _same,
+    "_to_copy": _cast,
     "add": _add,
     "sub": partial(_add, name="sub"),
     "div": _divide,
@@ -192,16 +271,16 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cumsum": _cumsum,
     "mm": _multiply,
     "bmm": _multiply,
-    "embedding": indexing.embedding,
-    "index": indexing.index,
-    "index_select": indexing.index_select,
-    "index_put": indexing.index_put,
-    "gather": indexing.gather,
-    "scatter": indexing.scatter,
-    "scatter_add": indexing.scatter,
-    "cat": indexing.cat,
-    "constant_pad_nd": indexing.pad,
-    "slice_scatter": indexing.slice_scatter,
+    "embedding": _embedding,
+    "index": _index,
+    "index_select": _index_select,
+    "index_put": _index_put,
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter_add": _scatter,
+    "cat": _cat,
+    "constant_pad_nd": lambda schedule, node, value, *args: lookups.pad(schedule, value, *args),
+    "slice_scatter": _slice_scatter,
 }
 # What becomes part of its users' kernels, if its shape allows.
 FUSING = frozenset(pointwise.SCALARS) | {

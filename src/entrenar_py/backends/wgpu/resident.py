@@ -75,9 +75,11 @@ class ResidentStep:
         masks = self._masks(batch, len(ids), drop)
         key = Key(len(ids), bool(masks), self._scale)
         programs = self._compiled.programs
-        if (key, self._digest) not in programs:
-            programs[key, self._digest] = self._compile(key, batch, masks)
         inputs = self._inputs(batch, masks)
+        if (key, self._digest) not in programs:
+            graph = self._graph(key, batch, masks)
+            program = compile_graph(self._device, graph, inputs, self._resident())
+            programs[key, self._digest] = program
         loss, *gradients = programs[key, self._digest].run([x.detach().numpy() for x in inputs])
         return float(loss), gradients
 
@@ -122,10 +124,6 @@ class ResidentStep:
     def _resident(self) -> list[Tensor]:
         """Return the tensors that are uploaded once."""
         return [self._tensors[name] for name in self._frozen]
-
-    def _compile(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Program:
-        graph = self._graph(key, batch, masks)
-        return compile_graph(self._device, graph, self._inputs(batch, masks), self._resident())
 
     def _graph(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> GraphModule:
         graphs = self._compiled.graphs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -135,10 +136,7 @@ def _known(low: Tensor, high: Tensor) -> Interval:
 
 def hull(*corners: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest of several; NaN where one is NaN."""
-    low, high = corners[0], corners[0]
-    for corner in corners[1:]:
-        low, high = torch.minimum(low, corner), torch.maximum(high, corner)
-    return low, high
+    return reduce(torch.minimum, corners), reduce(torch.maximum, corners)
 
 
 def add(a: Interval, b: Interval) -> Interval:

@@ -230,11 +230,10 @@ def _full(target: Any, args: Any, kwargs: Any) -> Interval:
 
 def _clamp(target: Any, args: Any, kwargs: Any) -> Interval:
     x = _number(args[0])
-    least, most = (None if one is None else _number(one) for one in [*args[1:], None, None][:2])
-    if least is not None:
-        x = Interval(torch.maximum(x.low, least.low), torch.maximum(x.high, least.high))
-    if most is not None:
-        x = Interval(torch.minimum(x.low, most.low), torch.minimum(x.high, most.high))
+    for pick, limit in zip((torch.maximum, torch.minimum), args[1:], strict=False):
+        if limit is not None:
+            end = _number(limit)
+            x = Interval(pick(x.low, end.low), pick(x.high, end.high))
     return x
 
 
