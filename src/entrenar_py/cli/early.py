@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from entrenar_py import contract, shipped
-from entrenar_py.contract import binding_file, selection
+from entrenar_py.contract import Contract, binding_file, selection
 from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.options.outputs import per_contract
 from entrenar_py.options.parser import PROG
@@ -21,20 +22,25 @@ def require_possible(options: argparse.Namespace) -> None:
     a pipe can be read once, and so is not looked at here.
     """
     require_trainer(options.system, options.backend)
-    ids: dict[str, None] = {}
-    each = each_contract(options)
-    for own in each:
+    contracts = []
+    for own in each_contract(options):
         path = shipped.contract_path(own.contract)
         if not all(file.is_file() for file in (path, *own.bind)):
             return
         try:
-            loaded = contract.load(path, vocabulary=_UNKNOWN, bind=own.bind)
+            contracts.append(contract.load(path, vocabulary=_UNKNOWN, bind=own.bind))
         except ContractError:
             return
-        ids |= selection.ids_of(loaded)
-    where = loaded.name if len(each) == 1 else "the contracts"
+    require_ids(options, contracts)
+
+
+def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
+    """Return the ids in all contracts; raise UsageError for one asked for that none of them has."""
+    ids = {name: None for loaded in contracts for name in selection.ids_of(loaded)}
+    where = contracts[0].name if len(contracts) == 1 else "the contracts"
     selection.require_ids(options.only, ids, where, field="only")
     selection.require_ids(options.exclude, ids, where)
+    return ids
 
 
 def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:

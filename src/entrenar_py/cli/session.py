@@ -122,29 +122,27 @@ def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contr
 def _chosen(
     options: argparse.Namespace, loaded: Sequence[tuple[argparse.Namespace, Contract]]
 ) -> Iterator[tuple[argparse.Namespace, Contract]]:
-    """Those of the contracts that have a clause which was asked for by its id, with these ids.
+    """Yield the contracts that have a clause which was asked for by its id, with these ids.
 
     Raises UsageError for an id that none has, and ContractError for one that the configuration of
     these contracts excludes.
     """
-    ids = {name: None for _, one in loaded for name in selection.ids_of(one)}
+    ids = early.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration knows these, and all of them
         exclusions.require_known(options.project.exclusions, ids)
-    where = loaded[0][1].name if len(loaded) == 1 else "the contracts"
-    selection.require_ids(options.only, ids, where, field="only")
-    selection.require_ids(options.exclude, ids, where)
-    if options.mode == "replay" and len(loaded) > 1:
+    if len(loaded) == 1:
+        yield from loaded
+        return
+    if options.mode == "replay":
         broken = counterexamples.load(options.replay).invariant
-        loaded = [pair for pair in loaded if broken in [one.id for one in pair[1].invariants]]
         selection.require_ids((broken,), ids, "the contracts")
-    for own, one in loaded:
-        if len(loaded) > 1:
-            present = selection.ids_of(one)
-            own.only = tuple(clause for clause in options.only if clause in present)
-            own.exclude = tuple(clause for clause in options.exclude if clause in present)
-            if options.only and not own.only:
-                continue
-        yield own, one
+        loaded = [pair for pair in loaded if broken in {one.id for one in pair[1].invariants}]
+    for own, known in loaded:
+        present = selection.ids_of(known)
+        own.only = tuple(clause for clause in options.only if clause in present)
+        own.exclude = tuple(clause for clause in options.exclude if clause in present)
+        if own.only or not options.only:
+            yield own, known
 
 
 def _load(options: argparse.Namespace) -> Contract:

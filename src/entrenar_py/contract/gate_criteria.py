@@ -41,31 +41,39 @@ class Demands:
 
 def read(text: str, names: Names) -> Demands:
     """Return what the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
-    prefixes = {_prefix(clause_id) for clause_id in names.ids} - {""}
-    found: dict[str, None] = {}
-    unresolved = []
-    given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
-    if len(given_ids) > _IDS_MAX:
-        unresolved.append(f"more than {_IDS_MAX} ids")
-    for given in given_ids[:_IDS_MAX]:
-        ids = names.of_id(given) or names.tests.get(given, [])
-        found.update(dict.fromkeys(ids))
-        if not ids:
-            unresolved.append(given)
-    severities = {
-        severity for told in _ALL_OF.findall(text) for severity in _SEVERITY.findall(told.upper())
-    }
-    is_all = _ALL_CLAUSES.search(text) is not None
-    clauses = names.clauses.values()
-    found.update(
-        dict.fromkeys(clause.id for clause in clauses if is_all or clause.severity in severities)
-    )
+    found, unresolved = _by_id(text, names)
+    found |= dict.fromkeys(_by_severity(text, names))
     if _ALL_TESTS.search(text):
-        found.update(dict.fromkeys(clause_id for ids in names.tests.values() for clause_id in ids))
+        found |= dict.fromkeys(clause_id for ids in names.tests.values() for clause_id in ids)
         unresolved += [test for test, ids in names.tests.items() if not ids]
     if _KANI.search(text):
         unresolved.append("Kani harnesses (pass_criteria)")
     return Demands(clauses=tuple(found), unresolved=tuple(unresolved))
+
+
+def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
+    """Return the clauses that are named by their ids, and the ids of nothing."""
+    prefixes = {_prefix(clause_id) for clause_id in names.ids} - {""}
+    given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
+    unresolved = [f"more than {_IDS_MAX} ids"] if len(given_ids) > _IDS_MAX else []
+    found: dict[str, None] = {}
+    for given in given_ids[:_IDS_MAX]:
+        ids = names.of_id(given) or names.tests.get(given, [])
+        found |= dict.fromkeys(ids)
+        if not ids:
+            unresolved.append(given)
+    return found, unresolved
+
+
+def _by_severity(text: str, names: Names) -> Iterator[str]:
+    """Yield the ids of all clauses, or of those of the severities that are asked for."""
+    severities = {
+        severity for told in _ALL_OF.findall(text) for severity in _SEVERITY.findall(told.upper())
+    }
+    is_all = _ALL_CLAUSES.search(text) is not None
+    for clause in names.clauses.values():
+        if is_all or clause.severity in severities:
+            yield clause.id
 
 
 def _prefix(text: str) -> str:

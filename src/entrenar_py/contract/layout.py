@@ -166,23 +166,22 @@ def other_blocks(root: MapNode) -> dict[str, Any]:
 def _without_clauses(node: Node, *, group: str) -> Any:
     """Return `plain(node)` less its clauses; _NOTHING if it held clauses alone."""
     if isinstance(node, MapNode):
-        kept = {
+        children = {
             key: _without_clauses(child, group=f"{group}.{key}")
             for key, child in node.fields.items()
         }
-        kept = {key: value for key, value in kept.items() if value is not _NOTHING}
+        kept = {key: value for key, value in children.items() if value is not _NOTHING}
         return kept if kept or not node.fields else _NOTHING
     if isinstance(node, ListNode):
-        items = [
-            _without_clauses(item, group=group)
-            for item in node.items
-            if not (
-                isinstance(item, MapNode) and "id" in item.fields and is_clause(item, group=group)
-            )
-        ]
-        items = [item for item in items if item is not _NOTHING]
+        others = [item for item in node.items if not _is_listed_clause(item, group=group)]
+        values = [_without_clauses(item, group=group) for item in others]
+        items = [value for value in values if value is not _NOTHING]
         return items if items or not node.items else _NOTHING
     return plain(node)
+
+
+def _is_listed_clause(item: Node, *, group: str) -> bool:
+    return isinstance(item, MapNode) and "id" in item.fields and is_clause(item, group=group)
 
 
 def is_binding_registry(root: MapNode) -> bool:

@@ -72,28 +72,35 @@ def _path(typed: argparse.Namespace) -> Path | None:
 
 
 def _lay_below(typed: argparse.Namespace) -> None:
-    """Set each option that was not typed and means something in this mode."""
+    """Set each option that was not typed and has an effect in this mode."""
     project, mode = typed.project, typed.mode
     used: list[str] = []
     overruled: list[str] = []
     if project.command and mode in (None, "command"):
-        given = overruled if typed.command_folder is None else used
-        given += ["command", *(["knobs"] if project.knobs else [])]
+        keys = overruled if typed.command_folder is None else used
+        keys += ["command", *(["knobs"] if project.knobs else [])]
     for name, value in project.values.items():
-        means_something = name in modes.MODES[mode] if mode else name not in modes.COMMANDED
-        if mode == "validate" and name in outputs.FILES:  # they are a run's reports
-            means_something = False
-        if not means_something or (name == "github" and not os.environ.get(SUMMARY)):
+        if not _has_effect(name, mode):
             continue
         if name in typed.typed:
             overruled.append(name)
         else:
             used.append(name)
             setattr(typed, name, value)
-    if project.exclusions and mode not in ("validate", "replay"):
-        used.append("exclude")
-    if mode == "validate":
-        used += ["rule"] if project.levels else []
-        used += ["suppress"] if project.suppressions else []
+    parts = {
+        "exclude": project.exclusions if mode not in ("validate", "replay") else (),
+        "rule": project.levels if mode == "validate" else (),
+        "suppress": project.suppressions if mode == "validate" else (),
+    }
+    used += [name for name, part in parts.items() if part]
     typed.used = tuple(name.replace("_", "-") for name in used)
     typed.overruled = tuple(name.replace("_", "-") for name in overruled)
+
+
+def _has_effect(name: str, mode: str | None) -> bool:
+    """Return whether an option of the configuration has an effect in this mode."""
+    if mode == "validate" and name in outputs.FILES:  # they are a run's reports
+        return False
+    if name == "github" and not os.environ.get(SUMMARY):
+        return False
+    return name in modes.MODES[mode] if mode else name not in modes.COMMANDED

@@ -40,22 +40,21 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
     heading = evidence.describe_scenario(json.loads(curves[0].training))
     yield f"<h3>{escaping.html(evidence.one_line(heading))}</h3>"
     yield '<div class="charts">'
-    if any(curve.losses for curve in curves):
-        yield chart(
-            "Loss", "loss", [_line(curves, curve, curve.losses, broken) for curve in curves]
-        )
+    if any(curve.losses for curve in curves):  # none where no loss was finite
+        lines = [_line(curves, curve, curve.losses, broken) for curve in curves]
+        yield chart("Loss", "loss", lines)
     compared = [curve for curve in curves if curve.distances]
     apart = [curve for curve in compared if any(value for _, value in curve.distances)]
     if apart:
         lines = [_line(curves, curve, curve.distances, broken) for curve in apart]
         yield chart("Distance from the run with one worker", _unit(apart), lines, log=True)
     yield "</div>"
-    same = [curve for curve in compared if curve not in apart]
-    if same:
-        names = ", ".join(escaping.html(_label(curve, broken)) for curve in same)
-        yield f"<p>At no distance from the run with one worker, at any step: {names}.</p>"
     if not compared:
         yield "<p>None was judged beside a run of the same with one worker.</p>"
+    elif len(apart) < len(compared):
+        same = (_label(curve, broken) for curve in compared if curve not in apart)
+        names = ", ".join(map(escaping.html, same))
+        yield f"<p>At no distance from the run with one worker, at any step: {names}.</p>"
 
 
 def _line(
