@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.cli import several_contracts
+from entrenar_py.cli import reporting
 from entrenar_py.harness import counterexamples
 from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
@@ -257,17 +257,17 @@ def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_the_worst_exit_code(codes: tuple[int, ...], worst: int) -> None:
     """Falsified, inconclusive, nothing selected, held."""
-    assert several_contracts.run([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
+    assert reporting.run_all([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
 
 
 def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     """Contracts after the interrupted one are not begun, and are named."""
 
     def stopped() -> int:
-        raise several_contracts.Interrupted(4)
+        raise reporting.Interrupted(4)
 
     def begun() -> int:
         raise AssertionError
 
-    assert several_contracts.run([lambda: 0, stopped, begun]) == 4
+    assert reporting.run_all([lambda: 0, stopped, begun]) == 4
     assert "interrupted: 1 other contract was not begun" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Report
@@ -50,3 +51,17 @@ def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:
     assert labels == ["could mean", "could mean", "contract"]
     labels = [label for label, _ in evidence.describe(full, entry)]
     assert labels == ["at", "expected", "got", "could mean", "could mean", "contract", "scenario"]
+
+
+def test_below(tmp_path: Path) -> None:
+    """A file of the checkout by its path in it, whatever way it was given; others not at all."""
+    assert evidence.below(str(tmp_path / "a" / ".." / "b" / "c.yaml"), tmp_path) == "b/c.yaml"
+    assert evidence.below(str(tmp_path.parent / "c.yaml"), tmp_path) is None
+
+
+def test_level(full: Report) -> None:
+    """Falsified is an error whatever was allowed; inconclusive a warning, or a note if allowed."""
+    strict = [evidence.level(entry, allow_inconclusive=False) for entry in full.ranked]
+    allowed = [evidence.level(entry, allow_inconclusive=True) for entry in full.ranked]
+    assert strict == ["error", "warning", None, None]
+    assert allowed == ["error", "note", None, None]

@@ -26,7 +26,7 @@ from entrenar_py import cli, trace
 from entrenar_py.cli import console
 from entrenar_py.contract.problems import Position
 from entrenar_py.doctor import Examination, Found
-from entrenar_py.doctor import screen as doctor_screen
+from entrenar_py.doctor import visit as doctor_visit
 from entrenar_py.protocol.frames import FROM_COORDINATOR, Encoder
 from entrenar_py.protocol.messages import VERSION, Challenge
 from entrenar_py.pytest_plugin.judging import Judged
@@ -328,7 +328,7 @@ def test_the_doctor() -> None:
     file = io.StringIO()
     shown = console.standard_output(color=False)
     shown.file = file
-    doctor_screen.show(examined, shown)
+    doctor_visit.show(examined, shown)
     require_harmless(file.getvalue())
     assert not UNSEEN.search(escaping.dump_json(examined.to_dict(), indent=2))
 

@@ -1,18 +1,17 @@
-"""The work of one call done, and its report in every format that was asked for."""
+"""The work of one call done, contract by contract, and reported in every format asked for."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from entrenar_py.cli import several_contracts
 from entrenar_py.contract import Contract
 from entrenar_py.harness import falsify
 from entrenar_py.harness.runner import Listener, ignore
@@ -27,7 +26,20 @@ from entrenar_py.reports import (
     sarif,
     terminal,
 )
-from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
+from entrenar_py.reports.report import (
+    EXIT_FALSIFIED,
+    EXIT_HELD,
+    EXIT_INCONCLUSIVE,
+    EXIT_NOTHING_SELECTED,
+    Configuration,
+    Entry,
+    NotApplying,
+    Report,
+)
+from entrenar_py.untrusted import printing
+
+Job = Callable[[], int]  # the work on one contract, which gives an exit code
+_WORST_FIRST = (EXIT_FALSIFIED, EXIT_INCONCLUSIVE, EXIT_NOTHING_SELECTED, EXIT_HELD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,30 @@ class Work:
     seed: int
     num_traces: int | None = None
     not_applying: tuple[NotApplying, ...] = ()
+
+
+class Interrupted(Exception):
+    """Raised by a job that was interrupted, with its exit code, once it has told what it knows."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def run_all(jobs: Sequence[Job]) -> int:
+    """The worst exit code of all; of what comes after a job that was interrupted none is begun."""
+    codes = []
+    for number, job in enumerate(jobs, start=1):
+        try:
+            codes.append(job())
+        except Interrupted as stopped:
+            codes.append(stopped.code)
+            if number < len(jobs):
+                left = len(jobs) - number
+                told = "1 other contract was" if left == 1 else f"{left} other contracts were"
+                printing.warn(f"entrenar-check: interrupted: {told} not begun")
+            break
+    return min(codes, key=_WORST_FIRST.index)
 
 
 def report(
@@ -86,7 +122,7 @@ def report(
     _write(made, options, output)
     code = made.exit_code(allow_inconclusive=options.allow_inconclusive)
     if made.interrupted:
-        raise several_contracts.Interrupted(code)
+        raise Interrupted(code)
     return code
 
 

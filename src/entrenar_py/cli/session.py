@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
-from entrenar_py.cli import console, early, reporting, several_contracts, validation
+from entrenar_py.cli import console, early, reporting, validation
 from entrenar_py.cli.reporting import Work
 from entrenar_py.command import judging, launch, run_folder, runs
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
@@ -55,10 +55,10 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
             output=output,
         )
     _look(options)
-    jobs: list[several_contracts.Job] = []
+    jobs: list[reporting.Job] = []
     for own, loaded in _chosen(options, _loaded(options)):
         jobs.append(_prepared(own, called, loaded, output))
-    return partial(several_contracts.run, jobs)
+    return partial(reporting.run_all, jobs)
 
 
 def _look(options: argparse.Namespace) -> None:
@@ -79,7 +79,7 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 
 def _prepared(
     options: argparse.Namespace, called: str, loaded: Contract, output: Console
-) -> several_contracts.Job:
+) -> reporting.Job:
     """Return what is left to do for one contract."""
     if options.mode == "suggest":
         return partial(_suggested, loaded)

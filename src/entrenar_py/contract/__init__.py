@@ -26,19 +26,16 @@ from entrenar_py.contract import (
     rules,
 )
 from entrenar_py.contract import vocabulary as vocabularies
-from entrenar_py.contract.problems import Position, Problem, Problems
+from entrenar_py.contract.problems import Position, Problems
 from entrenar_py.contract.records import (
     EQUALITY_KINDS,
     SEVERITIES,
     TOLERANCE_KINDS,
     Binding,
     Contract,
-    Equation,
     FalsificationTest,
     Gate,
-    Harness,
     Invariant,
-    Obligation,
 )
 from entrenar_py.contract.tree import MapNode
 from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
@@ -50,14 +47,10 @@ __all__ = [
     "Binding",
     "CheckTerms",
     "Contract",
-    "Equation",
     "FalsificationTest",
     "Gate",
-    "Harness",
     "Invariant",
-    "Obligation",
     "Position",
-    "Problem",
     "Vocabulary",
     "load",
     "read",

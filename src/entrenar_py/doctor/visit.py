@@ -1,29 +1,38 @@
-"""`entrenar doctor`: examines, prints, and writes what it found."""
+"""`entrenar doctor`: examines, shows what it found in tables, and writes it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from entrenar_py.cli import console
-from entrenar_py.doctor import Examination, machine, reach, screen
-from entrenar_py.reports import output_file
+from entrenar_py.doctor import Examination, Found, machine, reach
+from entrenar_py.reports import output_file, terminal
+from entrenar_py.untrusted import escaping
+
+_GIB = 2**30
+_FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 
 
 def run(path: Path | None, *, color: bool) -> None:
-    """Prints the examination of this machine, and writes it to `path` as JSON if there is one.
+    """Print the examination of this machine, and write it to `path` as JSON if there is one.
 
-    UsageError if that can't be written.
+    Raises UsageError if that can't be written.
     """
     if path is not None:
         output_file.require_writable(path, "json")
     examined = examine()
-    screen.show(examined, console.standard_output(color=color))
+    show(examined, console.standard_output(color=color))
     if path is not None:
         output_file.write(examined.to_dict(), path)
 
 
 def examine() -> Examination:
-    """What is here; opens every device that it finds."""
+    """Return what is here; opens every device that it finds."""
     found = machine.found()
     return Examination(
         versions=machine.versions(),
@@ -31,3 +40,90 @@ def examine() -> Examination:
         trainers=reach.trainers(found),
         clauses=reach.clauses(found),
     )
+
+
+def show(examined: Examination, console: Console) -> None:
+    """Print the tables of all that was found, and how many clauses are exercised."""
+    for table in (_versions(examined), _backends(examined), _trainers(examined)):
+        terminal.print_table(console, table)
+        console.print()
+    terminal.print_table(console, _clauses(examined))
+    counts = Counter(one.state for one in examined.clauses)
+    told = f"{counts['yes']} exercised, {counts['partly']} partly, {counts['no']} not"
+    console.print(f"{len(examined.clauses)} clauses, as they are planned, on this machine: {told}")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Add a row; devices and drivers name themselves."""
+    table.add_row(*map(escaping.line, cells))
+
+
+def _versions(examined: Examination) -> Table:
+    table = _table("versions", "part", "version")
+    for name, version in examined.versions.items():
+        _add(table, name, version)
+    return table
+
+
+def _backends(examined: Examination) -> Table:
+    table = _table("backends", "--backend", "serves", "device", "of it")
+    for one in examined.backends:
+        device = f"{one.device}{', software' if one.software else ''}"
+        _add(table, one.name, "yes" if one.serves else "no", device, "; ".join(_facts(one)))
+    return table
+
+
+def _facts(one: Found) -> Iterator[str]:
+    if one.reason:
+        yield one.reason
+    if one.facts.get("memory bytes"):
+        free = one.facts["free bytes"] / _GIB
+        yield f"{one.facts['memory bytes'] / _GIB:.1f} GiB, {free:.1f} free"
+    if "compute capability" in one.facts:
+        yield f"compute capability {one.facts['compute capability']}"
+    if "limits" in one.facts:
+        limits = one.facts["limits"]
+        yield one.facts["driver"]
+        yield f"a binding holds {_bytes(limits['max-storage-buffer-binding-size'])}"
+        yield f"a buffer {_bytes(limits['max-buffer-size'])}"
+        yield f"{limits['max-storage-buffers-per-shader-stage']} storage buffers a stage"
+        yield f"workgroups of {limits['max-compute-invocations-per-workgroup']}"
+        yield f"with {_bytes(limits['max-compute-workgroup-storage-size'])}"
+        has = [name for name in _FEATURES if name in one.facts["features"]]
+        yield f"of {', '.join(_FEATURES)} it has {', '.join(has) or 'none'}"
+        yield "reports no size of its memory"
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((_GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number} bytes"
+
+
+def _trainers(examined: Examination) -> Table:
+    table = _table("trainers", "--system", "computes here on", "limits")
+    for one in examined.trainers:
+        _add(table, one.system, ", ".join(one.backends) or "nothing", "; ".join(one.limits))
+    return table
+
+
+def _clauses(examined: Examination) -> Table:
+    table = _table("clauses", "contract", "clause", "exercised", "runs", "lacking")
+    for one in examined.clauses:
+        _add(
+            table,
+            one.contract.removesuffix(".yaml"),
+            f"{one.id} {one.name}",
+            one.state,
+            f"{one.can} of {one.planned}",
+            "; ".join(one.lacking),
+        )
+    return table

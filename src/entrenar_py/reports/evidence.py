@@ -1,9 +1,10 @@
-"""The evidence behind an entry, as labelled text: the terminal and JUnit XML print the same."""
+"""The evidence behind an entry as labelled text, its place and level: all formats show the same."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from entrenar_py.contract import Invariant
@@ -109,6 +110,23 @@ def describe_scenario(record: Mapping[str, Any]) -> str:
     shown = {name: value for name, value in record.items() if value != usual.get(name)}
     shown = {name: record[name] for name in required if name in record} | shown
     return ", ".join(f"{name}={_value(value)}" for name, value in shown.items())
+
+
+def below(path: str, root: Path) -> str | None:
+    """Return `path` relative to the folder `root`, with forward slashes; None if it isn't below."""
+    file, folder = Path(path).resolve(), root.resolve()
+    return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else None
+
+
+def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
+    """Return `error` for what is falsified, `warning` for what is inconclusive, or `note` where the
+    user allows that; None for what held.
+    """
+    if entry.verdict is Verdict.FALSIFIED:
+        return "error"
+    if entry.verdict is Verdict.INCONCLUSIVE:
+        return "note" if allow_inconclusive else "warning"
+    return None
 
 
 def flatten(environment: Mapping[str, Any]) -> list[tuple[str, str]]:

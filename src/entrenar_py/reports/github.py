@@ -12,7 +12,7 @@ from pathlib import Path
 
 from entrenar_py.contract import Position
 from entrenar_py.errors import UsageError
-from entrenar_py.reports import evidence, output_file, places
+from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
@@ -47,7 +47,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
     `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
     """
     for entry in report.ranked:
-        level = places.level(entry, allow_inconclusive=allow_inconclusive)
+        level = evidence.level(entry, allow_inconclusive=allow_inconclusive)
         if level is None:
             continue
         lines = [evidence.one_line(entry.finding.reason), *evidence.detail_lines(report, entry)]
@@ -64,7 +64,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
 
 def command(level: str, text: str, *, title: str, at: Position | None, root: Path) -> str:
     """Return one annotation: `level` is error, warning or note, `text` printable lines."""
-    path = None if at is None else places.below(at.file, root)
+    path = None if at is None else evidence.below(at.file, root)
     facts: dict[str, object] = {}
     if at is not None and path is not None:
         facts = {"file": path, "line": at.line, "col": at.column}

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 import entrenar_py
 from entrenar_py.contract import Invariant, Position
-from entrenar_py.reports import evidence, json_format, places
+from entrenar_py.reports import evidence, json_format
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 
@@ -36,7 +36,7 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
     results = [
         _result(report, entry, number, level, root)
         for number, entry in enumerate(report.entries)
-        if (level := places.level(entry, allow_inconclusive=allow_inconclusive)) is not None
+        if (level := evidence.level(entry, allow_inconclusive=allow_inconclusive)) is not None
     ]
     properties = {
         "contract": report.contract.name,
@@ -163,7 +163,7 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
 
 def location(at: Position, root: Path) -> dict[str, Any]:
     """Return a SARIF physicalLocation, its path relative to `root` if it lies below."""
-    path = places.below(at.file, root)
+    path = evidence.below(at.file, root)
     artifact = {"uri": Path(at.file).resolve().as_uri()}
     if path is not None:
         artifact = {"uri": quote(path, errors="replace"), "uriBaseId": ROOT}
