@@ -29,8 +29,8 @@ from entrenar_py.trace.events import (
     Traffic,
     Update,
 )
-from entrenar_py.trace.kinds import EVENTS
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
+from entrenar_py.trace.records import EVENTS
 from entrenar_py.trace.run import Trace
 from entrenar_py.trace.tensors import TensorRecord, Tensors, record_tensor
 from entrenar_py.trace.traits import Traits

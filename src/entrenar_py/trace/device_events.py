@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.tensors import Tensors
@@ -21,7 +20,6 @@ class Stepped(Event):
     the CPU in the meantime, samples' look-up and masks aside. `results` are the loss and gradients.
     """
 
-    kind: ClassVar[str] = "stepped"
     step: int
     backend: str
     device: str
@@ -52,7 +50,6 @@ class Explained(Event):
     bound. `finite`: no NaN and no infinity where float64 has none.
     """
 
-    kind: ClassVar[str] = "explained"
     of: str
     tensor: str
     device: str
@@ -75,7 +72,6 @@ class Poisoned(Event):
     `lost` of them were numbers on the device, the first at `element`.
     """
 
-    kind: ClassVar[str] = "poisoned"
     of: str
     tensor: str
     device: str
@@ -95,7 +91,6 @@ class Declined(Event):
     `submissions` is what was given to the device.
     """
 
-    kind: ClassVar[str] = "declined"
     case: str
     operation: str
     error: str | None

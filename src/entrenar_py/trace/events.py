@@ -17,9 +17,12 @@ _NONE: Tensors = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened. `kind` names it in the file."""
+    """One thing that happened. `kind` names it in the file: its class, in small letters."""
 
     kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,6 @@ class Start(Event):
     (epoch, offset, schedule step).
     """
 
-    kind: ClassVar[str] = "start"
     step: int
     rank: int
     weights: Tensors
@@ -56,7 +58,6 @@ class Shard(Event):
     `finite`: loss and gradient hold no NaN or Inf.
     """
 
-    kind: ClassVar[str] = "shard"
     step: int
     epoch: int
     rank: int
@@ -79,7 +80,6 @@ class Update(Event):
     that have another one. `finite`: no NaN or Inf in the new weights.
     """
 
-    kind: ClassVar[str] = "update"
     step: int
     rank: int
     loss: float | None
@@ -108,7 +108,6 @@ class Synchronised(Event):
     it was brought together by, `collectives_alone` how many it called while it stepped alone.
     """
 
-    kind: ClassVar[str] = "synchronised"
     step: int
     rank: int
     weights: Tensors
@@ -122,7 +121,6 @@ class Synchronised(Event):
 class Membership(Event):
     """Worker `rank` joined or left (`change`) at step `step`."""
 
-    kind: ClassVar[str] = "membership"
     step: int
     rank: int
     change: str
@@ -133,7 +131,6 @@ class Membership(Event):
 class Injected(Event):
     """A planned fault really took place."""
 
-    kind: ClassVar[str] = "injected"
     fault: Mapping[str, Any]
     step: int | None = None
     rank: int | None = None
@@ -150,7 +147,6 @@ class Audit(Event):
     be gone. The Shard event is that of a rank whose copy counts.
     """
 
-    kind: ClassVar[str] = "audit"
     step: int
     shard: int
     ranks: tuple[int, ...]
@@ -165,7 +161,6 @@ class Audit(Event):
 class Planted(Event):
     """The scenario's mutant really took part: a function that it replaces was called."""
 
-    kind: ClassVar[str] = "planted"
     name: str
 
 
@@ -176,7 +171,6 @@ class Halt(Event):
     `rank`, `shard`, `tensor` and `ids` name the culprit; `reason` is the message.
     """
 
-    kind: ClassVar[str] = "halt"
     step: int
     reason: str
     rank: int | None = None
@@ -189,7 +183,6 @@ class Halt(Event):
 class Saved(Event):
     """A checkpoint was written by `rank` before step `step`, holding this."""
 
-    kind: ClassVar[str] = "saved"
     step: int
     rank: int
     weights: Tensors
@@ -206,7 +199,6 @@ class Gap(Event):
     its last line then; None if it names none. `reason` says why that one is not gone on with.
     """
 
-    kind: ClassVar[str] = "gap"
     step: int
     lines: int | None = None
     digest: str | None = None
@@ -220,7 +212,6 @@ class Manifest(Event):
     `backend` "model" is what the model declares.
     """
 
-    kind: ClassVar[str] = "manifest"
     backend: str
     entries: tuple[tuple[str, tuple[int, ...], str], ...]
     rank: int | None = None
@@ -232,7 +223,6 @@ class Manifest(Event):
 class Attempt(Event):
     """The backend chain tried `backend`: served, or failed with `reason`."""
 
-    kind: ClassVar[str] = "attempt"
     backend: str
     served: bool
     reason: str = ""
@@ -249,7 +239,6 @@ class Product(Event):
     `stated` is true at the shape and range for which the contract gives an absolute tolerance.
     """
 
-    kind: ClassVar[str] = "product"
     backend: str
     device: str
     software: bool
@@ -274,7 +263,6 @@ class Memory(Event):
     None where it tells none.
     """
 
-    kind: ClassVar[str] = "memory"
     rank: int
     backend: str
     peak_bytes: int
@@ -290,7 +278,6 @@ class Held(Event):
     `whole_bytes`: `num_parts` ranks are to hold a copy together.
     """
 
-    kind: ClassVar[str] = "held"
     rank: int
     num_parts: int
     held_bytes: int
@@ -304,7 +291,6 @@ class Carried(Event):
     `got` is None if nothing came out. `allocated_bytes` is the most that reading it took.
     """
 
-    kind: ClassVar[str] = "carried"
     message: str
     payload_bytes: int
     pieces: int
@@ -320,7 +306,6 @@ class Refused(Event):
     `claimed_bytes` is how much they said would follow, `allocated_bytes` what was set aside.
     """
 
-    kind: ClassVar[str] = "refused"
     case: str
     error: str | None
     claimed_bytes: int
@@ -331,7 +316,6 @@ class Refused(Event):
 class Admission(Event):
     """Somebody asked to join: whether they were `entitled`, whether they were let in."""
 
-    kind: ClassVar[str] = "admission"
     case: str
     entitled: bool
     let_in: bool
@@ -347,7 +331,6 @@ class Reduced(Event):
     the largest difference in any element, as it is; None where that was not recorded.
     """
 
-    kind: ClassVar[str] = "reduced"
     step: int
     rank: int
     num_elements: int
@@ -364,7 +347,6 @@ class Traffic(Event):
     all that the socket was given, or gave, for them; `payload_bytes` is part of it.
     """
 
-    kind: ClassVar[str] = "traffic"
     rank: int | None
     peer: str
     direction: str
@@ -378,7 +360,6 @@ class Traffic(Event):
 class End(Event):
     """The run is over: `completed`, `halted` (on purpose) or `failed` (`reason` says how)."""
 
-    kind: ClassVar[str] = "end"
     status: str
     reason: str = ""
 

@@ -14,25 +14,25 @@ from weakref import WeakValueDictionary
 
 from entrenar_py.codec import WORDS, Form, Schema
 from entrenar_py.errors import UsageError
+from entrenar_py.trace import device_events, events
 from entrenar_py.trace.events import Event
-from entrenar_py.trace.kinds import EVENTS
 from entrenar_py.trace.tensors import TensorRecord, Tensors
 
-_ITEM_BYTES = {
-    "bool": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
+# Every kind of event there is, by the name that it has in a file.
+EVENTS: dict[str, type[Event]] = {
+    event.kind: event
+    for module in (events, device_events)
+    for event in vars(module).values()
+    if isinstance(event, type) and issubclass(event, Event) and event is not Event
+}
+_ITEM_BITS = {
+    "int": (8, 16, 32, 64),
+    "uint": (8, 16, 32, 64),
+    "float": (16, 32, 64),
+    "complex": (64, 128),
+}
+_ITEM_BYTES = {"bool": 1} | {
+    f"{kind}{bits}": bits // 8 for kind, sizes in _ITEM_BITS.items() for bits in sizes
 }
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace.events import E, End, Event
-from entrenar_py.trace.standing import standing
+from entrenar_py.trace.events import (
+    E,
+    End,
+    Event,
+    Membership,
+    Saved,
+    Shard,
+    Start,
+    Synchronised,
+    Update,
+)
 from entrenar_py.trace.traits import USUAL, Traits
 
 
@@ -49,7 +58,7 @@ class Trace:
     @cached_property
     def standing(self) -> Trace:
         """The same without what a resume undid; itself where nothing was."""
-        kept = standing(self.events)
+        kept = _standing(self.events)
         return self if kept is self.events else replace(self, events=tuple(kept))
 
     @property
@@ -57,3 +66,52 @@ class Trace:
         """Return how the run ended; `failed` when the trace does not say."""
         ends = self.of(End)
         return ends[-1] if ends else End(status="failed", reason="the trace has no end event")
+
+
+def _standing(events: Sequence[Event]) -> Sequence[Event]:
+    """Return `events` without what a resume undid: a rank that goes back to a checkpoint makes its
+    steps again.
+
+    A resumed start before step s voids what its rank recorded earlier of step s and later; and of
+    those who had left by then, since they can't void their own. Any start before step s where all
+    had left voids what they had computed of it: that step did not happen. Faults, halts and
+    departures happened all the same and stay.
+    """
+    if not any(isinstance(one, Membership) or _resumes(one) for one in events):
+        return events
+    there: set[int] = set()
+    gone: set[int] = set()
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, Start):
+            deserted = bool(gone) and not there
+            gone.discard(event.rank)
+            if event.resumed:
+                ranks = {event.rank, *gone}
+                kept = [one for one in kept if not _undone(one, ranks, event.step)]
+            elif deserted:
+                kept = [one for one in kept if not _abandoned(one, event.step)]
+            there.add(event.rank)
+        elif isinstance(event, Membership) and event.change == "left":
+            gone.add(event.rank)
+            there.discard(event.rank)
+        kept.append(event)
+    return kept
+
+
+def _resumes(event: Event) -> bool:
+    return isinstance(event, Start) and event.resumed
+
+
+def _abandoned(event: Event, step: int) -> bool:
+    """Return whether `event` is a shard of a step that nobody was left to make."""
+    return isinstance(event, Shard) and event.step >= step
+
+
+def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
+    """Return whether `event` is of one of `ranks`, and after the state before step `back_to`."""
+    if isinstance(event, Shard | Update | Synchronised):
+        return event.rank in ranks and event.step >= back_to
+    if isinstance(event, Start | Saved):
+        return event.rank in ranks and event.step > back_to
+    return False
