@@ -146,16 +146,12 @@ def systems_of(scenarios: Iterable[Scenario]) -> str:
 
 
 def is_trainer(system: str) -> bool:
-    """Return whether runs of `system` are training runs; a system that is not ours is taken for
-    one.
-    """
+    """Return whether runs of `system` are training runs, as those of others' systems are."""
     return system in TRAINERS or system not in SYSTEMS
 
 
 def require_known(one: Scenario, where: str) -> None:
-    """Returns if a scenario's mutant exists, its system can run it, and it is of a size that ends
-    here; else UsageError.
-    """
+    """Raises UsageError if a mutant is unknown, a system can't run it, or it is too large."""
     for name, most in SIZES_MAX.items():
         if getattr(one, name) > most:
             raise UsageError(f"{where}: {name}={getattr(one, name)}: use at most {most}")
@@ -206,9 +202,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
 
 
 def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
-    """Return what the command line and the system make of a clause's scenarios, each once, and
-    whether the system needed it to be of another size.
-    """
+    """Return each scenario as it is run, and whether its system needed another size."""
     fitted: dict[Scenario, bool] = {}
     for asked in (changed for one in own for changed in _adapted(one, plan)):
         scenario = systems.fitted(asked, fixed=plan.fixed)

@@ -126,9 +126,7 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Return whether `system` trains, and `clause` is of any training and has its check for its
-    own.
-    """
+    """Return whether `system` trains, and the check of `clause` is its own, of any training."""
     check = checks.bind(clause)
     if check is None or check.id != clause.id or system not in systems.TRAINERS:
         return False

@@ -86,9 +86,7 @@ def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def all_right(rows: Sequence[Row]) -> bool:
-    """Return whether there are rows, and every mutant died where it should and nothing benign
-    alarmed.
-    """
+    """Return whether there are rows, and none of them is wrong."""
     return bool(rows) and all(row.right for row in rows)
 
 
