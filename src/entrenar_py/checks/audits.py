@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, missing, plans
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.contract import Invariant
@@ -27,14 +27,8 @@ Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
 
 def plan(invariant: Invariant) -> list[Scenario]:
     """All shards audited, and some; owner or auditor wrong, once or for good; others lost, too."""
-    usual = Scenario(
+    usual = plans.mlp(
         system="parameter_server_simulated",
-        workload="mlp",
-        world_size=3,
-        seed=0,
-        num_shards=5,
-        num_samples=21,
-        batch_size=8,
         num_steps=4,
         width=8,
         optimizer="momentum",
@@ -60,9 +54,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """As many shards are audited as asked for; who was wrong is named, and nobody else; and what
-    was found changed nothing.
-    """
+    """As many shards are audited as asked for, the culprit alone is named, and nothing changes."""
     tally = Tally(invariant.id)
     trace = runs.base
     if trace is not None and trace.scenario.options.get(SHARE):
@@ -236,6 +228,5 @@ ROWS = (
         judge=judge,
         plan=plan,
         needs=(CALM,),
-        explores=False,
     ),
 )

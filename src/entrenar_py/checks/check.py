@@ -25,7 +25,7 @@ class Check(CheckTerms):
     judge: Callable[[Invariant, Traces], Finding]
     plan: Callable[[Invariant], list[Scenario]]
     needs: tuple[Need, ...] = ()
-    explores: bool = True
+    explores: bool = False
     tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
     takes_tolerance: bool = False
     in_step: bool = False

@@ -69,9 +69,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
 
 
 def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
-    """Ranks that compute one shard together draw the same samples for it: where a trainer's ranks
-    share shards, one number is one shard.
-    """
+    """Where ranks share shards, those of one number draw the same samples."""
     if not trace.traits.shared:
         return
     first: dict[int, Shard] = {}
@@ -216,6 +214,7 @@ ROWS = (
         spoken_of="disjointness completeness duplicate sampler shard dataset partition overlap",
         judge=judge,
         plan=plans.epochs,
+        explores=True,
         needs=(ALONE, REPEATED),
     ),
 )

@@ -58,9 +58,7 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
-    """Each is refused by a UsageError with operation and line, and nothing is run; or else the
-    result is right.
-    """
+    """Each is refused by a UsageError with operation and line, or its result is right."""
     for case in trace.of(Declined):
         place = {"tensor": case.case, "scenario": trace.scenario}
         if case.error is None:

@@ -14,7 +14,6 @@ ROWS = (
         spoken_of="matmul gemm matrix product",
         judge=matmul.judge,
         plan=matmul.plan,
-        explores=False,
         tolerance_kinds=("absolute",),
         takes_tolerance=True,
     ),
@@ -25,7 +24,6 @@ ROWS = (
         spoken_of="submission read-back transfers synchronize launches",
         judge=probes.judge(device_steps.compare_cost, device_steps.NOTHING),
         plan=device_steps.plan,
-        explores=False,
     ),
     Check(
         name="device_steps",
@@ -34,7 +32,6 @@ ROWS = (
         spoken_of="wgpu kernels gpu parity gradients backward",
         judge=probes.judge(device_steps.compare_results, device_steps.NOTHING),
         plan=device_steps.plan,
-        explores=False,
         tolerance_kinds=("ulp",),
     ),
     Check(
@@ -44,7 +41,6 @@ ROWS = (
         spoken_of="wgpu wgsl kernel operation accuracy",
         judge=probes.judge(device_results.compare_operations, "no operation was tried on a device"),
         plan=device_results.plan_operations,
-        explores=False,
         tolerance_kinds=("ulp",),
     ),
     Check(
@@ -53,7 +49,6 @@ ROWS = (
         decides="a step that is given the same again gives the same bits, whatever came between",
         judge=probes.judge(device_steps.compare_repetition, device_steps.NOTHING),
         plan=device_steps.plan,
-        explores=False,
     ),
     Check(
         name="device_compilation",
@@ -61,7 +56,6 @@ ROWS = (
         decides="a step is traced and compiled once for each number of samples",
         judge=probes.judge(device_steps.compare_compilation, device_steps.NOTHING),
         plan=device_steps.plan,
-        explores=False,
     ),
     Check(
         name="device_finiteness",
@@ -69,7 +63,6 @@ ROWS = (
         decides="on a device finite inputs give finite results, and a NaN stays one",
         judge=probes.judge(device_results.compare_finiteness, "no NaN was given to a device"),
         plan=device_results.plan_finiteness,
-        explores=False,
     ),
     Check(
         name="device_training",
@@ -78,7 +71,6 @@ ROWS = (
         judge=device_training.judge,
         plan=device_training.plan,
         needs=(ON_CPU,),
-        explores=False,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
     ),
@@ -88,6 +80,5 @@ ROWS = (
         decides="what a device has no kernel for is refused, by operation and line",
         judge=probes.judge(device_results.compare_refusals, "nothing was asked that has no kernel"),
         plan=device_results.plan_refusals,
-        explores=False,
     ),
 )

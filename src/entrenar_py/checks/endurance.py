@@ -5,7 +5,7 @@ Source: wire-protocol-v1, F-WP-005.
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, missing, probes
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.contract import Invariant
@@ -17,14 +17,8 @@ from entrenar_py.verdict import Finding, Tally
 
 def plan(invariant: Invariant) -> list[Scenario]:
     """Each kind of trouble at messages of either direction, and a crowd of them in one run."""
-    usual = Scenario(
-        system="parameter_server_simulated",
-        workload="linear",
-        world_size=3,
-        seed=0,
-        num_steps=5,
-        optimizer="momentum",
-    )
+    system = "parameter_server_simulated"
+    usual = probes.scenario(system, world_size=3, num_steps=5, optimizer="momentum")
     singles = [
         usual.with_(faults=(_trouble(kind, at, rank=1, step=2),))
         for kind in ON_THE_WAY
@@ -94,6 +88,5 @@ ROWS = (
         judge=judge,
         plan=plan,
         needs=(CALM,),
-        explores=False,
     ),
 )

@@ -93,9 +93,7 @@ def shards(trace: Trace) -> dict[int, list[Shard]]:
 
 
 def with_losses(trace: Trace) -> Trace:
-    """`trace`, each update that reports no loss with the weighted mean of its step's shards, where
-    all of those are known.
-    """
+    """Return `trace` with missing losses of updates made of those of their steps' shards."""
     if all(update.loss is not None for update in trace.of(Update)):
         return trace
     means = {}
@@ -147,9 +145,7 @@ def compare_exact(
 def compare_updates(
     tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
 ) -> None:
-    """Counts a comparison a tensor of `part` in each update of a step before `before`: every rank
-    is to have the bits of the model's lowest rank.
-    """
+    """Counts a comparison a tensor: each rank's `part` with that of the model's lowest rank."""
     expected = updates(model)
     for step, by_rank in ranks_by_step(trace):
         for _, update in sorted(by_rank.items()):

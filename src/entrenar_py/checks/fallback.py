@@ -181,6 +181,5 @@ ROWS = (
         spoken_of="fallback chain degradation dispatch",
         judge=judge,
         plan=plan,
-        explores=False,
     ),
 )

@@ -220,6 +220,7 @@ ROWS = (
         spoken_of="nan inf infinity jidoka halt non-finite overflow",
         judge=judge,
         plan=plans.non_finite,
+        explores=True,
         needs=(POISONED,),
         in_step=True,
     ),

@@ -168,6 +168,7 @@ ROWS = (
         spoken_of="frozen trainable lora adapters detached",
         judge=judge,
         plan=plans.movement,
+        explores=True,
         takes_turned=True,
     ),
 )

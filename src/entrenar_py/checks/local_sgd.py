@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from entrenar_py.checks import (
     evidence,
@@ -10,6 +11,7 @@ from entrenar_py.checks import (
     oracles,
     outer_step,
     parity,
+    plans,
     replica_identity,
     rounds,
 )
@@ -24,24 +26,18 @@ from entrenar_py.verdict import Finding, Tally
 _AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
-def plan_scenario(*, faults: tuple[Fault, ...] = (), **changes: object) -> Scenario:
+def plan_scenario(**changes: Any) -> Scenario:
     """Three workers, unequal shares, two epochs, rounds of two steps and a last one of one."""
-    usual: dict[str, object] = {
-        "system": "local_sgd",
-        "workload": "mlp",
-        "world_size": 3,
-        "seed": 0,
-        "num_shards": 5,
-        "num_samples": 21,
-        "batch_size": 8,
-        "num_steps": 5,
-        "width": 8,
-        "optimizer": "adamw",
-        "learning_rate": 0.01,
-        "detail": "values",
-        "options": {"inner_steps": 2},
-    }
-    return Scenario.from_dict({**usual, **changes}).with_(faults=faults)
+    usual = plans.mlp(
+        system="local_sgd",
+        num_steps=5,
+        width=8,
+        optimizer="adamw",
+        learning_rate=0.01,
+        detail="values",
+        options={"inner_steps": 2},
+    )
+    return usual.with_(**changes)
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
@@ -125,7 +121,6 @@ ROWS = (
         spoken_of="diloco local-sgd outer",
         judge=judge_agreement,
         plan=plan,
-        explores=False,
     ),
     Check(
         name="outer_schedule",
@@ -134,7 +129,6 @@ ROWS = (
         spoken_of="diloco inner-steps communication rounds",
         judge=outer_step.judge_schedule,
         plan=plan,
-        explores=False,
     ),
     Check(
         name="outer_step",
@@ -143,7 +137,6 @@ ROWS = (
         spoken_of="diloco nesterov pseudo-gradient outer",
         judge=outer_step.judge,
         plan=plan,
-        explores=False,
     ),
     Check(
         name="outer_parity",
@@ -153,7 +146,6 @@ ROWS = (
         judge=judge_parity,
         plan=plan_parity,
         needs=(ORACLE,),
-        explores=False,
         tolerance_kinds=("relative",),
     ),
     Check(
@@ -163,6 +155,5 @@ ROWS = (
         spoken_of="diloco local-sgd nan",
         judge=judge_finiteness,
         plan=plan_non_finite,
-        explores=False,
     ),
 )

@@ -74,6 +74,5 @@ ROWS = (
         spoken_of="tensor layout shapes dtype mixed backend gradient-size",
         judge=judge,
         plan=plan,
-        explores=False,
     ),
 )

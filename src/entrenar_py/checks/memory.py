@@ -96,7 +96,6 @@ ROWS = (
         spoken_of="vram memory budget peak",
         judge=probes.judge(compare, "no worker's memory was measured"),
         plan=plan,
-        explores=False,
         tolerance_kinds=("bytes",),
     ),
 )

@@ -52,9 +52,7 @@ Recorded = Set[tuple[type[Event], int, str]]
 
 
 def recorded(trace: Trace) -> Recorded:
-    """(kind, rank, part) for what each rank's starts and updates hold of the parts of its state
-    that may be lost: optimizer, buffers.
-    """
+    """Return (kind, rank, part) of the optimizer state and buffers that events hold."""
     return {
         (type(event), event.rank, part)
         for event in trace.events

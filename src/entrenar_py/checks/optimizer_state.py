@@ -97,6 +97,7 @@ ROWS = (
         spoken_of="optimizer state restore restored moments checkpointed",
         judge=judge,
         plan=plans.stops,
+        explores=True,
         needs=(SAVED,),
         in_step=True,
         takes_turned=True,

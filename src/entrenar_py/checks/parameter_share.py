@@ -60,7 +60,6 @@ ROWS = (
         spoken_of="tensor-parallel sequence-parallel memory-share",
         judge=judge,
         plan=plan,
-        explores=False,
         tolerance_kinds=("relative",),
         takes_tolerance=True,
     ),

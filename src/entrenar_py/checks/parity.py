@@ -84,6 +84,7 @@ ROWS = (
         "stale",
         judge=judge,
         plan=plans.parity,
+        explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,

@@ -13,7 +13,7 @@ from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
 
 
-def _mlp(**changes: Any) -> Scenario:
+def mlp(**changes: Any) -> Scenario:
     """Two epochs of 21 digits in batches of 8: 8, 8, 5, in 5 unequal shards on 3 workers."""
     usual: dict[str, Any] = {
         "system": "reference",
@@ -31,9 +31,9 @@ def _mlp(**changes: Any) -> Scenario:
 def training(invariant: Invariant) -> list[Scenario]:
     """Each optimizer, clipping off and on."""
     return [
-        _mlp(),
-        _mlp(optimizer="momentum", clip_norm=0.05, schedule="cosine", accumulation=2),
-        _mlp(optimizer="adamw", weight_decay=0.1, dropout=0.2, schedule="linear", warmup_steps=2),
+        mlp(),
+        mlp(optimizer="momentum", clip_norm=0.05, schedule="cosine", accumulation=2),
+        mlp(optimizer="adamw", weight_decay=0.1, dropout=0.2, schedule="linear", warmup_steps=2),
     ]
 
 
@@ -45,8 +45,8 @@ def movement(invariant: Invariant) -> list[Scenario]:
 def epochs(invariant: Invariant) -> list[Scenario]:
     """More than two epochs, in sizes that divide nothing."""
     return [
-        _mlp(workload="linear", num_samples=13, batch_size=6, num_steps=8, world_size=4),
-        _mlp(workload="linear", num_samples=10, batch_size=10, num_steps=3, num_shards=3),
+        mlp(workload="linear", num_samples=13, batch_size=6, num_steps=8, world_size=4),
+        mlp(workload="linear", num_samples=10, batch_size=10, num_steps=3, num_shards=3),
     ]
 
 
@@ -68,7 +68,7 @@ def non_finite(invariant: Invariant) -> list[Scenario]:
         )
     )
     faults.append(Fault(kind="huge_gradient", step=1, element=0, value="1e38"))
-    return [_mlp(), *(_mlp(faults=(fault,)) for fault in faults)]
+    return [mlp(), *(mlp(faults=(fault,)) for fault in faults)]
 
 
 def parity(invariant: Invariant) -> list[Scenario]:
@@ -76,15 +76,15 @@ def parity(invariant: Invariant) -> list[Scenario]:
     workers without samples; and one long run.
     """
     return [
-        *(_mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
-        _mlp(clip_norm=0.05, detail="values"),
-        _mlp(dropout=0.2, detail="values"),
-        _mlp(optimizer="momentum", schedule="linear", detail="values"),
-        _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
-        _mlp(workload="decoder", learning_rate=0.5, num_steps=3, detail="values"),
-        _mlp(faults=(Fault(kind="leave", rank=2, step=1),), detail="values"),
-        _mlp(world_size=8, num_shards=8, num_samples=18, batch_size=5, detail="values"),
-        _mlp(workload="linear", num_steps=120, learning_rate=0.02),
+        *(mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
+        mlp(clip_norm=0.05, detail="values"),
+        mlp(dropout=0.2, detail="values"),
+        mlp(optimizer="momentum", schedule="linear", detail="values"),
+        mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
+        mlp(workload="decoder", learning_rate=0.5, num_steps=3, detail="values"),
+        mlp(faults=(Fault(kind="leave", rank=2, step=1),), detail="values"),
+        mlp(world_size=8, num_shards=8, num_samples=18, batch_size=5, detail="values"),
+        mlp(workload="linear", num_steps=120, learning_rate=0.02),
     ]
 
 
@@ -97,8 +97,8 @@ def departures(invariant: Invariant) -> list[Scenario]:
     """One worker dies; two die and one comes back."""
     leave = Fault(kind="leave", rank=1, step=2)
     return [
-        _mlp(faults=(leave,)),
-        _mlp(
+        mlp(faults=(leave,)),
+        mlp(
             optimizer="adamw",
             faults=(
                 leave,
@@ -113,23 +113,23 @@ def stops(invariant: Invariant) -> list[Scenario]:
     """Stopped in the middle of epoch 1, and again, with everything that has state."""
     stateful: dict[str, Any] = {"dropout": 0.2, "schedule": "cosine", "warmup_steps": 1}
     return [
-        _mlp(optimizer="momentum", stops=(4, 5), **stateful),
-        _mlp(optimizer="adamw", weight_decay=0.1, stops=(1, 3, 4), **stateful),
+        mlp(optimizer="momentum", stops=(4, 5), **stateful),
+        mlp(optimizer="adamw", weight_decay=0.1, stops=(1, 3, 4), **stateful),
     ]
 
 
 def random_streams(invariant: Invariant) -> list[Scenario]:
     """Dropout over two epochs, also in micro-batches."""
-    return [_mlp(dropout=0.3), _mlp(dropout=0.3, accumulation=2)]
+    return [mlp(dropout=0.3), mlp(dropout=0.3, accumulation=2)]
 
 
 def step_rules(invariant: Invariant) -> list[Scenario]:
     """Every schedule; clipping off, far below and far above the norm."""
     return [
-        _mlp(detail="values"),
-        _mlp(schedule="linear", warmup_steps=2, clip_norm=0.01, detail="values"),
-        _mlp(schedule="cosine", clip_norm=100.0, detail="values"),
-        _mlp(optimizer="momentum", weight_decay=0.1, clip_norm=0.05, detail="values"),
-        _mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
-        _mlp(schedule="linear", faults=(Fault(kind="leave", rank=2, step=3),), detail="values"),
+        mlp(detail="values"),
+        mlp(schedule="linear", warmup_steps=2, clip_norm=0.01, detail="values"),
+        mlp(schedule="cosine", clip_norm=100.0, detail="values"),
+        mlp(optimizer="momentum", weight_decay=0.1, clip_norm=0.05, detail="values"),
+        mlp(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, detail="values"),
+        mlp(schedule="linear", faults=(Fault(kind="leave", rank=2, step=3),), detail="values"),
     ]

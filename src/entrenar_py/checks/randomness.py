@@ -141,6 +141,7 @@ ROWS = (
         spoken_of="dropout prng rng masks seeds",
         judge=judge,
         plan=plans.random_streams,
+        explores=True,
         needs=(ALONE,),
     ),
 )

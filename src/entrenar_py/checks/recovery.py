@@ -41,7 +41,7 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
             continue
         _require_departures(tally, trace, left)
         _continues(tally, calm, trace, left)
-        if _drops_otherwise(trace):
+        if trace.scenario.dropout and not trace.draws_by_shard:  # masks depend on who is there
             _tell_masks(tally, is_followed=undropped)
         elif _on_trajectory(tally, calm, trace, left, within_steps):
             is_followed = True
@@ -67,15 +67,8 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
         )
 
 
-def _drops_otherwise(trace: Trace) -> bool:
-    """Return whether dropout's masks may depend on who is there."""
-    return trace.scenario.dropout > 0 and not trace.draws_by_shard
-
-
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
-    """Losses can't be followed under such masks: a note where those of the same run without dropout
-    were.
-    """
+    """Say that masks differ; a note where losses of the same run without dropout were followed."""
     why = "dropout draws other masks once a worker has left"
     if is_followed:
         tally.note(f"{why}: losses were compared without dropout only")
@@ -162,6 +155,7 @@ ROWS = (
         spoken_of="fault tolerance disconnect worker drop failure recovers redistribute",
         judge=judge,
         plan=plans.departures,
+        explores=True,
         needs=(KILLED,),
         tolerance_kinds=("steps",),
         takes_tolerance=True,

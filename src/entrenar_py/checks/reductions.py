@@ -183,9 +183,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _is_whole(tally: Tally, trace: Trace) -> bool:
-    """Return whether every rank recorded every step; that it did not is missing. Who was lost may
-    not.
-    """
+    """Return whether every rank recorded every step, but one that was lost; else it is missing."""
     scenario, made = trace.scenario, evidence.updates(trace)
     for step in range(scenario.num_steps):
         lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()
@@ -283,7 +281,6 @@ ROWS = (
         spoken_of="allreduce all-reduce averaging arithmetic reduce-scatter sum inputs",
         judge=judge_mean,
         plan=plan,
-        explores=False,
         tolerance_kinds=("ulp", "relative", "absolute"),
         takes_tolerance=True,
     ),
@@ -295,7 +292,6 @@ ROWS = (
         judge=judge_bits,
         plan=plan,
         needs=(TWIN,),
-        explores=False,
     ),
     Check(
         name="reduction_traffic",
@@ -304,7 +300,6 @@ ROWS = (
         spoken_of="bandwidth bytes sent optimal transferred",
         judge=judge_traffic,
         plan=plan,
-        explores=False,
         tolerance_kinds=("bytes",),
     ),
     Check(
@@ -314,6 +309,5 @@ ROWS = (
         spoken_of="deadlock timeout circular hang blocked",
         judge=judge_ends,
         plan=plan,
-        explores=False,
     ),
 )

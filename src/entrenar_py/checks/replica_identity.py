@@ -109,6 +109,7 @@ ROWS = (
         spoken_of="weight consistency identical divergence broadcast replicas moments synced",
         judge=judge,
         plan=plans.training,
+        explores=True,
         in_step=True,
         takes_turned=True,
     ),

@@ -94,6 +94,7 @@ ROWS = (
         spoken_of="resume resumed checkpoint restart position skipped re-processed",
         judge=judge,
         plan=plans.stops,
+        explores=True,
         needs=(RESUMED,),
         takes_turned=True,
     ),

@@ -10,10 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
 
 from entrenar_py.checks import evidence, missing, precision, skips
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -85,13 +83,13 @@ def compare(
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
     expected = evidence.updates(model)
-    comparison = _Comparison(tally, words, trace.scenario, Bounds.of(expected, model, trace))
-    comparison.starts(gaps, model, trace)
+    comparison = _Comparison(tally, words, trace, Bounds.of(expected, model, trace))
+    comparison.starts(gaps, model)
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
     model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
     apart = min(model_rested ^ rested, default=None)
     num_gradients = 0
-    for step, by_rank in _comparable(comparison, model, trace, apart):
+    for step, by_rank in _comparable(comparison, model, apart):
         due = valued - {"gradient"} if step in rested else valued
         one = evidence.any_rank(expected[step])
         for update in by_rank.values():
@@ -103,18 +101,18 @@ def compare(
                 comparison.losses(one, update, tolerance)
     gaps.tell(tally)
     comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
-    comparison.steps(model, trace)
+    comparison.steps(model)
     return num_gradients
 
 
 def _comparable(
-    comparison: _Comparison, model: Trace, trace: Trace, apart: int | None
+    comparison: _Comparison, model: Trace, apart: int | None
 ) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """Yield the steps that both runs made of the same samples, with each rank's update in `trace`.
 
     From step `apart` on the two are different trainings, by another scale or other rounding.
     """
-    tally, words = comparison.tally, comparison.words
+    tally, words, trace = comparison.tally, comparison.words, comparison.trace
     expected = evidence.updates(model)
     samples, model_samples = _samples(trace), _samples(model)
     unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
@@ -193,7 +191,7 @@ class _Comparison:
 
     tally: Tally
     words: Words
-    scenario: Scenario
+    trace: Trace
     bounds: Bounds
 
     def first_step(self, one: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
@@ -222,7 +220,7 @@ class _Comparison:
         allowed = allowed if tolerance is None else tolerance
         gap = allowed * abs(one.loss) + self.bounds.loss_floor
         message = f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}"
-        self.tally.close(one.loss, update.loss, gap, message, **self._place(update))
+        self.tally.close(one.loss, update.loss, gap, message, **evidence.place(self.trace, update))
 
     def rates(self, one: Update, update: Update) -> None:
         """A schedule is one of steps: whose closed form is not known here is the model's."""
@@ -232,7 +230,7 @@ class _Comparison:
             f"{self.words.before}the learning rate is not {self.words.its}",
             expected=repr(rates[0]),
             got=repr(rates[1]),
-            **self._place(update),
+            **evidence.place(self.trace, update),
         )
 
     def tensors(self, one: Update, update: Update) -> set[str]:
@@ -240,7 +238,7 @@ class _Comparison:
         buffers may be made of its weights.
         """
         done = {"weights"} if self.bounds.adam else set()
-        if done and self.scenario.workload == "own":
+        if done and self.trace.scenario.workload == "own":
             done.add("buffers")
         for part, message in _PARTS.items():
             if part in done:
@@ -251,7 +249,7 @@ class _Comparison:
                 floor = self.bounds.gradient_floor
             mine, theirs = _tensors(one, part), _tensors(update, part)
             told = f"{self.words.before}{message} {self.words.its}"
-            place = self._place(update)
+            place = evidence.place(self.trace, update)
             if evidence.compare_close(self.tally, mine, theirs, bound, told, floor, **place):
                 done.add(part)
         return done
@@ -270,34 +268,29 @@ class _Comparison:
         else:
             self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
 
-    def steps(self, model: Trace, trace: Trace) -> None:
+    def steps(self, model: Trace) -> None:
         """The run makes every step that the model made."""
-        lacking = evidence.updates(model).keys() - evidence.updates(trace).keys()
+        lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
         if lacking and model.end.status == "halted":
             self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
             return
-        evidence.compare_steps_made(self.tally, lacking, trace, self.words.before)
+        evidence.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
 
-    def starts(self, gaps: missing.Gaps, model: Trace, trace: Trace) -> None:
-        """Every rank's weights before the first step: a trainer that was only built has not
-        trained.
-        """
+    def starts(self, gaps: missing.Gaps, model: Trace) -> None:
+        """Compare each rank's weights before the first step: a trainer may never have trained."""
         one = next((start for start in model.of(Start) if start.step == 0), None)
-        starts = [start for start in trace.of(Start) if start.step == 0 and not start.resumed]
+        starts = [start for start in self.trace.of(Start) if start.step == 0 and not start.resumed]
         valued = any(evidence.has_values(start.weights) for start in starts)
         if one is None or not evidence.has_values(one.weights):
             return
         told = f"{self.words.before}weights before the first step are not {self.words.its}"
         for start in starts:
-            place: dict[str, Any] = {"step": -1, "rank": start.rank, "scenario": self.scenario}
+            place = {**evidence.place(self.trace, start), "step": -1}
             mine, theirs, bound = one.weights, start.weights, self.bounds.start
             compared = evidence.compare_close(self.tally, mine, theirs, bound, told, **place)
             if valued and not compared:
                 what = f"Start.weights in both runs {missing.WITH_VALUES}"
                 gaps.add("was not compared by weights", what, rank=start.rank, step=-1)
-
-    def _place(self, update: Update) -> dict[str, Any]:
-        return {"step": update.step, "rank": update.rank, "scenario": self.scenario}
 
 
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
@@ -309,9 +302,7 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def _tensors(update: Update, part: str) -> Tensors:
-    """A part of what a rank holds; of buffers running means, since counters may count
-    micro-batches.
-    """
+    """Return a part of what a rank holds; of buffers the running means, not counters."""
     tensors: Tensors = getattr(update, part)
     if part != "buffers":
         return tensors

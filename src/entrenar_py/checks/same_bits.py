@@ -132,9 +132,7 @@ def _compare_update(
     message: str,
     place: Mapping[str, Any],
 ) -> None:
-    """One update and its model, part by part; `known` is what the model's run recorded, and what
-    the other did.
-    """
+    """Compare an update with its model's; `known` is what was recorded of model and run."""
     for part in ("gradient", "weights", "optimizer", "buffers"):
         left, right = getattr(model, part), getattr(update, part)
         bare = [
@@ -189,6 +187,7 @@ ROWS = (
         spoken_of="invariance world-size invariant",
         judge=judge_worker_count,
         plan=plans.training,
+        explores=True,
         needs=(COUNTS,),
         bitwise=True,
         in_step=True,
@@ -200,6 +199,7 @@ ROWS = (
         spoken_of="determinism deterministic reproducible reproducibility repeat",
         judge=judge_determinism,
         plan=plans.training,
+        explores=True,
         needs=(REPEATED,),
     ),
 )

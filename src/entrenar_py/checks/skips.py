@@ -47,14 +47,8 @@ def told(steps: Iterable[int]) -> str:
 
 
 def _same(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
-    """Return whether both have the same digests, under the same names; of no weight nothing is
-    known.
-    """
-    return bool(now[0]) and all(map(_alike, before, now))
-
-
-def _alike(one: Tensors, other: Tensors) -> bool:
-    return _digests(one) == _digests(other)
+    """Return whether both have the same digests; of a state without weights nothing is known."""
+    return bool(now[0]) and [*map(_digests, before)] == [*map(_digests, now)]
 
 
 def _digests(tensors: Tensors) -> Mapping[str, str]:

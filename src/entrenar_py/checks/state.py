@@ -49,9 +49,7 @@ class Comparison:
     def compare(
         self, part: str, expected: Holder, got: Holder, message: str, *, sharded: bool, step: int
     ) -> None:
-        """One part of two states, of which `got` may be wrong; of sharded optimizer state only what
-        both hold.
-        """
+        """Compare a part of two states; of sharded optimizer state only what both hold."""
         left, right = getattr(expected, part), getattr(got, part)
         bare = got if left else expected
         if bool(left) != bool(right) and missing.is_unknown(self._recorded, bare, part):

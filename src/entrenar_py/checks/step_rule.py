@@ -24,7 +24,6 @@ from entrenar_py.verdict import Finding, Tally
 # Where a contract gives no tolerance: rates and norms are sums or products in float32, whose n
 # roundings of random sign add up to sqrt(n) 2^-24, for n = 10,000 elements 6e-6.
 RELATIVE = 1e-5
-CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 # w - rate * g in float32: two roundings of the result, u = 2^-24 each, a third for fused forms, and
 # for moments one more in each step that is added up in them.
 UPDATE_ULPS = 8
@@ -174,7 +173,7 @@ def _clipping(
     limit = math.inf if scenario.clip_norm is None else scenario.clip_norm
     expected = min(update.grad_norm, limit)
     if update.grad_norm > limit:
-        relative += CLIP_EPSILON / update.grad_norm
+        relative += knobs.CLIP_EPSILON / update.grad_norm
     message = f"the applied gradient's norm is not min(norm, {scenario.clip_norm})"
     tally.close(expected, update.applied_norm, relative * expected, message, **place)
 
@@ -232,6 +231,7 @@ ROWS = (
         spoken_of="clip clipping clipped norm schedule learning-rate warmup cosine decay",
         judge=judge,
         plan=plans.step_rules,
+        explores=True,
         needs=(turned("clip"),),
         tolerance_kinds=("relative",),
         takes_tolerance=True,

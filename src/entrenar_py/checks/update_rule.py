@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +86,7 @@ class Rule:
             self.known = False
             return
         for name, record in update.gradient.items():
-            slope, weight = record.values(), _values(before, name)
+            slope, weight = record.values(), before[name].values() if name in before else None
             if slope is None or weight is None or slope.shape != weight.shape:
                 self.known = False
                 continue
@@ -189,7 +188,3 @@ def _clip_factor(scenario: Scenario, update: Update) -> float | None:
     if not (math.isfinite(norm) and math.isfinite(applied)):
         return None
     return min(1.0, applied / norm) if norm else 1.0
-
-
-def _values(tensors: Tensors, name: str) -> NDArray[Any] | None:
-    return tensors[name].values() if name in tensors else None

@@ -225,6 +225,7 @@ ROWS = (
         spoken_of="loss scaling mean-of-means weighted tokens micro-batch losses",
         judge=judge,
         plan=plans.weightings,
+        explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,

@@ -81,7 +81,6 @@ ROWS = (
         spoken_of="round-trip roundtrip encode decode fidelity serialization",
         judge=probes.judge(compare_round_trip, "no message was carried"),
         plan=plan,
-        explores=False,
     ),
     Check(
         name="wire_refusal",
@@ -90,7 +89,6 @@ ROWS = (
         spoken_of="truncated malformed unknown-tag tag corrupt checksum",
         judge=probes.judge(compare_refusal, "nothing malformed was read"),
         plan=plan,
-        explores=False,
     ),
     Check(
         name="wire_memory",
@@ -99,7 +97,6 @@ ROWS = (
         spoken_of="oversized length-prefix allocation",
         judge=probes.judge(compare_memory, "no message was read"),
         plan=plan,
-        explores=False,
         tolerance_kinds=("bytes",),
     ),
     Check(
@@ -109,6 +106,5 @@ ROWS = (
         spoken_of="authentication secret join handshake",
         judge=probes.judge(compare_admission, "nobody asked to join"),
         plan=plan_admission,
-        explores=False,
     ),
 )
