@@ -109,7 +109,7 @@ lint: setup
 
 # Regenerates what is generated: CLI reference, kill matrix, tables, faults for real.
 docs: setup
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.generate
 	$(BIN)/python -m docs.fault_table
 	$(BIN)/python -m docs.bound_family
 

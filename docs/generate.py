@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from docs import cli_reference, kill_matrix_page
 from entrenar_py import kill_matrix, mutants, scenario
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.contract import Invariant
@@ -18,7 +18,6 @@ from entrenar_py.drivers import door
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
-from entrenar_py.options import reference as option_reference
 from entrenar_py.project import keys as project_keys
 from entrenar_py.protocol import frames, messages, phases
 from entrenar_py.protocol.mesh_worker import MeshWorker
@@ -29,6 +28,7 @@ from entrenar_py.scenario import CHOICES, Scenario
 from entrenar_py.service import config_keys, exit_codes
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Counterexample
+from falsification import user_integrations, user_knobs, user_trainers
 
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
@@ -108,22 +108,19 @@ PAYLOADS = {
 def pages(rows: Sequence[Row]) -> dict[str, str]:
     """Return file name -> text of every page that is generated or has generated tables."""
     return {
-        "cli.md": option_reference.reference(),
+        "cli.md": cli_reference.reference(),
         "configuration.md": configuration(CONFIGURATION.read_text(encoding="utf-8")),
         "contract-rules.md": contract_rules(CONTRACT_RULES.read_text(encoding="utf-8")),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
-        "kill-matrix.md": kill_matrix.markdown(rows, scripts()),
+        "kill-matrix.md": kill_matrix_page.page(rows, scripts(), checks()),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
     }
 
 
 def scripts() -> list[tuple[str, ...]]:
     """A row per broken twin of an example script; none of them is run."""
-    sys.path.append(str(DOCS.parent))  # where this is run as a file, only docs/ is there
-    from falsification import user_integrations, user_knobs, user_trainers
-
-    found = []
+    found: list[tuple[str, ...]] = []
     for one in (*user_trainers.TWINS, *user_knobs.BUGS, *user_integrations.TWINS):
         place = Counterexample(message="", step=one.step, rank=one.rank, tensor=one.tensor).place()
         where = ", ".join(filter(None, (place, f"“{one.words}”" if one.words else "")))
@@ -147,9 +144,8 @@ def contract_rules(page: str) -> str:
 
 
 def contract_format(page: str) -> str:
-    """Return `page` with the current tables of checks, scenarios, systems and faults."""
+    """Return `page` with the current tables of scenarios, systems and faults."""
     tables = {
-        "checks": checks(),
         "scenario": fields(),
         "systems": systems(),
         "faults": faults(),
@@ -219,7 +215,7 @@ def configuration(page: str) -> str:
 
 def _training() -> list[tuple[str, ...]]:
     """A row for each field of a scenario that a configuration may hold."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in config_keys.TRAINING:
         field = Scenario.__dataclass_fields__[name]
         default = "required" if name in config_keys.REQUIRED else _default(field)
@@ -243,10 +239,10 @@ def _filled(page: str, tables: Mapping[str, str]) -> str:
     return page
 
 
-def checks() -> str:
-    """Return a row per check: its claim, its tolerances, its own scenarios."""
+def checks() -> list[tuple[str, ...]]:
+    """Return a row per check: name, id, claim, tolerance kinds, own scenarios."""
     clauses = kill_matrix.invariants()
-    rows = [
+    return [
         (
             *(f"`{check.name}`", check.id, check.decides),
             ", ".join(f"`{kind}`" for kind in check.tolerance_kinds),
@@ -254,7 +250,6 @@ def checks() -> str:
         )
         for check in CHECKS.values()
     ]
-    return _table(("check", "id", "decides", "tolerance kinds", "own scenarios"), rows)
 
 
 def _planned(check: Check, clause: Invariant) -> str:

@@ -1,4 +1,4 @@
-"""The command line: its flags, what goes together, its help and its reference."""
+"""The command line: its flags, what goes together, and its help."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
-from entrenar_py.options import modes, outputs, parser, reference, typed
+from entrenar_py.options import modes, outputs, parser, typed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "help.txt"
-REFERENCE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 FLAGS = [
     *(
@@ -66,11 +65,6 @@ def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` reads as the golden file."""
     monkeypatch.setenv("COLUMNS", "100")
     assert parser.build().format_help() == GOLDEN.read_text(encoding="utf-8")
-
-
-def test_reference_is_current() -> None:
-    """docs/cli.md is what the parser says: write `options_page.reference()` to it."""
-    assert REFERENCE.read_text(encoding="utf-8") == reference.reference()
 
 
 def test_help_names_every_choice() -> None:

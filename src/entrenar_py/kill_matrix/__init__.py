@@ -17,7 +17,6 @@ from entrenar_py.errors import UsageError
 from entrenar_py.harness import plan
 from entrenar_py.harness.runner import Runner
 from entrenar_py.kill_matrix import tables
-from entrenar_py.kill_matrix.page import markdown
 from entrenar_py.kill_matrix.rows import Row, all_right, summary
 from entrenar_py.mutants import Variant
 from entrenar_py.reports import terminal
@@ -28,7 +27,6 @@ __all__ = [
     "all_right",
     "invariants",
     "judges",
-    "markdown",
     "planted_bugs",
     "run",
     "show",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entrenar_py import kill_matrix
+from docs import kill_matrix_page
 from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
 
 
@@ -16,7 +16,7 @@ def test_what_went_wrong_is_marked() -> None:
         row(BENIGN, HELD, invariant="F-DP-002"),
         row(BENIGN, UNKNOWN, invariant="F-DP-006"),
     ]
-    text = kill_matrix.markdown(rows)
+    text = kill_matrix_page.page(rows)
     assert "0 of 1 mutants killed for the right reason, 0 of 1 benign variants silent." in text
     assert "| F-DP-001 | killed | step 1, rank 0 | right |" in text
     assert "| F-DP-001 | SURVIVED | step 1, rank 0 | **wrong** |" in text
@@ -27,10 +27,10 @@ def test_what_went_wrong_is_marked() -> None:
 
 def test_where_nothing_is_wrong_the_page_says_none() -> None:
     """An empty cell could be an oversight."""
-    assert "| F-DP-001 | none | none |" in kill_matrix.markdown([row(BENIGN, HELD)])
+    assert "| F-DP-001 | none | none |" in kill_matrix_page.page([row(BENIGN, HELD)])
 
 
 def test_bugs_in_scripts_have_a_table() -> None:
     """Each with its source, and the clause that finds it."""
     cells = ("none is divided", "`train.py`", "classic", "F-DP-005", "step 0")
-    assert f"| {' | '.join(cells)} |" in kill_matrix.markdown([], [cells])
+    assert f"| {' | '.join(cells)} |" in kill_matrix_page.page([], [cells])

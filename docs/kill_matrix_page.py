@@ -1,4 +1,4 @@
-"""The kill matrix as a page of the documentation."""
+"""docs/kill-matrix.md: what each check decides, and which planted bugs it was seen to find."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from entrenar_py.kill_matrix import rows as matrix
 from entrenar_py.kill_matrix.rows import Row
 
 
-def markdown(rows: Sequence[Row], scripts: Sequence[Sequence[str]] = ()) -> str:
-    """The whole page; the same on every machine where all is right.
+def page(
+    rows: Sequence[Row],
+    scripts: Sequence[Sequence[str]] = (),
+    checks: Sequence[Sequence[str]] = (),
+) -> str:
+    """Return the whole page; the same on every machine where all is right.
 
     Each of `scripts` has the cells of a bug in a script: what, which script, source, clause, place.
+    Each of `checks` has name, id, claim, tolerance kinds and own scenarios of a check.
     """
-    return "\n".join(_lines(rows, scripts)) + "\n"
+    return "\n".join(_lines(rows, scripts, checks)) + "\n"
 
 
-def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "# The kill matrix"
+def _lines(
+    rows: Sequence[Row], scripts: Sequence[Sequence[str]], checks: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    yield "# Checks and the kill matrix"
     yield ""
     yield "<!-- Written by `make docs`; a test says when it is out of date. -->"
     yield ""
@@ -30,6 +37,18 @@ def _lines(rows: Sequence[Row], scripts: Sequence[Sequence[str]]) -> Iterator[st
     )
     yield ""
     yield f"{matrix.summary(rows)}."
+    yield ""
+    yield "## Checks"
+    yield ""
+    yield (
+        "A clause of a contract names the check that decides it, or has the check's id "
+        "([the format](contract-format.md#checks)). The check's own scenarios are used for a "
+        "clause without any."
+    )
+    yield ""
+    yield "| check | id | decides | tolerance kinds | own scenarios |"
+    yield "|---|---|---|---|---|"
+    yield from (_line(*cells) for cells in checks)
     yield ""
     yield "## Mutants"
     yield ""
