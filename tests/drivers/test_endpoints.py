@@ -57,8 +57,9 @@ class Pair:
         while self.down.bytes or self.up.bytes:
             data, self.down.bytes = self.down.bytes, b""
             for byte in data:
-                self.worker.buffer()[0] = byte
-                self.worker.filled(1)
+                if (buffer := self.worker.buffer("up")) is not None:
+                    buffer[0] = byte
+                    self.worker.filled("up", 1)
             data, self.up.bytes = self.up.bytes, b""
             for byte in data:
                 if (buffer := self.coordinator.buffer("down")) is not None:
@@ -186,9 +187,10 @@ def test_damaged_bytes_end_the_connection() -> None:
     """At either end, with the reason, and nothing is heard after them."""
     pair = Pair(_alone(), FakeServer(), FakeMember())
     garbage = bytes(64)
-    buffer = pair.worker.buffer()
+    buffer = pair.worker.buffer("up")
+    assert buffer is not None
     buffer[:] = garbage[: len(buffer)]
-    pair.worker.filled(len(buffer))
+    pair.worker.filled("up", len(buffer))
     assert pair.up.closed is not None
     assert "magic=" in pair.up.closed
     below = pair.coordinator.buffer("down")
@@ -206,7 +208,7 @@ def test_a_lost_connection_is_told_once() -> None:
     pair.pass_on()
     pair.coordinator.lost("down", "cable cut")
     pair.coordinator.lost("down", "cable cut")
-    pair.worker.lost("cable cut")
+    pair.worker.lost("up", "cable cut")
     assert server.told == ["0 joined", "0 left: cable cut"]
     pair.worker.connected("up", NONCE)
     pair.coordinator.connected("down", NONCE)

@@ -98,7 +98,7 @@ class Bench:
     def say(self, message: Message, payload: bytes = b"") -> None:
         """The coordinator says it."""
         for data in self._down.encode(message, payload):
-            feed(self.end.buffer, self.end.filled, bytes(data))
+            feed(self.end, "coordinator", bytes(data))
 
     def say_from(self, peer: str, message: Message, payload: bytes = b"") -> None:
         """Another worker does."""
@@ -106,7 +106,7 @@ class Bench:
 
     def feed_from(self, peer: str, data: bytes) -> None:
         """Bytes come of another worker."""
-        feed(lambda: self.end.buffer_of(peer), lambda num: self.end.filled_from(peer, num), data)
+        feed(self.end, peer, data)
 
     def link(self, peer: str) -> None:
         """Worker 0 connects, and proves itself."""
@@ -182,7 +182,7 @@ def test_what_is_early_of_a_link_that_is_lost_is_void() -> None:
     bench = Bench()
     bench.link("in")
     bench.say_from("in", node(), CONTENT)
-    bench.end.lost_link("in", "cut")
+    bench.end.lost("in", "cut")
     bench.say(GROUP)
     assert bench.hands.told == ["regroup"]
 
@@ -206,7 +206,7 @@ def test_what_makes_no_sense_ends_that_link_alone(
     bench.say_from("in", message, payload)
     assert reason in bench.closed.pop("in")
     assert bench.closed == {}
-    assert bench.end.buffer_of("in") is None
+    assert bench.end.buffer("in") is None
     assert type(bench.said[-1][1]).__name__ == "Unreachable"
     bench.say(Heartbeat())
     assert bench.end.finished is None
@@ -219,7 +219,7 @@ def test_damaged_bytes_end_that_link_alone() -> None:
     bench.feed_from("stranger", b"GET / HTTP/1.1\r\n" * 3)
     assert "magic=b'GET '" in bench.closed["stranger"]
     assert [type(one).__name__ for peer, one in bench.said if peer == "stranger"] == ["Challenge"]
-    bench.end.lost_link("stranger", "gone")
+    bench.end.lost("stranger", "gone")
     assert list(bench.closed) == ["stranger"]
 
 

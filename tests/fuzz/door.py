@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from entrenar_py.drivers.endpoints import CoordinatorEnd, WorkerEnd
+from entrenar_py.drivers.simulated_connections import feed
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import handshake
 from entrenar_py.protocol.coordinator import Coordinator
@@ -81,7 +82,7 @@ class Door:
 
     def say(self, data: bytes) -> None:
         """The fuzzer's `data` arrives, and the honest worker hears what follows from it."""
-        feed(lambda: self.end.buffer(FUZZER), lambda num: self.end.filled(FUZZER, num), data)
+        feed(self.end, FUZZER, data)
         self._carry()
 
     def work(self) -> None:
@@ -111,9 +112,9 @@ class Door:
         """Carries what the honest two say until they say no more; what FUZZER is told is lost."""
         while (down := self._down.take(HONEST)) or (up := self._up.take(HONEST)):
             if down:
-                feed(self._honest.buffer, self._honest.filled, down)
+                feed(self._honest, HONEST, down)
             else:
-                feed(lambda: self.end.buffer(HONEST), lambda num: self.end.filled(HONEST, num), up)
+                feed(self.end, HONEST, up)
         for other in (FUZZER, PASSER_BY):
             self._down.take(other)
 
@@ -148,18 +149,6 @@ def proved(hello: Hello) -> Hello:
 def session_key(hello: Hello) -> bytes:
     """The key of the session that `hello` opens."""
     return handshake.session_key(SECRET, CHALLENGE, hello)
-
-
-def feed(
-    buffer: Callable[[], memoryview | None], filled: Callable[[int], None], data: bytes
-) -> None:
-    """Has `data` arrive, as much at a time as is taken; none any more once there is no buffer."""
-    left = memoryview(data)
-    while left.nbytes and (place := buffer()) is not None:
-        num_bytes = min(place.nbytes, left.nbytes)
-        place[:num_bytes] = left[:num_bytes]
-        left = left[num_bytes:]
-        filled(num_bytes)
 
 
 def _clock() -> float:

@@ -20,6 +20,7 @@ from entrenar_py import contract, scenario, trace
 from entrenar_py.checks import CHECKS
 from entrenar_py.contract import Invariant, Vocabulary, validation
 from entrenar_py.contract.problems import Position
+from entrenar_py.drivers.simulated_connections import feed
 from entrenar_py.errors import CheckpointError, ContractError, ProtocolError, TraceError, UsageError
 from entrenar_py.harness import counterexamples, plan, stored
 from entrenar_py.harness.plan import Task
@@ -28,7 +29,6 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import frames, headers
 from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.protocol.messages import VERSION, Hello, Message
-from entrenar_py.protocol.phases import WorkerPhase
 from entrenar_py.service import config
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import checkpoint
@@ -41,7 +41,6 @@ from tests.fuzz.door import (
     TERMS,
     Door,
     Mailbox,
-    feed,
     hello_of,
     proved,
     session_key,
@@ -67,20 +66,16 @@ def read_frames(data: bytes) -> None:
     """
     key, stream = KEY if data[:1] > b"\x7f" else NO_KEY, data[1:]
     decoder, encoder = Decoder(lambda kind: PAYLOAD_BYTES_MAX, key), Encoder(key)
-    written = bytearray()
-
-    def buffer() -> memoryview:
-        place = decoder.buffer()
-        assert 0 < place.nbytes <= max(HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX)
-        return place
-
-    def filled(num_bytes: int) -> None:
-        received = decoder.filled(num_bytes)
-        if received is not None:
-            written.extend(b"".join(encoder.encode(received.message, received.payload)))
+    written, at = bytearray(), 0
 
     with suppress(ProtocolError):
-        feed(buffer, filled, stream)
+        while stream[at:]:
+            place = decoder.buffer()
+            assert 0 < place.nbytes <= max(HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX)
+            piece = stream[at : at + place.nbytes]
+            at += len(piece)
+            for received in decoder.feed(piece):
+                written.extend(b"".join(encoder.encode(received.message, received.payload)))
     assert stream.startswith(bytes(written))
 
 
@@ -141,14 +136,10 @@ def listen(data: bytes) -> None:
     end = worker_end(1, Mailbox(), asked.append)
     end.connected(FUZZER, NONCE)
 
-    def buffer() -> memoryview | None:
-        gone = end.machine.phase in (WorkerPhase.AWAY, WorkerPhase.OVER)
-        return None if gone else end.buffer()
-
     opening = Encoder(direction=frames.FROM_COORDINATOR).encode(CHALLENGE)
-    feed(buffer, end.filled, b"".join(opening))
+    feed(end, FUZZER, b"".join(opening))
     for frame in spoken(data, session_key(hello_of(1)), direction=frames.FROM_COORDINATOR):
-        feed(buffer, end.filled, frame)
+        feed(end, FUZZER, frame)
         while asked:
             work = asked.pop(0)
             end.computed(work, end.hands.work(work.step, work.shards))

@@ -62,18 +62,12 @@ def written(encoder: Encoder, message: Message, payload: bytes = b"") -> list[by
 
 def feed(decoder: Decoder, data: bytes, cuts: Iterable[int] = ()) -> list[Received]:
     """Return the messages decoded from `data` in pieces that end at `cuts`, and at its end."""
-    got = []
+    got: list[Received] = []
     ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
     at = 0
     for end in ends:
-        while at < end:
-            place = decoder.buffer()
-            num_bytes = min(place.nbytes, end - at)
-            place[:num_bytes] = data[at : at + num_bytes]
-            at += num_bytes
-            received = decoder.filled(num_bytes)
-            if received is not None:
-                got.append(received)
+        got += decoder.feed(data[at:end])
+        at = end
     return got
 
 

@@ -126,8 +126,8 @@ class Hour(ScenarioRun):
         if step == self.scenario.num_steps - 1:
             end = self.simulation.coordinator
             self.seen.num_open = {
-                "connections": self.simulation.num_connections,
-                "streams": end.num_streams,
+                "connections": len(self.simulation._connections),
+                "streams": len(end._connections),
                 "peers": len(end.machine.peers),
                 "workers": len(self.simulation.nodes),
             }

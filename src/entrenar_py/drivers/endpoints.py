@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from entrenar_py.drivers.message_faults import Speak, truthfully
 from entrenar_py.drivers.stream import Meter, Stream
@@ -47,6 +48,12 @@ Notify = Callable[[Effect], None]
 
 def unnoticed(effect: Effect) -> None:
     """Nobody wants to know."""
+
+
+def payload_of(received: Received | None) -> Buffer:
+    """Return the payload of the message of which an effect follows."""
+    assert received is not None, "what is kept was received"
+    return received.payload
 
 
 class Wire(Protocol):
@@ -110,228 +117,81 @@ class MemberHands(Protocol):
     def payload(self, message: Message) -> Buffer: ...
 
 
-class CoordinatorEnd:
-    """The coordinator. `finished` is its Finish effect, once there is one."""
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The codecs of one connection, and the part of the machine that hears of it."""
+
+    stream: Stream
+    heard: Callable[[float], None]
+    receive: Callable[[Message, float], list[Effect]]
+    broken: Callable[[str], list[Effect]]
+    lost: Callable[[str], list[Effect]]
+
+
+class End:
+    """The connections of one machine, and the effects that all machines have.
+
+    `finished` is its Finish effect, once there is one.
+    """
+
+    machine: Coordinator | Worker
+    hands: ServerHands | MemberHands
 
     def __init__(
         self,
-        machine: Coordinator,
-        hands: ServerHands,
         wire: Wire,
         clock: Callable[[], float],
-        beside: Beside,
         *,
-        proved: Callable[[Peer], None] = lambda peer: None,
-        notify: Notify = unnoticed,
+        proved: Callable[[Peer], None],
+        notify: Notify,
     ) -> None:
-        """`beside` is where blocks are reduced, copies compared and steps prepared. `proved` is
-        told which peer has proved to know the secret.
-        """
+        """`proved` is told which peer has proved to know the secret."""
+        self._wire, self._clock = wire, clock
         self._proved, self._notify = proved, notify
-        self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
-        self._beside = beside
+        self._sizes = self.hands.sizes()
         self.finished: do.Finish | None = None
         self.meter = Meter()
-        self._sizes = hands.sizes()
-        self._streams: dict[Peer, Stream] = {}
-
-    def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
-        """Someone connected from `host`; `nonce` is 32 random hex digits."""
-        limit = self._sizes.get
-        decoder = Decoder(
-            lambda kind: limit(kind, 0), direction=TO_COORDINATOR, room=self.hands.room
-        )
-        self._streams[peer] = Stream(decoder, Encoder(direction=FROM_COORDINATOR), self.meter)
-        self._do(self.machine.connected(peer, nonce, self._clock(), host))
-
-    @property
-    def num_streams(self) -> int:
-        """The number of open connections."""
-        return len(self._streams)
+        self._connections: dict[Peer, Connection] = {}
 
     def buffer(self, peer: Peer) -> memoryview | None:
         """Return where the next bytes of `peer` go; None if they go nowhere any more."""
-        stream = self._streams.get(peer)
-        return None if stream is None else stream.decoder.buffer()
+        connection = self._connections.get(peer)
+        return None if connection is None else connection.stream.decoder.buffer()
 
     def filled(self, peer: Peer, num_bytes: int) -> None:
-        """`num_bytes` were written to `buffer`."""
-        now, stream = self._clock(), self._streams[peer]
-        num_frames = stream.decoder.num_frames
+        """Take the `num_bytes` that were written to `buffer`."""
+        now, connection = self._clock(), self._connections[peer]
+        decoder = connection.stream.decoder
+        num_frames = decoder.num_frames
         try:
-            received = stream.filled(num_bytes)
-            if stream.decoder.num_frames > num_frames:
-                self.machine.heard(peer, now)
+            received = connection.stream.filled(num_bytes)
+            if decoder.num_frames > num_frames:
+                connection.heard(now)
             if received is not None:
-                message, payload = received.message, received.payload
-                rank = self.machine.peers[peer].rank
-                if rank is not None:
-                    self.hands.require(rank, message, payload)
-                self._do(self.machine.receive(peer, message, now), payload)
+                self._require(peer, received)
+                self._do(connection.receive(received.message, now), received)
         except ProtocolError as error:
-            self._do(self.machine.broken(peer, str(error), now))
+            self._do(connection.broken(str(error)))
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The connection is gone."""
-        if peer in self._streams:
-            self._do(self.machine.lost(peer, reason, self._clock()))
+        if peer in self._connections:
+            self._do(self._connections[peer].lost(reason))
 
     def tick(self) -> None:
         """Time has passed."""
         self._do(self.machine.tick(self._clock()))
 
-    def stop(self, reason: str, *, at_once: bool) -> None:
-        """The run is to end: after the step in work, or `at_once`."""
-        self._do(self.machine.stop(reason, self._clock(), at_once=at_once))
-
-    def _do(self, wanted: Iterable[Effect], payload: Buffer | None = None) -> None:
-        """Does everything that is wanted, and what follows from that, in order."""
-        waiting = deque(wanted)
-        while waiting:
-            effect = waiting.popleft()
-            waiting.extend(self._one(effect, payload))
-            self._notify(effect)
-
-    def _one(self, effect: Effect, payload: Buffer | None) -> list[Effect]:
-        match effect:
-            case do.Send(peer, message):
-                content = self.hands.payload(message)
-                frames = self._streams[peer].encode(message, content)
-                self._wire.write(peer, message, frames)
-            case do.Secure(peer, key):
-                self._streams[peer].secure(key)
-                self._proved(peer)
-            case do.Close(peer, reason):
-                del self._streams[peer]
-                self._wire.close(peer, reason)
-            case do.Keep(rank, message):
-                assert payload is not None, "what is kept was received"
-                self.hands.keep(rank, message, payload)
-            case do.Joined():
-                self.hands.joined(effect)
-            case do.Left():
-                self.hands.left(effect)
-            case do.Gather(step):
-                self._beside.forget()  # it was of a step that is over, or did not happen
-                self.hands.gather(step)
-            case do.Deliver(rank):
-                self.hands.deliver(rank)
-            case do.Copy(rank, message):
-                assert payload is not None, "what is kept was received"
-                self.hands.copy(rank, message, payload)
-            case do.EndCopy(rank, shard):
-                self.hands.end_copy(rank, shard)
-            case do.Compare(step, shard):
-                self._beside.run(
-                    self.hands.compare(shard),
-                    lambda found: self._do(
-                        self.machine.compared(step, shard, *found, self._clock())
-                    ),
-                )
-            case do.Conclude():
-                self.hands.conclude(effect)
-            case do.Reduce(step, block):
-                self.hands.complete(block)
-                self._beside.run(
-                    partial(self.hands.reduce, block),
-                    lambda reduced: self._do(self._reduced(step, reduced, block)),
-                )
-            case do.Prepare(step):
-                self._beside.run(
-                    partial(self.hands.prepare, step),
-                    lambda made: self._do(self.machine.prepared(step, *made, self._clock())),
-                )
-            case do.Apply(step):
-                self.hands.apply_average(step)
-            case do.Save(step):
-                self.hands.save(step)
-            case do.Stop():
-                self.hands.stop(effect)
-            case do.Finish():
-                self._beside.forget()
-                self.finished = effect
-            case _:
-                raise AssertionError(f"{effect} is not the coordinator's")
-        return []
-
-    def _reduced(self, step: int, reduced: tuple[float, float] | str, block: int) -> list[Effect]:
-        if isinstance(reduced, str):
-            return self.machine.refused(step, reduced)
-        loss, weight = reduced
-        return self.machine.reduced(step, block, loss, weight, self._clock())
-
-
-class WorkerEnd:
-    """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
-    with `computed`. `finished` is its Finish effect, once there is one. `speak` may have it lie.
-    `meter` counts what it exchanges with the coordinator.
-    """
-
-    def __init__(
-        self,
-        machine: Worker,
-        hands: MemberHands,
-        wire: Wire,
-        clock: Callable[[], float],
-        compute: Callable[[do.Compute], None],
-        speak: Speak = truthfully,
-        *,
-        notify: Notify = unnoticed,
-    ) -> None:
-        self.machine, self.hands, self._wire, self._clock = machine, hands, wire, clock
-        self._notify = notify
-        self.finished: do.Finish | None = None
-        self.num_stays = 0  # how often it was let in
-        self.meter = Meter()
-        self._compute, self._speak = compute, speak
-        self._sizes = hands.sizes()
-        self._stream = self._new_stream()
-
-    def connected(self, peer: Peer, nonce: str) -> None:
-        """Connected to the coordinator; `nonce` is 32 random hex digits."""
-        self._stream = self._new_stream()
-        self._do(self.machine.connected(peer, nonce, self._clock()))
-
-    def buffer(self) -> memoryview:
-        """Return where the next bytes go."""
-        return self._stream.decoder.buffer()
-
-    def filled(self, num_bytes: int) -> None:
-        """`num_bytes` were written to `buffer`."""
-        now, stream = self._clock(), self._stream
-        num_frames = stream.decoder.num_frames
-        try:
-            received = stream.filled(num_bytes)
-            if stream.decoder.num_frames > num_frames:
-                self.machine.heard(now)
-            if received is not None:
-                self.hands.require(received.message, received.payload)
-                self._do(self.machine.receive(received.message, now), received)
-        except ProtocolError as error:
-            self._do(self.machine.broken(str(error)))
-
-    def lost(self, reason: str) -> None:
-        """The connection is gone."""
-        self._do(self.machine.lost(reason))
-
-    def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
-        """Take what came of `asked`."""
-        self._do(self.machine.computed(asked, outcome))
-
-    def tick(self) -> None:
-        """Time has passed."""
-        self._do(self.machine.tick(self._clock()))
-
-    def leave(self, reason: str) -> None:
-        """This worker is to go, and to say why."""
-        self._do(self.machine.leave(reason))
-
-    def _new_stream(self) -> Stream:
-        limit = self._sizes.get
+    def _stream(self, direction: int, meter: Meter) -> Stream:
+        """New codecs; what is sent goes in `direction`."""
         decoder = Decoder(
-            lambda kind: limit(kind, 0), direction=FROM_COORDINATOR, room=self.hands.room
+            lambda kind: self._sizes.get(kind, 0), direction=1 - direction, room=self.hands.room
         )
-        return Stream(decoder, Encoder(direction=TO_COORDINATOR), self.meter)
+        return Stream(decoder, Encoder(direction=direction), meter)
+
+    def _require(self, peer: Peer, received: Received) -> None:
+        """ProtocolError if the hands find fault with what came."""
+        raise NotImplementedError
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
         """Does everything that is wanted, and what follows from that, in order.
@@ -347,11 +207,170 @@ class WorkerEnd:
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:
             case do.Send(peer, message):
-                self._send(self._stream, peer, message)
-            case do.Secure(_, key):
-                self._stream.secure(key)
+                self._send(peer, message)
+            case do.Secure(peer, key):
+                self._connections[peer].stream.secure(key)
+                self._proved(peer)
             case do.Close(peer, reason):
+                del self._connections[peer]
                 self._wire.close(peer, reason)
+            case do.Finish():
+                self.finished = effect
+            case _:
+                raise AssertionError(f"{effect} is not one of {type(self).__name__}")
+        return []
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        frames = self._connections[peer].stream.encode(message, self.hands.payload(message))
+        self._wire.write(peer, message, frames)
+
+
+class CoordinatorEnd(End):
+    """The coordinator."""
+
+    machine: Coordinator
+    hands: ServerHands
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        hands: ServerHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        beside: Beside,
+        *,
+        proved: Callable[[Peer], None] = lambda peer: None,
+        notify: Notify = unnoticed,
+    ) -> None:
+        """`beside` is where blocks are reduced, copies compared and steps prepared."""
+        self.machine, self.hands, self._beside = machine, hands, beside
+        super().__init__(wire, clock, proved=proved, notify=notify)
+
+    def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
+        """Someone connected from `host`; `nonce` is 32 random hex digits."""
+        machine, clock = self.machine, self._clock
+        self._connections[peer] = Connection(
+            self._stream(FROM_COORDINATOR, self.meter),
+            heard=partial(machine.heard, peer),
+            receive=partial(machine.receive, peer),
+            broken=lambda reason: machine.broken(peer, reason, clock()),
+            lost=lambda reason: machine.lost(peer, reason, clock()),
+        )
+        self._do(machine.connected(peer, nonce, clock(), host))
+
+    def stop(self, reason: str, *, at_once: bool) -> None:
+        """The run is to end: after the step in work, or `at_once`."""
+        self._do(self.machine.stop(reason, self._clock(), at_once=at_once))
+
+    def _require(self, peer: Peer, received: Received) -> None:
+        rank = self.machine.peers[peer].rank
+        if rank is not None:
+            self.hands.require(rank, received.message, received.payload)
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
+        hands = self.hands
+        match effect:
+            case do.Keep(rank, message):
+                hands.keep(rank, message, payload_of(received))
+            case do.Deliver(rank):
+                hands.deliver(rank)
+            case do.Joined():
+                hands.joined(effect)
+            case do.Left():
+                hands.left(effect)
+            case do.Gather(step):
+                self._beside.forget()  # it was of a step that is over, or did not happen
+                hands.gather(step)
+            case do.Copy(rank, message):
+                hands.copy(rank, message, payload_of(received))
+            case do.EndCopy(rank, shard):
+                hands.end_copy(rank, shard)
+            case do.Compare() | do.Reduce() | do.Prepare():
+                self._work(effect)
+            case do.Conclude():
+                hands.conclude(effect)
+            case do.Apply(step):
+                hands.apply_average(step)
+            case do.Save(step):
+                hands.save(step)
+            case do.Stop():
+                hands.stop(effect)
+            case do.Finish():
+                self._beside.forget()
+                return super()._one(effect, received)
+            case _:
+                return super()._one(effect, received)
+        return []
+
+    def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
+        """Leaves work to `beside`, and tells the machine what came of it."""
+        work: Callable[[], Any]
+        took: Callable[..., list[Effect]]
+        match effect:
+            case do.Compare(step, shard):
+                work, took = self.hands.compare(shard), partial(self.machine.compared, step, shard)
+            case do.Reduce(step, block):
+                self.hands.complete(block)
+                work = partial(self.hands.reduce, block)
+                took = partial(self.machine.reduced, step, block)
+            case do.Prepare(step):
+                work, took = partial(self.hands.prepare, step), partial(self.machine.prepared, step)
+
+        def done(outcome: Any) -> None:
+            if isinstance(outcome, str):  # of a block whose average is not finite
+                self._do(self.machine.refused(step, outcome))
+            else:
+                self._do(took(*outcome, self._clock()))
+
+        self._beside.run(work, done)
+
+
+class WorkerEnd(End):
+    """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
+    with `computed`. `speak` may have it lie. `meter` counts what it exchanges with the coordinator.
+    """
+
+    machine: Worker
+    hands: MemberHands
+
+    def __init__(
+        self,
+        machine: Worker,
+        hands: MemberHands,
+        wire: Wire,
+        clock: Callable[[], float],
+        compute: Callable[[do.Compute], None],
+        speak: Speak = truthfully,
+        *,
+        proved: Callable[[Peer], None] = lambda peer: None,
+        notify: Notify = unnoticed,
+    ) -> None:
+        self.machine, self.hands = machine, hands
+        self._compute, self._speak = compute, speak
+        self.num_stays = 0  # how often it was let in
+        super().__init__(wire, clock, proved=proved, notify=notify)
+
+    def connected(self, peer: Peer, nonce: str) -> None:
+        """Connected to the coordinator; `nonce` is 32 random hex digits."""
+        machine, stream = self.machine, self._stream(TO_COORDINATOR, self.meter)
+        self._connections[peer] = Connection(
+            stream, machine.heard, machine.receive, machine.broken, machine.lost
+        )
+        self._do(machine.connected(peer, nonce, self._clock()))
+
+    def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
+        """Take what came of `asked`."""
+        self._do(self.machine.computed(asked, outcome))
+
+    def leave(self, reason: str) -> None:
+        """This worker is to go, and to say why."""
+        self._do(self.machine.leave(reason))
+
+    def _require(self, peer: Peer, received: Received) -> None:
+        self.hands.require(received.message, received.payload)
+
+    def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
+        match effect:
             case do.Load():
                 assert received is not None
                 assert isinstance(received.message, Welcome)
@@ -365,12 +384,11 @@ class WorkerEnd:
                 self.hands.hold(received.message, received.payload)
             case do.Make(step):
                 self.hands.make_held(step)
-            case do.Finish():
-                self.finished = effect
             case _:
-                raise AssertionError(f"{effect} is not a worker's")
+                return super()._one(effect, received)
         return []
 
-    def _send(self, stream: Stream, peer: Peer, message: Message) -> None:
+    def _send(self, peer: Peer, message: Message) -> None:
+        stream = self._connections[peer].stream
         for said, content in self._speak(message, self.hands.payload(message)):
             self._wire.write(peer, said, stream.encode(said, content))

@@ -98,28 +98,18 @@ async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) 
     """Does what `machine` wants until it is finished."""
     decoder = Decoder(_limit, direction=FROM_COORDINATOR)
     encoder = Encoder(direction=TO_COORDINATOR)
-    while True:
-        received = await _receive(reader, decoder)
-        for effect in machine.receive(received.message):
-            match effect:
-                case do.Send(_, message):
-                    writer.writelines(encoder.encode(message))
-                case do.Secure(_, key):
-                    decoder.key = encoder.key = key
-                case do.Finish():
-                    return effect if machine.offer is None else _told(machine.offer, received)
-
-
-async def _receive(reader: StreamReader, decoder: Decoder) -> Received:
-    while True:
-        place = decoder.buffer()
-        data = await reader.read(place.nbytes)
-        if not data:
-            raise ConnectionError("closed by the other end")
-        place[: len(data)] = data
-        received = decoder.filled(len(data))
-        if received is not None:
-            return received
+    while data := await reader.read(SCENARIO_BYTES_MAX):
+        for received in decoder.feed(data):
+            for effect in machine.receive(received.message):
+                match effect:
+                    case do.Send(_, message):
+                        writer.writelines(encoder.encode(message))
+                    case do.Secure(_, key):
+                        decoder.key = encoder.key = key
+                    case do.Finish():
+                        offer = machine.offer
+                        return effect if offer is None else _told(offer, received)
+    raise ConnectionError("closed by the other end")
 
 
 def _limit(kind: type[Message]) -> int:

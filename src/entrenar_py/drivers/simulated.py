@@ -116,7 +116,7 @@ class Simulation:
             connection.dead = True  # what is on its way up has nowhere to go
             if not connection.ended:
                 connection.ended = True
-                self._end_down(connection, "the coordinator died")
+                self._end(connection, "the coordinator died", up=False)
         self._connections.clear()
         self._guests.clear()
         self.coordinator = self._new_coordinator(run, hands)
@@ -243,26 +243,26 @@ class Simulation:
         end = self.coordinator
 
         def arrive(piece: bytes) -> None:
-            if end is not self.coordinator:
-                return  # another one has taken its place
-            feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), piece)
+            if end is self.coordinator:  # else another one has taken its place
+                feed(end, peer, piece)
 
         for place, piece in enumerate(pieces, start=1):
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
         """Puts a message on its way, or what is left of it. Between workers it is the sender's."""
-        way = connection.up if up else connection.down
         if connection.dead or connection.ended:
             return
-        link = connection.to is not None
-        node = connection.to if connection.to is not None and not up else connection.node
-        befalls = self._meddle(node.end.machine.rank, up or link, message) or Meddling(None)
+        sender = connection.end(not up)
+        node = connection.node if sender is None else sender
+        is_of_worker = sender is not None
+        befalls = self._meddle(node.end.machine.rank, is_of_worker, message) or Meddling(None)
         half = data[: len(data) // 2]
         delay = self._random.uniform(*LATENCY_S)
+        way = connection.up if up else connection.down
         match befalls.fate:
             case Fate.KILL:
-                self._deliver(connection, up, half if up or link else b"", delay)
+                self._deliver(connection, up, half if is_of_worker else b"", delay)
                 self._die(node)
                 return
             case Fate.CUT:
@@ -292,61 +292,36 @@ class Simulation:
     def _deliver(self, connection: Connection, up: bool, data: bytes, delay: float) -> None:
         way = connection.up if up else connection.down
         way.arrives = max(way.arrives, self.now + delay)
-        peer, node, end = connection.peer, connection.node, self.coordinator
-
-        def to_coordinator() -> None:
-            feed(lambda: end.buffer(peer), lambda num: end.filled(peer, num), data)
-
-        def to_worker() -> None:
-            def buffer() -> memoryview | None:
-                return node.end.buffer() if node.connection is connection else None
-
-            feed(buffer, node.end.filled, data)
-
-        def to_link(there: Node) -> None:
-            mesh = there.end
-            assert isinstance(mesh, MeshEnd)
-            feed(lambda: mesh.buffer_of(peer), lambda num: mesh.filled_from(peer, num), data)
+        peer, there, coordinator = connection.peer, connection.end(up), self.coordinator
 
         def arrive() -> None:
             if connection.dead:
                 return
-            if connection.to is not None:
-                there = connection.to if up else node
-                self._to(there, lambda: to_link(there))
-            elif up:
-                to_coordinator()
+            if there is None:
+                feed(coordinator, peer, data)
             else:
-                self._to(node, to_worker)
+                self._to(there, lambda: feed(there.end, peer, data))
 
         self._time.at(way.arrives, arrive)
 
     def _break(self, connection: Connection, reason: str) -> None:
         """Ends a connection; each end hears of it once everything before has arrived."""
         connection.ended = True
-        self._end_up(connection, reason)
-        self._end_down(connection, reason)
+        self._end(connection, reason, up=True)
+        self._end(connection, reason, up=False)
 
-    def _end_up(self, connection: Connection, reason: str) -> None:
-        when = max(connection.up.arrives, self.now) + LATENCY_S[0]
-        to = connection.to
-        if to is not None:
-            self._time.at(when, lambda: self._to(to, lambda: _lose_link(to, connection, reason)))
-        else:
-            self._time.at(when, lambda: self.coordinator.lost(connection.peer, reason))
+    def _end(self, connection: Connection, reason: str, *, up: bool) -> None:
+        """Has one end hear that a connection is gone."""
+        peer, there = connection.peer, connection.end(up)
 
-    def _end_down(self, connection: Connection, reason: str) -> None:
-        node = connection.node
+        def lose() -> None:
+            if there is None:
+                self.coordinator.lost(peer, reason)
+            else:
+                self._to(there, lambda: there.lose(connection, reason))
 
-        def end() -> None:
-            if connection.to is not None:
-                _lose_link(node, connection, reason)
-            elif node.connection is connection:
-                node.connection = None
-                node.end.lost(reason)
-
-        when = max(connection.down.arrives, self.now) + LATENCY_S[0]
-        self._time.at(when, lambda: self._to(node, end))
+        way = connection.up if up else connection.down
+        self._time.at(max(way.arrives, self.now) + LATENCY_S[0], lose)
 
     def _sent_away(self, peer: Peer, reason: str) -> None:
         """The coordinator says nothing more; the worker hears so after what was said before."""
@@ -355,7 +330,7 @@ class Simulation:
         connection = self._connections.pop(peer)
         if not connection.ended and not connection.dead:
             connection.ended = True
-            self._end_down(connection, f"closed by the coordinator: {reason}")
+            self._end(connection, f"closed by the coordinator: {reason}", up=False)
 
     def _closed(self, node: Node, peer: Peer, reason: str) -> None:
         """The worker says nothing more on a connection."""
@@ -368,15 +343,5 @@ class Simulation:
             del self._connections[peer]
         if not connection.ended and not connection.dead:
             connection.ended = True
-            end = self._end_up if connection.node is node else self._end_down
-            end(connection, f"closed by the worker: {reason}")
-
-    @property
-    def num_connections(self) -> int:
-        """The number of workers' connections, as far as the coordinator knows."""
-        return len(self._connections)
-
-
-def _lose_link(node: Node, connection: Connection, reason: str) -> None:
-    assert isinstance(node.end, MeshEnd)
-    node.end.lost_link(connection.peer, reason)
+            up = connection.node is node
+            self._end(connection, f"closed by the worker: {reason}", up=up)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from entrenar_py.drivers.endpoints import WorkerEnd
+from entrenar_py.drivers.endpoints import End, WorkerEnd
 from entrenar_py.protocol.effects import Peer
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message
@@ -32,6 +32,12 @@ class Node:
     frozen_until: float = 0.0
     calling: bool = False
 
+    def lose(self, connection: Connection, reason: str) -> None:
+        """A connection is gone."""
+        if self.connection is connection:
+            self.connection = None
+        self.end.lost(connection.peer, reason)
+
 
 @dataclass(slots=True, eq=False)
 class Connection:
@@ -48,6 +54,10 @@ class Connection:
     dead: bool = False
     ended: bool = False
 
+    def end(self, up: bool) -> Node | None:
+        """Return who is at its upper or lower end; None is the coordinator."""
+        return self.to if up else self.node
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
@@ -61,16 +71,11 @@ class SimulatedWire:
         self.send(peer, message, b"".join(buffers))
 
 
-def feed(
-    buffer: Callable[[], memoryview | None], filled: Callable[[int], None], data: bytes
-) -> None:
-    """Writes `data` to a decoder, as much at a time as it takes; drops it if it takes none."""
+def feed(end: End, peer: Peer, data: bytes) -> None:
+    """Has `data` of `peer` arrive, as much at a time as the end takes; drops what it takes not."""
     left = memoryview(data)
-    while left.nbytes:
-        place = buffer()
-        if place is None:
-            return
+    while left.nbytes and (place := end.buffer(peer)) is not None:
         num_bytes = min(place.nbytes, left.nbytes)
         place[:num_bytes] = left[:num_bytes]
         left = left[num_bytes:]
-        filled(num_bytes)
+        end.filled(peer, num_bytes)

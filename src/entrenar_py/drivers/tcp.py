@@ -14,7 +14,6 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import Any
 
 from entrenar_py.drivers import sockets, tls
@@ -68,9 +67,6 @@ class CoordinatorServer:
         )
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
-        self._numbers = count()
-        self._links: dict[Peer, Link] = {}
-        self._peers: dict[Link, int] = {}
         self._visits: dict[Link, Visit] = {}
         self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
         self.over_s = math.inf  # when the run was, by `time.monotonic`
@@ -130,7 +126,7 @@ class CoordinatorServer:
         finally:
             self._ticking.cancel()
             self._door.close()
-            for link in self._peers:
+            for link in self._visits:
                 link.abort()
             self._beside.close()
 
@@ -146,7 +142,7 @@ class CoordinatorServer:
         self._ticking.cancel()
         self._beside.forget()
         self._door.close()
-        for link in self._peers:
+        for link in self._visits:
             link.abort()
         if not self._finished.done():
             self._finished.set_result(DIED)
@@ -155,14 +151,15 @@ class CoordinatorServer:
         """Sends a message."""
         member = self.end.machine.peers.get(peer)
         rank = None if member is None else member.rank
-        self._links[peer].write(self._counted(buffers), self._meddle(rank, False, message))
+        assert isinstance(peer, Link)
+        peer.write(self._counted(buffers), self._meddle(rank, False, message))
 
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
         assert self._door is not None, "it came in there"
-        link = self._links.pop(peer)
-        self._door.sent_away(self._visits[link], reason)
-        link.close()
+        assert isinstance(peer, Link)
+        self._door.sent_away(self._visits[peer], reason)
+        peer.close()
 
     @property
     def strangers(self) -> tuple[int, list[tuple[str, str]]]:
@@ -172,23 +169,20 @@ class CoordinatorServer:
         return (0, []) if self._door is None else (self._door.num_ended, list(self._door.ended))
 
     def _opened(self, sock: socket.socket, visit: Visit) -> None:
-        link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
-        peer = next(self._numbers)
-        self._links[peer], self._peers[link], self._visits[link] = link, peer, visit
+        link = Link(sock, buffer=self.end.buffer, filled=self._filled, lost=self._lost)
+        self._visits[link] = visit
         visit.end = link.abort
-        self.end.connected(peer, secrets.token_hex(NONCE_BYTES), visit.host)
+        self.end.connected(link, secrets.token_hex(NONCE_BYTES), visit.host)
         self._look()
 
     def _proved(self, peer: Peer) -> None:
         assert self._door is not None, "it came in there"
-        self._door.proved(self._visits[self._links[peer]])
-
-    def _buffer(self, link: Link) -> memoryview | None:
-        return self.end.buffer(self._peers[link])
+        assert isinstance(peer, Link)
+        self._door.proved(self._visits[peer])
 
     def _filled(self, link: Link, num_bytes: int) -> None:
         self.bytes_in += num_bytes
-        self.end.filled(self._peers[link], num_bytes)
+        self.end.filled(link, num_bytes)
         self._look()
 
     def _counted(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
@@ -197,9 +191,8 @@ class CoordinatorServer:
             yield buffer
 
     def _lost(self, link: Link, reason: str) -> None:
-        peer = self._peers.pop(link)
         if not self._dead:
-            self.end.lost(peer, reason)
+            self.end.lost(link, reason)
             self._look()
         assert self._door is not None, "it came in there"
         self._door.left(self._visits.pop(link))
@@ -312,15 +305,14 @@ class WorkerClient:
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Sends a message."""
-        if self._link is not None:
-            self._link.write(buffers, self._meddle(self.end.machine.rank, True, message))
+        assert isinstance(peer, Link)
+        peer.write(buffers, self._meddle(self.end.machine.rank, True, message))
 
     def close(self, peer: Peer, reason: str) -> None:
         """Ends the connection."""
+        assert isinstance(peer, Link)
         self._reason = reason
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        peer.close()
 
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
         """One connection, to its end; why this worker was not let in, if it was not."""
@@ -332,7 +324,9 @@ class WorkerClient:
             return f"no answer within {self.end.machine.timing.hello_s:g} s"
         except OSError as error:
             return str(error)
-        self._link = link = Link(sock, buffer=self._buffer, filled=self._filled, lost=self._lost)
+        self._link = link = Link(
+            sock, buffer=self.end.buffer, filled=self.end.filled, lost=self.end.lost
+        )
         self.end.connected(link, secrets.token_hex(NONCE_BYTES))
         try:
             await link.ended
@@ -348,17 +342,6 @@ class WorkerClient:
         if context is None:
             return sock
         return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
-
-    def _buffer(self, link: Link) -> memoryview | None:
-        return self.end.buffer() if link is self._link else None
-
-    def _filled(self, link: Link, num_bytes: int) -> None:
-        self.end.filled(num_bytes)
-
-    def _lost(self, link: Link, reason: str) -> None:
-        if link is self._link:
-            self._link = None
-            self.end.lost(reason)
 
     def compute(self, asked: do.Compute) -> None:
         """Has it computed, beside everything else."""

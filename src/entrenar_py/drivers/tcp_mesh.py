@@ -12,7 +12,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import cast
 
@@ -27,10 +27,8 @@ from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Peer
-from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.handshake import NONCE_BYTES
 from entrenar_py.protocol.mesh_worker import MeshWorker
-from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.worker import Worker
 
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
@@ -145,13 +143,6 @@ class MeshClient(WorkerClient):
         )
         self.end.machine.port = listeners[0].getsockname()[1]
 
-    def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Sends a message, to the coordinator or to another worker."""
-        if isinstance(peer, Link) and peer in self._links:
-            peer.write(buffers, self._meddle(self.end.machine.rank, True, message))
-        else:
-            super().write(peer, message, buffers)
-
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
         if isinstance(peer, Link) and peer in self._links:
@@ -206,23 +197,18 @@ class MeshClient(WorkerClient):
         self.end.accepted(link, secrets.token_hex(NONCE_BYTES))
 
     def _proved(self, peer: Peer) -> None:
-        visit = self._links[peer] if isinstance(peer, Link) else None
+        visit = self._links.get(peer) if isinstance(peer, Link) else None
         if visit is not None and self._door is not None:
             self._door.proved(visit)
 
     def _new_link(self, sock: socket.socket, visit: Visit | None) -> Link:
         end = self.end
-        link = Link(
-            sock,
-            buffer=lambda link: end.buffer_of(link),
-            filled=lambda link, num_bytes: end.filled_from(link, num_bytes),
-            lost=self._lost_link,
-        )
+        link = Link(sock, buffer=end.buffer, filled=end.filled, lost=self._lost_link)
         self._links[link] = visit
         return link
 
     def _lost_link(self, link: Link, reason: str) -> None:
-        self.end.lost_link(link, reason)
+        self.end.lost(link, reason)
         visit = self._links.pop(link)
         if visit is not None and self._door is not None:
             self._door.left(visit)

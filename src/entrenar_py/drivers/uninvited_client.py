@@ -29,19 +29,13 @@ class Guest:
 
     def heard(self, data: bytes) -> list[bytes]:
         """Takes what came from the coordinator; the pieces that it says to that."""
-        said = b""
-        left = memoryview(data)
-        while left.nbytes and not self.let_in:
-            place = self._decoder.buffer()
-            num_bytes = min(place.nbytes, left.nbytes)
-            place[:num_bytes] = left[:num_bytes]
-            left = left[num_bytes:]
-            try:
-                received = self._decoder.filled(num_bytes)
-            except ProtocolError:  # it has no key: only who was let in is spoken to with one
-                self.let_in, self.answer = True, "as a worker"
-                return []
-            said += b"" if received is None else self._said_to(received.message)
+        if self.let_in:
+            return []
+        try:
+            said = b"".join(self._said_to(one.message) for one in self._decoder.feed(data))
+        except ProtocolError:  # it has no key: only who was let in is spoken to with one
+            self.let_in, self.answer = True, "as a worker"
+            return []
         if self.pace_s is None:
             return [said] if said else []
         return [said[at : at + 1] for at in range(len(said))]

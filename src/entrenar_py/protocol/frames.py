@@ -163,11 +163,20 @@ class Decoder:
             done = self._advance()
         return done
 
+    def feed(self, data: Buffer) -> Iterator[Received]:
+        """Take all of `data`; the messages that it completes, each as soon as it is whole."""
+        left = memoryview(data)
+        while left.nbytes:
+            num_bytes = min(self._rest.nbytes, left.nbytes)
+            self._rest[:num_bytes] = left[:num_bytes]
+            left = left[num_bytes:]
+            received = self.filled(num_bytes)
+            if received is not None:
+                yield received
+
     def _end_prefix(self) -> None:
-        fields = FIELDS.unpack_from(self._prefix)
-        magic, version, tag, first, direction, number, header_bytes, chunk_bytes, whole_bytes = (
-            fields
-        )
+        magic, version, tag, first, direction, number, *sizes = FIELDS.unpack_from(self._prefix)
+        header_bytes, chunk_bytes, whole_bytes = sizes
         _require(magic == MAGIC, f"magic={magic!r}: not a frame of this protocol")
         _require(version == VERSION, f"version={version}: this end speaks {VERSION}")
         _require(tag in MESSAGES, f"tag={tag}: no message has it")

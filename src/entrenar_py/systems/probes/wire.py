@@ -99,14 +99,8 @@ def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, 
     try:
         decoder = Decoder(lambda kind: limit if kind.carries else 0, KEY)
         for piece in pieces:
-            left = memoryview(piece)
-            while left.nbytes:
-                place = decoder.buffer()
-                num_bytes = min(place.nbytes, left.nbytes)
-                place[:num_bytes] = left[:num_bytes]
-                left = left[num_bytes:]
-                received = decoder.filled(num_bytes)
-                got += [] if received is None else [received]
+            for received in decoder.feed(piece):
+                got.append(received)
     except Exception as raised:  # noqa: BLE001  (which one it is, is what is asked)
         error = type(raised).__name__
     finally:
