@@ -7,15 +7,14 @@ the answer and connects again, however long building takes.
 from __future__ import annotations
 
 import hmac
-from dataclasses import replace
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol import handshake
-from entrenar_py.protocol.effects import Close, Effect, Finish, Peer, Secure, Send
-from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Message, Offer, Refuse
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.messages import VERSION, Challenge, Message, Offer, Refuse
 from entrenar_py.protocol.phases import APPLICANT_MAY_HEAR
 from entrenar_py.protocol.phases import ApplicantPhase as Phase
-from entrenar_py.protocol.terms import UNKNOWN
+from entrenar_py.protocol.terms import UNKNOWN, greet
 
 
 class Applicant:
@@ -42,35 +41,24 @@ class Applicant:
                 return self._take(message)
             case _:
                 assert isinstance(message, Refuse)
-                return self._end(Finish("failed", f"refused: {message.reason}"))
+                return self._end(do.Finish("failed", f"refused: {message.reason}"))
 
     def _ask(self, challenge: Challenge) -> list[Effect]:
         if challenge.version != VERSION:
             reason = f"version={challenge.version}: this worker speaks {VERSION}"
-            return self._end(Finish("failed", reason))
-        hello = Hello(
-            version=VERSION,
-            run=UNKNOWN.run,
-            manifest=UNKNOWN.manifest,
-            data=UNKNOWN.data,
-            backend=self._backend,
-            rank=None,
-            port=None,
-            nonce=self._nonce,
-            proof="",
+            return self._end(do.Finish("failed", reason))
+        greeting = greet(
+            challenge, UNKNOWN, secret=self._secret, backend=self._backend, nonce=self._nonce
         )
-        proof = handshake.proof_of_worker(self._secret, challenge, hello)
-        self._expected = handshake.proof_of_coordinator(self._secret, challenge, hello)
-        key = handshake.session_key(self._secret, challenge, hello)
-        self.phase = Phase.ASKING
-        return [Send(self._peer, replace(hello, proof=proof)), Secure(self._peer, key)]
+        self._expected, self.phase = greeting.expected, Phase.ASKING
+        return [do.Send(self._peer, greeting.hello), do.Secure(self._peer, greeting.key)]
 
     def _take(self, offer: Offer) -> list[Effect]:
         if not hmac.compare_digest(offer.proof, self._expected):
             raise ProtocolError("Offer proof: this coordinator does not know the secret")
         self.offer = offer
-        return self._end(Finish("completed"))
+        return self._end(do.Finish("completed"))
 
-    def _end(self, finish: Finish) -> list[Effect]:
+    def _end(self, finish: do.Finish) -> list[Effect]:
         self.phase = Phase.OVER
-        return [Close(self._peer, finish.reason or finish.status), finish]
+        return [do.Close(self._peer, finish.reason or finish.status), finish]

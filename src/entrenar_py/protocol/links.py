@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import handshake, terms
-from entrenar_py.protocol.effects import Close, Dial, Effect, Peer, Secure, Send
+from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.messages import (
     VERSION,
     Accept,
@@ -37,7 +38,7 @@ class Link:
     said: float
     rank: int | None = None
     proof: str = ""
-    dial: Dial | None = None  # how it was made, if from here
+    dial: do.Dial | None = None  # how it was made, if from here
     ready: bool = False
 
 
@@ -52,14 +53,14 @@ class Links:
     own: int | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)
     _links: dict[Peer, Link] = field(default_factory=dict)
-    _dialing: set[Dial] = field(default_factory=set)
+    _dialing: set[do.Dial] = field(default_factory=set)
     _waiting: dict[int, list[Message]] = field(default_factory=dict)
 
     def group(self, own: int, addresses: Mapping[int, str]) -> list[Effect]:
         """From now on this worker is `own`, and talks to those at `addresses`."""
         self.own, self.addresses = own, addresses
         self._waiting.clear()
-        dials = {Dial(rank, address) for rank, address in addresses.items() if rank > own}
+        dials = {do.Dial(rank, address) for rank, address in addresses.items() if rank > own}
         effects: list[Effect] = []
         for peer, link in list(self._links.items()):
             # Who connected to us may know of a later group than we do.
@@ -74,7 +75,7 @@ class Links:
         """Tells `rank`, now or when it can be told."""
         for peer, link in self._links.items():
             if link.rank == rank and link.ready:
-                return [Send(peer, message)]
+                return [do.Send(peer, message)]
         self._waiting.setdefault(rank, []).append(message)
         return []
 
@@ -92,17 +93,17 @@ class Links:
     def accepted(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
         """Someone has connected."""
         self._links[peer] = Link(nonce, now, now)
-        return [Send(peer, Challenge(version=VERSION, nonce=nonce))]
+        return [do.Send(peer, Challenge(version=VERSION, nonce=nonce))]
 
-    def dialed(self, peer: Peer, dial: Dial, nonce: str, now: float) -> list[Effect]:
+    def dialed(self, peer: Peer, dial: do.Dial, nonce: str, now: float) -> list[Effect]:
         """The connection that was asked for is there."""
         self._dialing.discard(dial)
         if self.addresses.get(dial.rank) != dial.address:
-            return [Close(peer, "it is not in the group any more")]
+            return [do.Close(peer, "it is not in the group any more")]
         self._links[peer] = Link(nonce, now, now, rank=dial.rank, dial=dial)
         return []
 
-    def undialable(self, dial: Dial) -> bool:
+    def undialable(self, dial: do.Dial) -> bool:
         """It can't be made; whether it is still wanted."""
         self._dialing.discard(dial)
         return self.addresses.get(dial.rank) == dial.address
@@ -145,7 +146,7 @@ class Links:
                 silent.append((peer, f"silent for {now - link.heard:.1f} s"))
             elif link.ready and now - link.said >= self.timing.heartbeat_s:
                 link.said = now
-                effects.append(Send(peer, Heartbeat()))
+                effects.append(do.Send(peer, Heartbeat()))
         return effects, silent
 
     def close(self) -> list[Effect]:
@@ -158,21 +159,16 @@ class Links:
     # --- small things -----------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, link: Link, challenge: Challenge) -> list[Effect]:
-        hello = Hello(
-            version=VERSION,
-            run=self.terms.run,
-            manifest=self.terms.manifest,
-            data=self.terms.data,
+        greeting = terms.greet(
+            challenge,
+            self.terms,
+            secret=self.secret,
             backend=self.backend,
-            rank=self.own,
-            port=None,
             nonce=link.nonce,
-            proof="",
+            rank=self.own,
         )
-        link.proof = handshake.proof_of_coordinator(self.secret, challenge, hello)
-        key = handshake.session_key(self.secret, challenge, hello)
-        proof = handshake.proof_of_worker(self.secret, challenge, hello)
-        return [Send(peer, replace(hello, proof=proof)), Secure(peer, key)]
+        link.proof = greeting.expected
+        return [do.Send(peer, greeting.hello), do.Secure(peer, greeting.key)]
 
     def _admit(
         self, peer: Peer, link: Link, hello: Hello, now: float
@@ -180,7 +176,7 @@ class Links:
         challenge = Challenge(version=VERSION, nonce=link.nonce)
         refusal = terms.refusal(hello, challenge, self.terms, secret=self.secret)
         if refusal is not None:
-            return [Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")], None
+            return [do.Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")], None
         if hello.rank in (None, self.own):
             raise ProtocolError(f"Hello rank={hello.rank}: it is mine, or none")
         before = [old for old, one in self._links.items() if one.rank == hello.rank]
@@ -188,15 +184,15 @@ class Links:
         link.rank = hello.rank
         key = handshake.session_key(self.secret, challenge, hello)
         proof = handshake.proof_of_coordinator(self.secret, challenge, hello)
-        accepted: list[Effect] = [Secure(peer, key), Send(peer, Accept(proof=proof))]
+        accepted: list[Effect] = [do.Secure(peer, key), do.Send(peer, Accept(proof=proof))]
         ready = self._ready(peer, link, now)
         return [*effects, *accepted, *ready], hello.rank if before else None
 
     def _ready(self, peer: Peer, link: Link, now: float) -> list[Effect]:
         assert link.rank is not None, "it has said who it is"
         link.ready, link.heard = True, now
-        return [Send(peer, message) for message in self._waiting.pop(link.rank, [])]
+        return [do.Send(peer, message) for message in self._waiting.pop(link.rank, [])]
 
     def _close(self, peer: Peer, reason: str) -> list[Effect]:
         del self._links[peer]
-        return [Close(peer, reason)]
+        return [do.Close(peer, reason)]

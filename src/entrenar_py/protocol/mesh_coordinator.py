@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
+from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import terms
 from entrenar_py.protocol.coordinator import Coordinator
-from entrenar_py.protocol.effects import Deliver, Effect, Finish, Keep, Peer, Send, Stop
+from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import (
     Applied,
@@ -73,7 +74,7 @@ class MeshCoordinator(Coordinator):
         member.delivered += member.assigned.pop(0)
         if not member.assigned:
             member.phase = Phase.READY
-        return [Keep(member.in_rank(), said), *self._settle(now)]
+        return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _staged(self, peer: Peer, member: Member, said: Staged, now: float) -> list[Effect]:
         self._require_step(said.step)
@@ -89,20 +90,20 @@ class MeshCoordinator(Coordinator):
             return self._made_before(member, said, now)
         member.phase = Phase.READY
         self._made = True
-        return [Keep(member.in_rank(), said), *self._settle(now)]
+        return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _made_before(self, member: Member, said: Applied, now: float) -> list[Effect]:
         """A worker that comes back made the step as it was told to: go on with the next one."""
         if not self._committed:
             raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
         member.phase = Phase.WAITING
-        kept = Keep(member.in_rank(), said)
+        kept = do.Keep(member.in_rank(), said)
         return [kept, *self._gather(self.step + 1, now), *self._settle(now)]
 
     def _overflow(self, peer: Peer, member: Member, said: Overflow, now: float) -> list[Effect]:
         self._require_step(said.step)
         reason = "the average gradient or loss is not finite, though every worker said its was"
-        return self._halt(Stop(said.step, None, reason))
+        return self._halt(do.Stop(said.step, None, reason))
 
     def _unreachable(
         self, peer: Peer, member: Member, said: Unreachable, now: float
@@ -134,7 +135,7 @@ class MeshCoordinator(Coordinator):
         self._require_step(said.step)
         member.phase = Phase.WAITING if member.phase is Phase.ASKED else Phase.READY
         self._held = self.step
-        return [Keep(member.in_rank(), said), *self._settle(now)]
+        return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
         if member.phase is Phase.ASKED:  # it does not hold the state
@@ -161,7 +162,7 @@ class MeshCoordinator(Coordinator):
         return self.stage is Stage.COMPUTING
 
     def _commit(self) -> list[Effect]:
-        whole: list[Effect] = [Deliver(one.in_rank()) for one in self._members().values()]
+        whole: list[Effect] = [do.Deliver(one.in_rank()) for one in self._members().values()]
         return [*whole, *super()._commit()]
 
     def _gather(self, step: int, now: float) -> list[Effect]:
@@ -185,7 +186,7 @@ class MeshCoordinator(Coordinator):
         for peer, member in self.peers.items():
             if member.phase is Phase.WAITING:
                 member.phase = Phase.ASKED
-                return [Send(peer, Fetch(step=self.step))]
+                return [do.Send(peer, Fetch(step=self.step))]
         return None
 
     def _give_up(self, waited: float) -> list[Effect]:
@@ -198,7 +199,7 @@ class MeshCoordinator(Coordinator):
             f"no worker is left that holds the state before step {self.step}: "
             "go on from the last checkpoint"
         )
-        return self._end(Finish("failed", reason), Shutdown(problem=brief(reason)))
+        return self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         if self.peers[peer].phase in MEMBERS:
@@ -211,7 +212,7 @@ class MeshCoordinator(Coordinator):
             return None
         peer, giver = next(iter(members.items()))
         giver.phase = Phase.GIVING
-        return [Send(peer, Fetch(step=self.step))]
+        return [do.Send(peer, Fetch(step=self.step))]
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
         self._may_hold.clear()
@@ -242,4 +243,4 @@ class MeshCoordinator(Coordinator):
             ranks=tuple(ranks),
             addresses=tuple(addresses[rank] for rank in ranks),
         )
-        return [Send(peer, group) for peer in members]
+        return [do.Send(peer, group) for peer in members]

@@ -11,20 +11,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.effects import (
-    Again,
-    Contribute,
-    Dial,
-    Effect,
-    Finish,
-    Hold,
-    Keep,
-    Peer,
-    Postpone,
-    Reduce,
-    Regroup,
-    Send,
-)
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.links import AGAIN, Links
 from entrenar_py.protocol.messages import (
     Applied,
@@ -86,11 +74,11 @@ class MeshWorker(Worker):
         """Another worker has connected, or who says that it is one."""
         return self.links.accepted(peer, nonce, now)
 
-    def dialed(self, peer: Peer, dial: Dial, nonce: str, now: float) -> list[Effect]:
+    def dialed(self, peer: Peer, dial: do.Dial, nonce: str, now: float) -> list[Effect]:
         """The connection that was asked for is there."""
         return self.links.dialed(peer, dial, nonce, now)
 
-    def undialable(self, dial: Dial, reason: str) -> list[Effect]:
+    def undialable(self, dial: do.Dial, reason: str) -> list[Effect]:
         """It can't be made."""
         wanted = self.links.undialable(dial)
         return self._complain(dial.rank, reason) if wanted else []
@@ -131,7 +119,9 @@ class MeshWorker(Worker):
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
         """It is not finite: the coordinator halts the run."""
-        return [] if self._group is None else [Send(self._peer, Overflow(step=step, block=block))]
+        return (
+            [] if self._group is None else [do.Send(self._peer, Overflow(step=step, block=block))]
+        )
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, and who is silent to give up."""
@@ -150,7 +140,7 @@ class MeshWorker(Worker):
                 return self._asked_back(message)
             case Fetch():
                 self._require_step(message.step)
-                return [Send(self._peer, State(step=self.step))]
+                return [do.Send(self._peer, State(step=self.step))]
             case Commit():
                 effects = super()._turn(message)
                 self._made = message.step
@@ -164,11 +154,11 @@ class MeshWorker(Worker):
         Where the step was made before the connection broke, it says that first.
         """
         if self._holds_state and fetch.step == self.step:
-            return [Send(self._peer, State(step=self.step))]
+            return [do.Send(self._peer, State(step=self.step))]
         if self._holds_state and fetch.step == self._made:
-            return [Send(self._peer, Applied(step=fetch.step))]
+            return [do.Send(self._peer, Applied(step=fetch.step))]
         reason = f"holds no state before step {fetch.step}"
-        return [Send(self._peer, Leave(reason=reason)), *self._drop(reason)]
+        return [do.Send(self._peer, Leave(reason=reason)), *self._drop(reason)]
 
     def broken(self, reason: str) -> list[Effect]:
         """Object to bytes that made no sense; these may have been a state."""
@@ -208,7 +198,7 @@ class MeshWorker(Worker):
         own = [block for block in range(self._num_blocks) if self._owner(block) == self.rank]
         self._missing = {block: set(range(len(self._holders))) for block in own}
         self._num_postponed = 0
-        return [Regroup(group.round), *self._send(self._own), Again()]
+        return [do.Regroup(group.round), *self._send(self._own), do.Again()]
 
     def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
         self._own += nodes
@@ -223,7 +213,7 @@ class MeshWorker(Worker):
             said = replace(node, round=self._group.round)
             owner = self._owner(node.block)
             if owner == self.rank:
-                effects += [Contribute(said), *self._count(owner, said)]
+                effects += [do.Contribute(said), *self._count(owner, said)]
             else:
                 effects += self.links.say(owner, said)
         return effects
@@ -258,10 +248,10 @@ class MeshWorker(Worker):
     def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
         """A part of the round in work."""
         if isinstance(message, TreeNode):
-            return [Keep(rank, message), *self._count(rank, message)]
+            return [do.Keep(rank, message), *self._count(rank, message)]
         if self._owner(message.block) != rank or message.block in self._held:
             raise ProtocolError(f"Average block={message.block}: not due from rank {rank}")
-        return [Hold(self.step, message.block), *self._has(message.block)]
+        return [do.Hold(self.step, message.block), *self._has(message.block)]
 
     def _postpone(self, peer: Peer) -> list[Effect]:
         """Waits with a message for the round that it is of; there can't be many."""
@@ -269,7 +259,7 @@ class MeshWorker(Worker):
         most = self._num_blocks * (len(self._holders) + 1)
         if self._group is not None and self._num_postponed > most:
             raise ProtocolError("more of a round to come than a round can have")
-        return [Postpone(peer)]
+        return [do.Postpone(peer)]
 
     def _count(self, rank: int, node: TreeNode) -> list[Effect]:
         """Counts a node of an own block, which is averaged when all shards are there."""
@@ -285,7 +275,7 @@ class MeshWorker(Worker):
         if missing:
             return []
         del self._missing[node.block]
-        return [Reduce(self.step, node.block)]
+        return [do.Reduce(self.step, node.block)]
 
     def _has(self, block: int) -> list[Effect]:
         """`block` of the average is here; with the last one the step can be made."""
@@ -294,13 +284,13 @@ class MeshWorker(Worker):
             return []
         assert self._group is not None
         self.phase = Phase.STAGED
-        return [Send(self._peer, Staged(step=self.step, round=self._group.round))]
+        return [do.Send(self._peer, Staged(step=self.step, round=self._group.round))]
 
     def _complain(self, rank: int, reason: str) -> list[Effect]:
         if self._group is None or self.phase not in IN_A_ROUND:
             return []
         said = Unreachable(round=self._group.round, rank=rank, reason=brief(reason))
-        return [Send(self._peer, said)]
+        return [do.Send(self._peer, said)]
 
     # --- the end of a stay ------------------------------------------------------------------------
 
@@ -308,6 +298,6 @@ class MeshWorker(Worker):
         self._group = None
         return [*super()._drop(reason), *self.links.close()]
 
-    def _end(self, finish: Finish) -> list[Effect]:
+    def _end(self, finish: do.Finish) -> list[Effect]:
         self._group = None
         return [*self.links.close(), *super()._end(finish)]

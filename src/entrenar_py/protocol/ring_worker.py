@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.effects import Again, Combine, Effect, Hold, Peer, Reduce
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.mesh_worker import Exchanged, MeshWorker
 from entrenar_py.protocol.messages import Average, Message, Partial, TreeNode
 from entrenar_py.training import reduction
@@ -27,7 +28,7 @@ class RingWorker(MeshWorker):
         """Take what came of `block` up to here."""
         assert self._group is not None
         if self._owner(block) == self.rank:
-            return [Reduce(step, block)]
+            return [do.Reduce(step, block)]
         hops = self._hops(block)
         partial = Partial(
             step=step, round=self._group.round, block=block, hops=hops, loss=loss, weight=weight
@@ -49,7 +50,7 @@ class RingWorker(MeshWorker):
             return []
         self._is_computed = True
         first = [block for block in reversed(range(self._num_blocks)) if not self._hops(block)]
-        return [*(one for block in first for one in self._combine(block)), Again()]
+        return [*(one for block in first for one in self._combine(block)), do.Again()]
 
     def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
         if rank != self._neighbour(-1):
@@ -58,7 +59,7 @@ class RingWorker(MeshWorker):
         if isinstance(message, Average):
             if block in self._held or self._owner(block) == self.rank:
                 raise ProtocolError(f"Average block={block}: it was there")
-            return [Hold(self.step, block), *self._spread(message), *self._has(block)]
+            return [do.Hold(self.step, block), *self._spread(message), *self._has(block)]
         assert isinstance(message, Partial)
         if not self._is_computed:
             return self._postpone(peer)
@@ -68,7 +69,7 @@ class RingWorker(MeshWorker):
 
     def _combine(self, block: int) -> list[Effect]:
         self._combined |= {block}
-        return [Combine(self.step, block)]
+        return [do.Combine(self.step, block)]
 
     def _spread(self, average: Average) -> list[Effect]:
         following = self._neighbour(1)

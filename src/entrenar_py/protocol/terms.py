@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
@@ -92,6 +92,44 @@ def offer(timing: Timing, proof: str) -> Offer:
     """Return what an applicant is told; the scenario is its payload."""
     heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
     return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, proof=proof)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """A hello with its proof, the proof that is due in answer, and the session's key."""
+
+    hello: Hello
+    expected: str
+    key: bytes
+
+
+def greet(
+    challenge: Challenge,
+    terms: Terms,
+    *,
+    secret: bytes,
+    backend: str,
+    nonce: str,
+    rank: int | None = None,
+    port: int | None = None,
+) -> Greeting:
+    """Return a worker's answer to `challenge`."""
+    plain = Hello(
+        version=VERSION,
+        run=terms.run,
+        manifest=terms.manifest,
+        data=terms.data,
+        backend=backend,
+        rank=rank,
+        port=port,
+        nonce=nonce,
+        proof="",
+    )
+    return Greeting(
+        hello=replace(plain, proof=handshake.proof_of_worker(secret, challenge, plain)),
+        expected=handshake.proof_of_coordinator(secret, challenge, plain),
+        key=handshake.session_key(secret, challenge, plain),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

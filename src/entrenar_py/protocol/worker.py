@@ -9,23 +9,11 @@ from __future__ import annotations
 import hmac
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol import handshake
-from entrenar_py.protocol.effects import (
-    Close,
-    Compute,
-    Effect,
-    Finish,
-    Hold,
-    Load,
-    Make,
-    Peer,
-    Secure,
-    Send,
-)
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.expulsions import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.protocol.messages import (
     VERSION,
@@ -37,7 +25,6 @@ from entrenar_py.protocol.messages import (
     Computed,
     Halt,
     Heartbeat,
-    Hello,
     Leave,
     Loaded,
     Message,
@@ -52,7 +39,7 @@ from entrenar_py.protocol.messages import (
 )
 from entrenar_py.protocol.phases import TAKING_PART, WORKER_MAY_HEAR
 from entrenar_py.protocol.phases import WorkerPhase as Phase
-from entrenar_py.protocol.terms import Terms, Timing
+from entrenar_py.protocol.terms import Terms, Timing, greet
 
 
 class Worker:
@@ -79,7 +66,7 @@ class Worker:
         self._nonce = ""
         self._heard = self._said = 0.0
         self._expected = ""  # the coordinator's proof
-        self._work: deque[Compute] = deque()  # the first is in work
+        self._work: deque[do.Compute] = deque()  # the first is in work
         self._tickets = count()
         self._num_blocks = 0
         self._thrown_out = Expulsions()  # since it made a step
@@ -122,29 +109,29 @@ class Worker:
     def _object(self, reason: str) -> list[Effect]:
         if self.phase not in TAKING_PART:
             return self._drop(reason)
-        return [Send(self._peer, Leave(reason=brief(reason))), *self._depart(reason)]
+        return [do.Send(self._peer, Leave(reason=brief(reason))), *self._depart(reason)]
 
     def leave(self, reason: str) -> list[Effect]:
         """Goes for good, and says why if there is someone to say it to."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             self.phase = Phase.OVER
-            return [Finish("failed", f"left: {reason}")]
+            return [do.Finish("failed", f"left: {reason}")]
         greeted = self.phase not in (Phase.CONNECTED, Phase.GREETED)
-        said = [Send(self._peer, Leave(reason=brief(reason)))] if greeted else []
-        return [*said, *self._end(Finish("failed", f"left: {reason}"))]
+        said = [do.Send(self._peer, Leave(reason=brief(reason)))] if greeted else []
+        return [*said, *self._end(do.Finish("failed", f"left: {reason}"))]
 
-    def wants(self, asked: Compute) -> bool:
+    def wants(self, asked: do.Compute) -> bool:
         """Return whether `asked` is still to be done: not if the stay that it is of is over."""
         return bool(self._work) and self._work[0] == asked
 
-    def computed(self, asked: Compute, outcome: Sequence[TreeNode] | NonFinite) -> list[Effect]:
+    def computed(self, asked: do.Compute, outcome: Sequence[TreeNode] | NonFinite) -> list[Effect]:
         """Take what came of `asked`: tree nodes in all blocks, or a shard that isn't finite."""
         if not self.wants(asked):
             return []
         self._work.popleft()
         if isinstance(outcome, NonFinite):
-            return [Send(self._peer, outcome)]
-        computed = Send(self._peer, Computed(step=asked.step, shards=asked.shards))
+            return [do.Send(self._peer, outcome)]
+        computed = do.Send(self._peer, Computed(step=asked.step, shards=asked.shards))
         if not self._work:
             self.phase = Phase.READY
         next_one = [self._work[0]] if self._work else []
@@ -160,7 +147,7 @@ class Worker:
         if self.phase is Phase.CONNECTED or now - self._said < self.timing.heartbeat_s:
             return []
         self._said = now
-        return [Send(self._peer, Heartbeat())]
+        return [do.Send(self._peer, Heartbeat())]
 
     # --- what follows from a message --------------------------------------------------------------
 
@@ -179,37 +166,32 @@ class Worker:
             case Commit():
                 self._require_step(message.step)
                 self._thrown_out.clear()
-                applied = Send(self._peer, Applied(step=message.step))
-                return [Make(message.step), applied, *self._begin(self.step + 1)]
+                applied = do.Send(self._peer, Applied(step=message.step))
+                return [do.Make(message.step), applied, *self._begin(self.step + 1)]
             case Halt():
-                return self._end(Finish("halted", message.reason))
+                return self._end(do.Finish("halted", message.reason))
             case Shutdown(problem=str(problem)):
-                return self._end(Finish("failed", problem))
+                return self._end(do.Finish("failed", problem))
             case Shutdown():
-                return self._end(Finish("completed"))
+                return self._end(do.Finish("completed"))
             case _:
                 return []  # a heartbeat
 
     def _greet(self, challenge: Challenge) -> list[Effect]:
         if challenge.version != VERSION:
             reason = f"version={challenge.version}: this worker speaks {VERSION}"
-            return self._end(Finish("failed", reason))
-        hello = Hello(
-            version=VERSION,
-            run=self.terms.run,
-            manifest=self.terms.manifest,
-            data=self.terms.data,
+            return self._end(do.Finish("failed", reason))
+        greeting = greet(
+            challenge,
+            self.terms,
+            secret=self.secret,
             backend=self.backend,
+            nonce=self._nonce,
             rank=self.rank,
             port=self.port,
-            nonce=self._nonce,
-            proof="",
         )
-        proof = handshake.proof_of_worker(self.secret, challenge, hello)
-        self._expected = handshake.proof_of_coordinator(self.secret, challenge, hello)
-        key = handshake.session_key(self.secret, challenge, hello)
-        self.phase = Phase.GREETED
-        return [Send(self._peer, replace(hello, proof=proof)), Secure(self._peer, key)]
+        self._expected, self.phase = greeting.expected, Phase.GREETED
+        return [do.Send(self._peer, greeting.hello), do.Secure(self._peer, greeting.key)]
 
     def _enter(self, welcome: Welcome) -> list[Effect]:
         if not hmac.compare_digest(welcome.proof, self._expected):
@@ -217,32 +199,32 @@ class Worker:
         if not welcome.blocks:
             raise ProtocolError("Welcome blocks=0: there is at least one")
         self.rank, self._num_blocks = welcome.rank, welcome.blocks
-        loaded = Send(self._peer, Loaded(step=welcome.step))
-        return [Load(welcome.rank, welcome.step), loaded, *self._begin(welcome.step)]
+        loaded = do.Send(self._peer, Loaded(step=welcome.step))
+        return [do.Load(welcome.rank, welcome.step), loaded, *self._begin(welcome.step)]
 
     def _refused(self, refuse: Refuse) -> list[Effect]:
         if self.phase in TAKING_PART:
             return self._depart(refuse.reason)
         if refuse.retry:
             return self._drop(f"refused: {refuse.reason}")
-        return self._end(Finish("failed", f"refused: {refuse.reason}"))
+        return self._end(do.Finish("failed", f"refused: {refuse.reason}"))
 
     def _depart(self, reason: str) -> list[Effect]:
         """Ends a stay that broke the protocol, whoever of both did; for good the third time."""
         times = self._thrown_out.count(self.rank, reason)
         if times < THROWN_OUT_MAX:
             return self._drop(reason)
-        return self._end(Finish("failed", problem(self.rank, self.step, times, reason)))
+        return self._end(do.Finish("failed", problem(self.rank, self.step, times, reason)))
 
     def _take(self, assign: Assign) -> list[Effect]:
         self._require_step(assign.step)
-        self._work.append(Compute(next(self._tickets), self.step, assign.shards))
+        self._work.append(do.Compute(next(self._tickets), self.step, assign.shards))
         self.phase = Phase.COMPUTING
         return [self._work[0]] if len(self._work) == 1 else []
 
     def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
         """Sends what was computed to who adds it."""
-        return [Send(self._peer, node) for node in nodes]
+        return [do.Send(self._peer, node) for node in nodes]
 
     def _hold(self, message: Average | Weights) -> list[Effect]:
         self._require_step(message.step)
@@ -251,9 +233,9 @@ class Worker:
             raise ProtocolError(f"{name} block={block}: it was there, or there is no such block")
         self._held.add(block)
         if len(self._held) < self._num_blocks:
-            return [Hold(self.step, block)]
+            return [do.Hold(self.step, block)]
         self.phase = Phase.STAGED
-        return [Hold(self.step, block), Send(self._peer, Staged(step=self.step, round=0))]
+        return [do.Hold(self.step, block), do.Send(self._peer, Staged(step=self.step, round=0))]
 
     def _begin(self, step: int) -> list[Effect]:
         """Stands before `step`."""
@@ -264,12 +246,12 @@ class Worker:
     def _drop(self, reason: str) -> list[Effect]:
         self.phase = Phase.AWAY
         self._work.clear()
-        return [Close(self._peer, reason)]
+        return [do.Close(self._peer, reason)]
 
-    def _end(self, finish: Finish) -> list[Effect]:
+    def _end(self, finish: do.Finish) -> list[Effect]:
         self.phase = Phase.OVER
         self._work.clear()
-        return [Close(self._peer, finish.reason or finish.status), finish]
+        return [do.Close(self._peer, finish.reason or finish.status), finish]
 
     def _require_step(self, step: int) -> None:
         if step != self.step:
