@@ -21,29 +21,10 @@ from typing import ClassVar
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import audits
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import messages as say
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.expulsions import THROWN_OUT_MAX, Expulsions, problem
 from entrenar_py.protocol.member import Member
-from entrenar_py.protocol.messages import (
-    Applied,
-    Average,
-    Commit,
-    Computed,
-    Halt,
-    Heartbeat,
-    Hello,
-    Leave,
-    Loaded,
-    Message,
-    NonFinite,
-    Refuse,
-    Shutdown,
-    Staged,
-    TreeNode,
-    Weights,
-    Welcome,
-    brief,
-)
 from entrenar_py.protocol.phases import ALWAYS, MEMBERS, PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.shard_assignment import Dealing
@@ -73,7 +54,7 @@ class Coordinator(Dealing):
             return [do.Close(peer, "the run is over")]
         return self._challenge(peer, nonce, now, host)
 
-    def receive(self, peer: Peer, message: Message, now: float) -> list[Effect]:
+    def receive(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
         """A whole message. What is not legal now ends that connection, and nothing else."""
         member = self.peers.get(peer)
         if member is None:
@@ -106,7 +87,7 @@ class Coordinator(Dealing):
         last = not (self._missing or self._reducing)
         if self.run.server_updates:
             return [do.Prepare(step)] if last else []
-        average = Average(step=step, round=0, block=block, loss=loss, weight=weight)
+        average = say.Average(step=step, round=0, block=block, loss=loss, weight=weight)
         return self._spread([average], last=last, now=now)
 
     def prepared(self, step: int, loss: float, weight: float, now: float) -> list[Effect]:
@@ -115,11 +96,11 @@ class Coordinator(Dealing):
         assert not self._missing
         assert not self._reducing
         blocks = reversed(range(self.run.num_blocks))
-        weights = [Weights(step=step, block=one, loss=loss, weight=weight) for one in blocks]
+        weights = [say.Weights(step=step, block=one, loss=loss, weight=weight) for one in blocks]
         return self._spread(weights, last=True, now=now)
 
     def _spread(
-        self, messages: Sequence[Average | Weights], *, last: bool, now: float
+        self, messages: Sequence[say.Average | say.Weights], *, last: bool, now: float
     ) -> list[Effect]:
         """Sends to everyone what is to be held; behind the `last` of it all of it is staged."""
         members = self._members()
@@ -171,7 +152,7 @@ class Coordinator(Dealing):
         """Ends a run for which too few workers came in `waited` seconds."""
         there = sorted(member.in_rank() for member in self._members().values())
         reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
-        return self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
+        return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _loads(self) -> bool:
         """Return whether a worker that came in time loads the state: it has as long again."""
@@ -192,11 +173,11 @@ class Coordinator(Dealing):
 
     # --- joining ----------------------------------------------------------------------------------
 
-    def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
+    def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         effects = self._admit(peer, member, hello)
         return [*effects, *self._settle(now)]
 
-    def _loaded(self, peer: Peer, member: Member, loaded: Loaded, now: float) -> list[Effect]:
+    def _loaded(self, peer: Peer, member: Member, loaded: say.Loaded, now: float) -> list[Effect]:
         self._require_step(loaded.step)
         member.phase = Phase.READY
         rank = member.in_rank()
@@ -214,36 +195,38 @@ class Coordinator(Dealing):
             effects += self._drop(self._ranks()[found.culprit], reason, now)
         return [*effects, *self._release()]
 
-    def _non_finite(self, peer: Peer, member: Member, said: NonFinite, now: float) -> list[Effect]:
+    def _non_finite(
+        self, peer: Peer, member: Member, said: say.NonFinite, now: float
+    ) -> list[Effect]:
         self._require_step(said.step)
         rank, reason = member.in_rank(), member.why_it_halts(said)
         return [do.Keep(rank, said), *self._halt(do.Stop(said.step, rank, reason, said))]
 
-    def _staged(self, peer: Peer, member: Member, said: Staged, now: float) -> list[Effect]:
+    def _staged(self, peer: Peer, member: Member, said: say.Staged, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.phase = Phase.STAGED
         return self._settle(now)
 
-    def _applied(self, peer: Peer, member: Member, said: Applied, now: float) -> list[Effect]:
+    def _applied(self, peer: Peer, member: Member, said: say.Applied, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.phase = Phase.READY
         first = [] if self._made else [do.Apply(self.step)]
         self._made = True
         return [*first, do.Keep(member.in_rank(), said), *self._settle(now)]
 
-    def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
+    def _leave(self, peer: Peer, member: Member, said: say.Leave, now: float) -> list[Effect]:
         return self._drop(peer, f"left: {said.reason}", now)
 
-    _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
-        Hello: _hello,
-        Loaded: _loaded,
-        Computed: Dealing._computed,
-        TreeNode: Dealing._node,
-        NonFinite: _non_finite,
-        Staged: _staged,
-        Applied: _applied,
-        Leave: _leave,
-        Heartbeat: lambda *_: [],
+    _turns: ClassVar[Mapping[type[say.Message], Callable[..., list[Effect]]]] = {
+        say.Hello: _hello,
+        say.Loaded: _loaded,
+        say.Computed: Dealing._computed,
+        say.TreeNode: Dealing._node,
+        say.NonFinite: _non_finite,
+        say.Staged: _staged,
+        say.Applied: _applied,
+        say.Leave: _leave,
+        say.Heartbeat: lambda *_: [],
     }
 
     # --- how the run goes on ----------------------------------------------------------------------
@@ -278,7 +261,7 @@ class Coordinator(Dealing):
 
     def _commit(self) -> list[Effect]:
         self.stage = Stage.APPLYING
-        return self._tell(Commit(step=self.step), Phase.APPLYING)
+        return self._tell(say.Commit(step=self.step), Phase.APPLYING)
 
     def _gather(self, step: int, now: float) -> list[Effect]:
         if step > self.step:
@@ -301,7 +284,7 @@ class Coordinator(Dealing):
             self._saved = self.step
             return [do.Save(self.step)]
         if over:
-            return self._end(do.Finish("completed"), Shutdown(problem=None))
+            return self._end(do.Finish("completed"), say.Shutdown(problem=None))
         if self._stopping is not None:
             return self._stopped(self.step, self._stopping)
         for member in waiting.values():
@@ -342,8 +325,8 @@ class Coordinator(Dealing):
         rank, times = member.in_rank(), self._thrown_out.count(member.in_rank(), reason)
         if times >= THROWN_OUT_MAX:
             why = problem(rank, self.step, times, reason)
-            return self._end(do.Finish("failed", why), Shutdown(problem=brief(why)))
-        told = Refuse(reason=brief(f"thrown out: {reason}"), retry=True)
+            return self._end(do.Finish("failed", why), say.Shutdown(problem=say.brief(why)))
+        told = say.Refuse(reason=say.brief(f"thrown out: {reason}"), retry=True)
         return [do.Send(peer, told), *self._drop(peer, reason, now)]
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
@@ -358,24 +341,24 @@ class Coordinator(Dealing):
         return [*effects, *self._settle(now)]
 
     def _halt(self, stop: do.Stop) -> list[Effect]:
-        halt = Halt(step=stop.step, reason=brief(stop.reason))
+        halt = say.Halt(step=stop.step, reason=say.brief(stop.reason))
         return [stop, *self._end(do.Finish("halted", stop.reason), halt)]
 
     def _stopped(self, step: int, reason: str) -> list[Effect]:
-        farewell = Shutdown(problem=brief(reason))
+        farewell = say.Shutdown(problem=say.brief(reason))
         saved = [do.Save(step)] if self._has_state(step) else []
         return [*saved, *self._end(do.Finish("stopped", reason), farewell)]
 
-    def _end(self, finish: do.Finish, farewell: Message) -> list[Effect]:
+    def _end(self, finish: do.Finish, farewell: say.Message) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""
         self.stage = Stage.OVER
         return [*self._dismiss(farewell, finish.reason or finish.status), finish]
 
     # --- small things -----------------------------------------------------------------------------
 
-    def _welcome(self, member: Member) -> Welcome:
+    def _welcome(self, member: Member) -> say.Welcome:
         resumed = self.run.resumed and not self._begun
         rank, proof = member.in_rank(), member.proof
-        return Welcome(
+        return say.Welcome(
             rank=rank, step=self.step, blocks=self.run.num_blocks, resumed=resumed, proof=proof
         )

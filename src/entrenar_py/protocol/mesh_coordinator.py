@@ -15,25 +15,11 @@ from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import messages as say
 from entrenar_py.protocol import terms
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
-from entrenar_py.protocol.messages import (
-    Applied,
-    Computed,
-    Fetch,
-    Group,
-    Hello,
-    Leave,
-    Message,
-    Overflow,
-    Shutdown,
-    Staged,
-    State,
-    Unreachable,
-    brief,
-)
 from entrenar_py.protocol.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
@@ -57,7 +43,7 @@ class MeshCoordinator(Coordinator):
         self._num_rounds = 0  # that this step was begun again for them
         self._told: tuple[int, int] | None = None  # who complained last, and of whom
 
-    def _hello(self, peer: Peer, member: Member, hello: Hello, now: float) -> list[Effect]:
+    def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret
         entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
         if entitled and hello.port is None:  # a stranger learns nothing; who asks has none yet
@@ -68,7 +54,7 @@ class MeshCoordinator(Coordinator):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
+    def _computed(self, peer: Peer, member: Member, said: say.Computed, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.require_assigned(said)
         member.delivered += member.assigned.pop(0)
@@ -76,7 +62,7 @@ class MeshCoordinator(Coordinator):
             member.phase = Phase.READY
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
-    def _staged(self, peer: Peer, member: Member, said: Staged, now: float) -> list[Effect]:
+    def _staged(self, peer: Peer, member: Member, said: say.Staged, now: float) -> list[Effect]:
         self._require_step(said.step)
         if said.round == self._round:  # and not on its way when the round ended
             if member.assigned:
@@ -84,7 +70,7 @@ class MeshCoordinator(Coordinator):
             member.phase = Phase.STAGED
         return self._settle(now)
 
-    def _applied(self, peer: Peer, member: Member, said: Applied, now: float) -> list[Effect]:
+    def _applied(self, peer: Peer, member: Member, said: say.Applied, now: float) -> list[Effect]:
         self._require_step(said.step)
         if member.phase is Phase.ASKED:
             return self._made_before(member, said, now)
@@ -92,7 +78,7 @@ class MeshCoordinator(Coordinator):
         self._made = True
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
-    def _made_before(self, member: Member, said: Applied, now: float) -> list[Effect]:
+    def _made_before(self, member: Member, said: say.Applied, now: float) -> list[Effect]:
         """A worker that comes back made the step as it was told to: go on with the next one."""
         if not self._committed:
             raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
@@ -100,13 +86,13 @@ class MeshCoordinator(Coordinator):
         kept = do.Keep(member.in_rank(), said)
         return [kept, *self._gather(self.step + 1, now), *self._settle(now)]
 
-    def _overflow(self, peer: Peer, member: Member, said: Overflow, now: float) -> list[Effect]:
+    def _overflow(self, peer: Peer, member: Member, said: say.Overflow, now: float) -> list[Effect]:
         self._require_step(said.step)
         reason = "the average gradient or loss is not finite, though every worker said its was"
         return self._halt(do.Stop(said.step, None, reason))
 
     def _unreachable(
-        self, peer: Peer, member: Member, said: Unreachable, now: float
+        self, peer: Peer, member: Member, said: say.Unreachable, now: float
     ) -> list[Effect]:
         """Begins another round; the third time, without the one that was complained of most.
 
@@ -131,29 +117,29 @@ class MeshCoordinator(Coordinator):
         reason = f"worker {member.in_rank()} can't reach worker {said.rank}: {said.reason}"
         return self._throw_out(rank_of[worst], reason, now)
 
-    def _state(self, peer: Peer, member: Member, said: State, now: float) -> list[Effect]:
+    def _state(self, peer: Peer, member: Member, said: say.State, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.phase = Phase.WAITING if member.phase is Phase.ASKED else Phase.READY
         self._held = self.step
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
-    def _leave(self, peer: Peer, member: Member, said: Leave, now: float) -> list[Effect]:
+    def _leave(self, peer: Peer, member: Member, said: say.Leave, now: float) -> list[Effect]:
         if member.phase is Phase.ASKED:  # it does not hold the state
             self._may_hold.discard(member.in_rank())
             if not self._may_hold:
                 return self._lost_state()
         return super()._leave(peer, member, said, now)
 
-    _turns: ClassVar[Mapping[type[Message], Callable[..., list[Effect]]]] = {
+    _turns: ClassVar[Mapping[type[say.Message], Callable[..., list[Effect]]]] = {
         **Coordinator._turns,
-        Hello: _hello,
-        Computed: _computed,
-        Staged: _staged,
-        Applied: _applied,
-        Overflow: _overflow,
-        Unreachable: _unreachable,
-        State: _state,
-        Leave: _leave,
+        say.Hello: _hello,
+        say.Computed: _computed,
+        say.Staged: _staged,
+        say.Applied: _applied,
+        say.Overflow: _overflow,
+        say.Unreachable: _unreachable,
+        say.State: _state,
+        say.Leave: _leave,
     }
 
     # --- how the run goes on ----------------------------------------------------------------------
@@ -186,7 +172,7 @@ class MeshCoordinator(Coordinator):
         for peer, member in self.peers.items():
             if member.phase is Phase.WAITING:
                 member.phase = Phase.ASKED
-                return [do.Send(peer, Fetch(step=self.step))]
+                return [do.Send(peer, say.Fetch(step=self.step))]
         return None
 
     def _give_up(self, waited: float) -> list[Effect]:
@@ -199,7 +185,7 @@ class MeshCoordinator(Coordinator):
             f"no worker is left that holds the state before step {self.step}: "
             "go on from the last checkpoint"
         )
-        return self._end(do.Finish("failed", reason), Shutdown(problem=brief(reason)))
+        return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         if self.peers[peer].phase in MEMBERS:
@@ -212,7 +198,7 @@ class MeshCoordinator(Coordinator):
             return None
         peer, giver = next(iter(members.items()))
         giver.phase = Phase.GIVING
-        return [do.Send(peer, Fetch(step=self.step))]
+        return [do.Send(peer, say.Fetch(step=self.step))]
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
         self._may_hold.clear()
@@ -236,7 +222,7 @@ class MeshCoordinator(Coordinator):
         addresses = {member.in_rank(): member.address for member in members.values()}
         ranks = sorted(addresses)
         has = {shard: one.in_rank() for one in members.values() for shard in one.to_send()}
-        group = Group(
+        group = say.Group(
             step=self.step,
             round=self._round,
             holders=tuple(has[shard] for shard in range(self.run.num_shards)),

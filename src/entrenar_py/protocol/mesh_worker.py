@@ -12,33 +12,16 @@ from typing import TypeAlias
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import messages as say
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.links import AGAIN, Links
-from entrenar_py.protocol.messages import (
-    Applied,
-    Average,
-    Commit,
-    Fetch,
-    Group,
-    Heartbeat,
-    Leave,
-    Message,
-    Overflow,
-    Partial,
-    Staged,
-    State,
-    TreeNode,
-    Unreachable,
-    Welcome,
-    brief,
-)
 from entrenar_py.protocol.phases import MESH_WORKER_MAY_HEAR
 from entrenar_py.protocol.phases import WorkerPhase as Phase
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.training import reduction, sharding
 
-Exchanged: TypeAlias = TreeNode | Partial | Average
+Exchanged: TypeAlias = say.TreeNode | say.Partial | say.Average
 IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
 
 
@@ -46,7 +29,10 @@ class MeshWorker(Worker):
     """The machine. `port` is where the others reach it."""
 
     may_hear = MESH_WORKER_MAY_HEAR
-    parts: tuple[type[Message], ...] = (TreeNode, Average)  # what workers say to each other
+    parts: tuple[type[say.Message], ...] = (
+        say.TreeNode,
+        say.Average,
+    )  # what workers say to each other
 
     def __init__(
         self,
@@ -60,9 +46,9 @@ class MeshWorker(Worker):
     ) -> None:
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.links = Links(terms, secret, backend, timing)
-        self._group: Group | None = None
+        self._group: say.Group | None = None
         self._holders: Sequence[int] = ()  # of each shard of `step`, the rank that has it
-        self._own: list[TreeNode] = []  # of `step`, all that was computed here
+        self._own: list[say.TreeNode] = []  # of `step`, all that was computed here
         self._missing: dict[int, set[int]] = {}  # own block not yet averaged -> shards not there
         self._num_postponed = 0
         self._holds_state = False  # that before `step`, also while it is away
@@ -87,7 +73,7 @@ class MeshWorker(Worker):
         """A whole frame came from another worker."""
         self.links.heard(peer, now)
 
-    def receive_from(self, peer: Peer, message: Message, now: float) -> list[Effect]:
+    def receive_from(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
         """A whole message of another worker. What is not legal ends that link, and its round."""
         if not self.links.has(peer):
             return []  # closed from here, while this was on its way
@@ -96,7 +82,7 @@ class MeshWorker(Worker):
             if rank is None:
                 effects, again = self.links.greet(peer, message, now)
                 return effects + ([] if again is None else self._complain(again, AGAIN))
-            if isinstance(message, Heartbeat):
+            if isinstance(message, say.Heartbeat):
                 return []
             return self._exchanged(peer, rank, message)
         except ProtocolError as error:
@@ -114,14 +100,13 @@ class MeshWorker(Worker):
         group = self._group
         if group is None:
             return []  # the stay in which it was asked for is over
-        average = Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
+        average = say.Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
         return [*self._spread(average), *self._has(block)]
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
         """It is not finite: the coordinator halts the run."""
-        return (
-            [] if self._group is None else [do.Send(self._peer, Overflow(step=step, block=block))]
-        )
+        overflow = do.Send(self._peer, say.Overflow(step=step, block=block))
+        return [] if self._group is None else [overflow]
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: heartbeats to send, and who is silent to give up."""
@@ -132,45 +117,45 @@ class MeshWorker(Worker):
 
     # --- a round ----------------------------------------------------------------------------------
 
-    def _turn(self, message: Message) -> list[Effect]:
+    def _turn(self, message: say.Message) -> list[Effect]:
         match message:
-            case Group():
+            case say.Group():
                 return self._regroup(message)
-            case Fetch() if self.phase is Phase.GREETED:
+            case say.Fetch() if self.phase is Phase.GREETED:
                 return self._asked_back(message)
-            case Fetch():
+            case say.Fetch():
                 self._require_step(message.step)
-                return [do.Send(self._peer, State(step=self.step))]
-            case Commit():
+                return [do.Send(self._peer, say.State(step=self.step))]
+            case say.Commit():
                 effects = super()._turn(message)
                 self._made = message.step
                 return effects
             case _:
                 return super()._turn(message)
 
-    def _asked_back(self, fetch: Fetch) -> list[Effect]:
+    def _asked_back(self, fetch: say.Fetch) -> list[Effect]:
         """Answers a coordinator that has lost every worker: with the state, if it is here still.
 
         Where the step was made before the connection broke, it says that first.
         """
         if self._holds_state and fetch.step == self.step:
-            return [do.Send(self._peer, State(step=self.step))]
+            return [do.Send(self._peer, say.State(step=self.step))]
         if self._holds_state and fetch.step == self._made:
-            return [do.Send(self._peer, Applied(step=fetch.step))]
+            return [do.Send(self._peer, say.Applied(step=fetch.step))]
         reason = f"holds no state before step {fetch.step}"
-        return [do.Send(self._peer, Leave(reason=reason)), *self._drop(reason)]
+        return [do.Send(self._peer, say.Leave(reason=reason)), *self._drop(reason)]
 
     def broken(self, reason: str) -> list[Effect]:
         """Object to bytes that made no sense; these may have been a state."""
         self._holds_state = False
         return super().broken(reason)
 
-    def _enter(self, welcome: Welcome) -> list[Effect]:
+    def _enter(self, welcome: say.Welcome) -> list[Effect]:
         effects = super()._enter(welcome)
         self._holds_state, self._made = True, None
         return effects
 
-    def _regroup(self, group: Group) -> list[Effect]:
+    def _regroup(self, group: say.Group) -> list[Effect]:
         self._require_step(group.step)
         if self.rank not in group.ranks or len(group.ranks) != len(group.addresses):
             raise ProtocolError(f"Group ranks={group.ranks}: without me, or their addresses")
@@ -200,11 +185,11 @@ class MeshWorker(Worker):
         self._num_postponed = 0
         return [do.Regroup(group.round), *self._send(self._own), do.Again()]
 
-    def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+    def _deliver(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
         self._own += nodes
         return [] if self._group is None else self._send(nodes)
 
-    def _send(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+    def _send(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
         """Every node's blocks to their owners."""
         assert self._group is not None
         assert self.rank is not None
@@ -218,7 +203,7 @@ class MeshWorker(Worker):
                 effects += self.links.say(owner, said)
         return effects
 
-    def _spread(self, average: Average) -> list[Effect]:
+    def _spread(self, average: say.Average) -> list[Effect]:
         """Tells everyone else of an own block."""
         assert self._group is not None
         others = [rank for rank in self._group.ranks if rank != self.rank]
@@ -229,11 +214,11 @@ class MeshWorker(Worker):
         assert self._group is not None
         return self._group.ranks[block % len(self._group.ranks)]
 
-    def _exchanged(self, peer: Peer, rank: int, message: Message) -> list[Effect]:
+    def _exchanged(self, peer: Peer, rank: int, message: say.Message) -> list[Effect]:
         """A part of the exchange, from `rank`."""
         if not isinstance(message, self.parts):
             raise ProtocolError(f"{type(message).__name__} from another worker")
-        assert isinstance(message, TreeNode | Partial | Average)
+        assert isinstance(message, say.TreeNode | say.Partial | say.Average)
         group = self._group
         if group is None or message.round > group.round or message.step > self.step:
             return self._postpone(peer)
@@ -247,7 +232,7 @@ class MeshWorker(Worker):
 
     def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
         """A part of the round in work."""
-        if isinstance(message, TreeNode):
+        if isinstance(message, say.TreeNode):
             return [do.Keep(rank, message), *self._count(rank, message)]
         if self._owner(message.block) != rank or message.block in self._held:
             raise ProtocolError(f"Average block={message.block}: not due from rank {rank}")
@@ -261,7 +246,7 @@ class MeshWorker(Worker):
             raise ProtocolError("more of a round to come than a round can have")
         return [do.Postpone(peer)]
 
-    def _count(self, rank: int, node: TreeNode) -> list[Effect]:
+    def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:
         """Counts a node of an own block, which is averaged when all shards are there."""
         under = reduction.shards_under(node.level, node.index, len(self._holders))
         missing = self._missing.get(node.block, set())
@@ -284,12 +269,12 @@ class MeshWorker(Worker):
             return []
         assert self._group is not None
         self.phase = Phase.STAGED
-        return [do.Send(self._peer, Staged(step=self.step, round=self._group.round))]
+        return [do.Send(self._peer, say.Staged(step=self.step, round=self._group.round))]
 
     def _complain(self, rank: int, reason: str) -> list[Effect]:
         if self._group is None or self.phase not in IN_A_ROUND:
             return []
-        said = Unreachable(round=self._group.round, rank=rank, reason=brief(reason))
+        said = say.Unreachable(round=self._group.round, rank=rank, reason=say.brief(reason))
         return [do.Send(self._peer, said)]
 
     # --- the end of a stay ------------------------------------------------------------------------

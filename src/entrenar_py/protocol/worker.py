@@ -13,30 +13,9 @@ from itertools import count
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import messages as say
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.expulsions import THROWN_OUT_MAX, Expulsions, problem
-from entrenar_py.protocol.messages import (
-    VERSION,
-    Applied,
-    Assign,
-    Average,
-    Challenge,
-    Commit,
-    Computed,
-    Halt,
-    Heartbeat,
-    Leave,
-    Loaded,
-    Message,
-    NonFinite,
-    Refuse,
-    Shutdown,
-    Staged,
-    TreeNode,
-    Weights,
-    Welcome,
-    brief,
-)
 from entrenar_py.protocol.phases import TAKING_PART, WORKER_MAY_HEAR
 from entrenar_py.protocol.phases import WorkerPhase as Phase
 from entrenar_py.protocol.terms import Terms, Timing, greet
@@ -86,7 +65,7 @@ class Worker:
         """A whole frame came."""
         self._heard = now
 
-    def receive(self, message: Message, now: float) -> list[Effect]:
+    def receive(self, message: say.Message, now: float) -> list[Effect]:
         """A whole message. What is not legal now ends the connection."""
         self._heard = now
         try:
@@ -109,7 +88,7 @@ class Worker:
     def _object(self, reason: str) -> list[Effect]:
         if self.phase not in TAKING_PART:
             return self._drop(reason)
-        return [do.Send(self._peer, Leave(reason=brief(reason))), *self._depart(reason)]
+        return [do.Send(self._peer, say.Leave(reason=say.brief(reason))), *self._depart(reason)]
 
     def leave(self, reason: str) -> list[Effect]:
         """Goes for good, and says why if there is someone to say it to."""
@@ -117,21 +96,23 @@ class Worker:
             self.phase = Phase.OVER
             return [do.Finish("failed", f"left: {reason}")]
         greeted = self.phase not in (Phase.CONNECTED, Phase.GREETED)
-        said = [do.Send(self._peer, Leave(reason=brief(reason)))] if greeted else []
+        said = [do.Send(self._peer, say.Leave(reason=say.brief(reason)))] if greeted else []
         return [*said, *self._end(do.Finish("failed", f"left: {reason}"))]
 
     def wants(self, asked: do.Compute) -> bool:
         """Return whether `asked` is still to be done: not if the stay that it is of is over."""
         return bool(self._work) and self._work[0] == asked
 
-    def computed(self, asked: do.Compute, outcome: Sequence[TreeNode] | NonFinite) -> list[Effect]:
+    def computed(
+        self, asked: do.Compute, outcome: Sequence[say.TreeNode] | say.NonFinite
+    ) -> list[Effect]:
         """Take what came of `asked`: tree nodes in all blocks, or a shard that isn't finite."""
         if not self.wants(asked):
             return []
         self._work.popleft()
-        if isinstance(outcome, NonFinite):
+        if isinstance(outcome, say.NonFinite):
             return [do.Send(self._peer, outcome)]
-        computed = do.Send(self._peer, Computed(step=asked.step, shards=asked.shards))
+        computed = do.Send(self._peer, say.Computed(step=asked.step, shards=asked.shards))
         if not self._work:
             self.phase = Phase.READY
         next_one = [self._work[0]] if self._work else []
@@ -147,39 +128,39 @@ class Worker:
         if self.phase is Phase.CONNECTED or now - self._said < self.timing.heartbeat_s:
             return []
         self._said = now
-        return [do.Send(self._peer, Heartbeat())]
+        return [do.Send(self._peer, say.Heartbeat())]
 
     # --- what follows from a message --------------------------------------------------------------
 
-    def _turn(self, message: Message) -> list[Effect]:
+    def _turn(self, message: say.Message) -> list[Effect]:
         match message:
-            case Challenge():
+            case say.Challenge():
                 return self._greet(message)
-            case Welcome():
+            case say.Welcome():
                 return self._enter(message)
-            case Refuse():
+            case say.Refuse():
                 return self._refused(message)
-            case Assign():
+            case say.Assign():
                 return self._take(message)
-            case Average() | Weights():
+            case say.Average() | say.Weights():
                 return self._hold(message)
-            case Commit():
+            case say.Commit():
                 self._require_step(message.step)
                 self._thrown_out.clear()
-                applied = do.Send(self._peer, Applied(step=message.step))
+                applied = do.Send(self._peer, say.Applied(step=message.step))
                 return [do.Make(message.step), applied, *self._begin(self.step + 1)]
-            case Halt():
+            case say.Halt():
                 return self._end(do.Finish("halted", message.reason))
-            case Shutdown(problem=str(problem)):
+            case say.Shutdown(problem=str(problem)):
                 return self._end(do.Finish("failed", problem))
-            case Shutdown():
+            case say.Shutdown():
                 return self._end(do.Finish("completed"))
             case _:
                 return []  # a heartbeat
 
-    def _greet(self, challenge: Challenge) -> list[Effect]:
-        if challenge.version != VERSION:
-            reason = f"version={challenge.version}: this worker speaks {VERSION}"
+    def _greet(self, challenge: say.Challenge) -> list[Effect]:
+        if challenge.version != say.VERSION:
+            reason = f"version={challenge.version}: this worker speaks {say.VERSION}"
             return self._end(do.Finish("failed", reason))
         greeting = greet(
             challenge,
@@ -193,16 +174,16 @@ class Worker:
         self._expected, self.phase = greeting.expected, Phase.GREETED
         return [do.Send(self._peer, greeting.hello), do.Secure(self._peer, greeting.key)]
 
-    def _enter(self, welcome: Welcome) -> list[Effect]:
+    def _enter(self, welcome: say.Welcome) -> list[Effect]:
         if not hmac.compare_digest(welcome.proof, self._expected):
             raise ProtocolError("Welcome proof: this coordinator does not know the secret")
         if not welcome.blocks:
             raise ProtocolError("Welcome blocks=0: there is at least one")
         self.rank, self._num_blocks = welcome.rank, welcome.blocks
-        loaded = do.Send(self._peer, Loaded(step=welcome.step))
+        loaded = do.Send(self._peer, say.Loaded(step=welcome.step))
         return [do.Load(welcome.rank, welcome.step), loaded, *self._begin(welcome.step)]
 
-    def _refused(self, refuse: Refuse) -> list[Effect]:
+    def _refused(self, refuse: say.Refuse) -> list[Effect]:
         if self.phase in TAKING_PART:
             return self._depart(refuse.reason)
         if refuse.retry:
@@ -216,17 +197,17 @@ class Worker:
             return self._drop(reason)
         return self._end(do.Finish("failed", problem(self.rank, self.step, times, reason)))
 
-    def _take(self, assign: Assign) -> list[Effect]:
+    def _take(self, assign: say.Assign) -> list[Effect]:
         self._require_step(assign.step)
         self._work.append(do.Compute(next(self._tickets), self.step, assign.shards))
         self.phase = Phase.COMPUTING
         return [self._work[0]] if len(self._work) == 1 else []
 
-    def _deliver(self, nodes: Sequence[TreeNode]) -> list[Effect]:
+    def _deliver(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
         """Sends what was computed to who adds it."""
         return [do.Send(self._peer, node) for node in nodes]
 
-    def _hold(self, message: Average | Weights) -> list[Effect]:
+    def _hold(self, message: say.Average | say.Weights) -> list[Effect]:
         self._require_step(message.step)
         block, name = message.block, type(message).__name__
         if block in self._held or block >= self._num_blocks:
@@ -235,7 +216,7 @@ class Worker:
         if len(self._held) < self._num_blocks:
             return [do.Hold(self.step, block)]
         self.phase = Phase.STAGED
-        return [do.Hold(self.step, block), do.Send(self._peer, Staged(step=self.step, round=0))]
+        return [do.Hold(self.step, block), do.Send(self._peer, say.Staged(step=self.step, round=0))]
 
     def _begin(self, step: int) -> list[Effect]:
         """Stands before `step`."""
