@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, dataclass_transform
 
 from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
 
 Peer: TypeAlias = Hashable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
 class Effect:
-    """One thing to do."""
+    """One thing to do. Every kind of it is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
 # --- both -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Send(Effect):
     """Send `message` to `peer`, with the payload that its kind carries."""
 
@@ -30,7 +32,6 @@ class Send(Effect):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
 class Secure(Effect):
     """From now on all frames of `peer` are keyed with `key`, those sent and those read."""
 
@@ -38,7 +39,6 @@ class Secure(Effect):
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
 class Close(Effect):
     """End the connection once everything before was sent; `reason` is for the log."""
 
@@ -46,7 +46,6 @@ class Close(Effect):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class Finish(Effect):
     """It is over: `completed`, `halted`, `failed`, or `stopped` by who started it."""
 
@@ -54,7 +53,6 @@ class Finish(Effect):
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class Dial(Effect):
     """Connect to worker `rank` at `address` ("host:port"); then say `dialed`, or `undialable`."""
 
@@ -65,7 +63,6 @@ class Dial(Effect):
 # --- coordinator ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Keep(Effect):
     """The message just received from `rank` is in order: its payload counts.
 
@@ -76,14 +73,12 @@ class Keep(Effect):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
 class Deliver(Effect):
     """Keep what `rank` began to deliver with its last Computed: it is whole, whichever dies."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
 class Copy(Effect):
     """The message just received from `rank` is of its copy of an audited shard: keep it apart."""
 
@@ -91,7 +86,6 @@ class Copy(Effect):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
 class EndCopy(Effect):
     """The copy of `shard` that `rank` began with its last Computed is whole."""
 
@@ -99,7 +93,6 @@ class EndCopy(Effect):
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
 class Compare(Effect):
     """Nobody computes a copy of `shard` any more: say with `compared` which have the same bits."""
 
@@ -107,7 +100,6 @@ class Compare(Effect):
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
 class Conclude(Effect):
     """The audit of `shard` is over: the copy with the number `copy` counts, the others are void.
 
@@ -124,7 +116,6 @@ class Conclude(Effect):
     disputed: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class Joined(Effect):
     """`rank` takes part from `step` on; `late` if the run had begun without it."""
 
@@ -133,7 +124,6 @@ class Joined(Effect):
     late: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Left(Effect):
     """`rank` takes part no more, in the middle of `step`; what it had not delivered is void."""
 
@@ -142,14 +132,12 @@ class Left(Effect):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
 class Gather(Effect):
     """`step` is next: what was delivered of a step that did not happen is void."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class Reduce(Effect):
     """`block` of every shard of `step` is there: add, average; then say `reduced` or `refused`."""
 
@@ -157,28 +145,24 @@ class Reduce(Effect):
     block: int
 
 
-@dataclass(frozen=True, slots=True)
 class Prepare(Effect):
     """All of `step` is averaged: make it beside the state in use; then say `prepared`."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class Apply(Effect):
     """A worker made `step`: make it here, too, or use what was prepared."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class Save(Effect):
     """Write a checkpoint of the state before `step`."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class Stop(Effect):
     """Nobody makes `step`: a value of worker `rank` was not finite, as `said`, or workers disagree
     on `shard`.
@@ -194,7 +178,6 @@ class Stop(Effect):
 # --- worker -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Load(Effect):
     """Take over the state in the message just received: it is `rank`'s before `step`."""
 
@@ -202,7 +185,6 @@ class Load(Effect):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
 class Compute(Effect):
     """Compute `shards` of `step`, beside everything else; then say `computed`, with this effect.
 
@@ -214,7 +196,6 @@ class Compute(Effect):
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Hold(Effect):
     """Keep the block in the message just received: of the average of `step`, or of new weights."""
 
@@ -222,14 +203,12 @@ class Hold(Effect):
     block: int
 
 
-@dataclass(frozen=True, slots=True)
 class Contribute(Effect):
     """Count `node`, which was computed here, for a block that is averaged here."""
 
     node: TreeNode
 
 
-@dataclass(frozen=True, slots=True)
 class Combine(Effect):
     """Add what was computed here to `block` in the message just received, or begin with it."""
 
@@ -237,26 +216,22 @@ class Combine(Effect):
     block: int
 
 
-@dataclass(frozen=True, slots=True)
 class Regroup(Effect):
     """Forget what other workers sent of the step in work; `round` begins, or goes on."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
 class Postpone(Effect):
     """Keep the message just received from `peer`, and tell of it again after `Again`."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
 class Again(Effect):
     """Tell once more what was postponed."""
 
 
-@dataclass(frozen=True, slots=True)
 class Make(Effect):
     """Make `step` with the average held, or use the weights held."""
 

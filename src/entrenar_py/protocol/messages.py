@@ -8,7 +8,7 @@ definition: the codec, the machines and the docs read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, dataclass_transform
 
 from entrenar_py.untrusted import escaping
 
@@ -21,18 +21,24 @@ Nonce: TypeAlias = str
 Proof: TypeAlias = str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True)
 class Message:
-    """One thing said. `tag` names it on the wire; `carries` says what its payload is, if any."""
+    """One thing said. `tag` names it on the wire; `carries` says what its payload is, if any.
+
+    Every kind of it is a frozen dataclass, whose fields are its header.
+    """
 
     tag: ClassVar[int]
     carries: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 # --- joining ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Challenge(Message):
     """Coordinator, to whoever connects: prove with `nonce` (32 hex digits) that you may join."""
 
@@ -41,7 +47,6 @@ class Challenge(Message):
     nonce: Nonce
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Worker, to a coordinator or another worker: a request to join, with a proof.
 
@@ -63,7 +68,6 @@ class Hello(Message):
     proof: Proof
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
     """Coordinator: the worker is admitted as `rank`; the payload is the whole state before `step`.
 
@@ -81,7 +85,6 @@ class Welcome(Message):
     proof: Proof
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(Message):
     """Coordinator: the worker can't join or stay. `retry`: a later try may succeed."""
 
@@ -90,7 +93,6 @@ class Refuse(Message):
     retry: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Message):
     """Worker: it holds the state before `step`; the payload is the event that records it."""
 
@@ -99,7 +101,6 @@ class Loaded(Message):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Message):
     """Coordinator, to a worker that asks: the run's scenario in the payload, and its timeouts.
 
@@ -113,7 +114,6 @@ class Offer(Message):
     proof: Proof
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Accept(Message):
     """Worker, to another that said hello: the proof that it knows the secret, too."""
 
@@ -121,7 +121,6 @@ class Accept(Message):
     proof: Proof
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
     """Coordinator: request for the state before `step`."""
 
@@ -129,7 +128,6 @@ class Fetch(Message):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class State(Message):
     """Worker: the whole state before `step`."""
 
@@ -141,7 +139,6 @@ class State(Message):
 # --- a step -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Assign(Message):
     """Coordinator: compute these logical `shards` of `step`."""
 
@@ -150,7 +147,6 @@ class Assign(Message):
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Computed(Message):
     """Worker: `shards` of `step` are computed, their nodes follow; the payload records each."""
 
@@ -160,7 +156,6 @@ class Computed(Message):
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode(Message):
     """Worker: `block` of node (`level`, `index`) of the reduction tree of `step`, in the payload.
 
@@ -180,7 +175,6 @@ class TreeNode(Message):
     weight: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Message):
     """Worker: the gradient (or, without a tensor, the loss) of `shard` is NaN or Inf.
 
@@ -197,7 +191,6 @@ class NonFinite(Message):
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Average(Message):
     """Who averaged it: `block` of the averaged gradient of `step`, before clipping.
 
@@ -214,7 +207,6 @@ class Average(Message):
     weight: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights(Message):
     """Coordinator, where it updates: `block` of the weights and buffers after `step`.
 
@@ -230,7 +222,6 @@ class Weights(Message):
     weight: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(Message):
     """Worker: it holds every block of `step`."""
 
@@ -239,7 +230,6 @@ class Staged(Message):
     round: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(Message):
     """Coordinator: all hold the blocks of `step`; make it, or use the coordinator's weights."""
 
@@ -247,7 +237,6 @@ class Commit(Message):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Applied(Message):
     """Worker: `step` is made; the payload is the event that records the new state."""
 
@@ -256,7 +245,6 @@ class Applied(Message):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Message):
     """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
 
@@ -274,7 +262,6 @@ class Group(Message):
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Partial(Message):
     """Worker of a ring, to the next: `block` summed over the `hops` + 1 workers so far.
 
@@ -291,7 +278,6 @@ class Partial(Message):
     weight: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable(Message):
     """Worker of a mesh: in `round` it can't exchange blocks with `rank`."""
 
@@ -301,7 +287,6 @@ class Unreachable(Message):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Overflow(Message):
     """Worker of a mesh: the average of `block` of `step` is not finite, though every shard was."""
 
@@ -313,14 +298,12 @@ class Overflow(Message):
 # --- any time ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
     """Either: the process is alive, however long its work takes."""
 
     tag: ClassVar[int] = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
     """Worker: it leaves; its shards go to others."""
 
@@ -328,7 +311,6 @@ class Leave(Message):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt(Message):
     """Coordinator: all workers stop before any update of `step`."""
 
@@ -337,7 +319,6 @@ class Halt(Message):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown(Message):
     """Coordinator: the run is over; `problem` says why it could not go on, None if it is done."""
 
