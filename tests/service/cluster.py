@@ -14,7 +14,7 @@ from typing import Any
 
 from entrenar_py import systems, trace
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest
+from entrenar_py.service.ledger_account import weights_digest
 from tests.drivers.fakes import free_port
 from tests.service import nursery
 
@@ -158,7 +158,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 def _weights(training: str) -> str:
     scenario = Scenario.from_dict({"system": "reference", **json.loads(training), "world_size": 1})
     last = systems.run(scenario).of(trace.Update)[-1]
-    return digest.of(last.weights, last.buffers)
+    return weights_digest(last.weights, last.buffers)
 
 
 def weights(training: dict[str, Any]) -> str:

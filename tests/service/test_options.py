@@ -78,7 +78,7 @@ def test_every_exit_code_has_its_line() -> None:
         (f"{WORKER} --coordinator host", "address='host': use host:port"),
         (f"{WORKER} --coordinator host:0", "port 0: use 1 to 65535"),
         (f"{WORKER} --backend tpu", "backend='tpu': allowed are cuda, wgpu, cpu"),
-        (f"{WORKER} --rank -1", "'-1': use a whole number >= 0"),
+        (f"{WORKER} --rank -1", "'-1': use a whole number from 0 to"),
         (f"{WORKER} --rank 1.5", "'1.5': use a whole number >= 0"),
         (f"{WORKER} --patience-s 0", "'0': use a number of seconds > 0"),
         (f"{WORKER} --patience-s soon", "'soon': use a number of seconds > 0"),

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -65,16 +65,23 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
     loop = asyncio.get_running_loop()
     with ExitStack() as failing:
         failing.callback(sock.close)
-        ready = asyncio.Event()
-        loop.add_reader(sock, ready.set)
-        try:
-            async with asyncio.timeout(patience_s):
-                await ready.wait()
-        finally:
-            loop.remove_reader(sock)
+        async with asyncio.timeout(patience_s):
+            await ready(sock, loop.add_reader, loop.remove_reader)
         if not socket.socket.recv(sock, 1, socket.MSG_PEEK):
             raise ConnectionResetError("closed by the other end")
         failing.pop_all()
+
+
+async def ready(
+    sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
+) -> None:
+    """Returns when `sock` can be read or written; `watch` and `unwatch` are the loop's for that."""
+    event = asyncio.Event()
+    watch(sock, event.set)
+    try:
+        await event.wait()
+    finally:
+        unwatch(sock)
 
 
 def listen(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from entrenar_py.drivers import sockets
 from entrenar_py.errors import UsageError
 from entrenar_py.untrusted import files
 
@@ -91,20 +91,9 @@ async def _shake_hands(sock: ssl.SSLSocket) -> None:
             sock.do_handshake()
             return
         except ssl.SSLWantReadError:
-            await _ready(sock, loop.add_reader, loop.remove_reader)
+            await sockets.ready(sock, loop.add_reader, loop.remove_reader)
         except ssl.SSLWantWriteError:
-            await _ready(sock, loop.add_writer, loop.remove_writer)
-
-
-async def _ready(
-    sock: ssl.SSLSocket, watch: Callable[..., None], unwatch: Callable[[ssl.SSLSocket], bool]
-) -> None:
-    ready = asyncio.Event()
-    watch(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        unwatch(sock)
+            await sockets.ready(sock, loop.add_writer, loop.remove_writer)
 
 
 def _context(protocol: int) -> ssl.SSLContext:

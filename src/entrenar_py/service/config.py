@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from entrenar_py import systems
 from entrenar_py.contract import composer
@@ -30,6 +30,8 @@ from entrenar_py.systems.star import audited, topology
 from entrenar_py.untrusted import files
 
 SECRET_BYTES_MAX = 2**16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class _Reader:
         metrics, ledger = self._path(self._root, "metrics"), self._path(self._root, "ledger")
         if scenario is not None and wait_for > scenario.world_size:
             self._error("wait_for", f"wait_for={wait_for}: world_size is {scenario.world_size}")
-        if scenario is None or shared is None:
+        if scenario is None or shared is None or listen is None:
             return None
         return Config(
             scenario=scenario,
@@ -125,34 +127,40 @@ class _Reader:
         )
 
     def _scenario(self) -> Scenario | None:
-        """The scenario. Of several wrong fields each is named: one that was is left out then."""
         nodes = self._root.node.fields
         missing = [name for name in config_keys.REQUIRED if self._root.present(name) is None]
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
-        given = {name: _value(name, nodes[name]) for name in config_keys.TRAINING if name in nodes}
-        given = {name: value for name, value in given.items() if name not in missing}
+        named = [name for name in config_keys.TRAINING if name in nodes and name not in missing]
+        given = {name: _value(name, nodes[name]) for name in named}
+        scenario = self._possible(given)
+        if scenario is None:
+            return None
+        scenario = self._with_option(scenario, "audit_share", audited.share_of)
+        scenario = self._with_option(scenario, updates.OPTION, updates.by_server)
+        workload = scenario.workload
+        if workload == "own":
+            self._error("workload", "workload='own': it is a stored trace's; nothing to train")
+            return None
+        if "width" in given and workload not in config_keys.SIZED:
+            sized = " and ".join(config_keys.SIZED)
+            width = f"width={scenario.width}"
+            self._error("width", f"{width}: {workload} has one size; it is of {sized}")
+        return None if missing else scenario
+
+    def _possible(self, given: dict[str, Any]) -> Scenario | None:
+        """The scenario of the fields that are right; None if one is wrong that it can't be without.
+
+        What is wrong is taken out of `given`.
+        """
         while True:
             try:
-                found = Scenario.from_dict({**DEFAULTS, **given, "system": self._system()})
+                return Scenario.from_dict({**DEFAULTS, **given, "system": self._system()})
             except UsageError as error:
-                name = error.field
-                self._error(name, str(error))
-                if name in config_keys.REQUIRED or name not in given:
+                self._error(error.field, str(error))
+                if error.field in config_keys.REQUIRED or error.field not in given:
                     return None
-                del given[name]
-                continue
-            found = self._with_option(found, "audit_share", audited.share_of)
-            found = self._with_option(found, updates.OPTION, updates.by_server)
-            if found.workload == "own":
-                self._error("workload", "workload='own': it is a stored trace's; nothing to train")
-                return None
-            if "width" in given and found.workload not in config_keys.SIZED:
-                sized = " and ".join(config_keys.SIZED)
-                self._error(
-                    "width", f"width={found.width}: {found.workload} has one size; it is of {sized}"
-                )
-            return None if missing else found
+                del given[error.field]
 
     def _system(self) -> str:
         """The system of the topology that is wanted."""
@@ -171,12 +179,8 @@ class _Reader:
         if node is None:
             return scenario
         found = scenario.with_(options={**scenario.options, name: plain(node)})
-        try:
-            value = read(found)
-        except UsageError as error:
-            self._error(name, str(error))
-            return scenario
-        if name in systems.SYSTEMS[scenario.system].options:
+        value = self._read(name, lambda: read(found))
+        if value is not None and name in systems.SYSTEMS[scenario.system].options:
             return found
         if value:
             self._error(
@@ -191,19 +195,11 @@ class _Reader:
         if path is None:
             self._error("secret_file", "secret_file is missing; give the file of the secret")
             return None
-        try:
-            return secret(path)
-        except UsageError as error:
-            self._error("secret_file", str(error))
-            return None
+        return self._read("secret_file", lambda: secret(path))
 
-    def _listen(self) -> Address:
+    def _listen(self) -> Address | None:
         text = self._root.text("listen") or config_keys.LISTEN
-        try:
-            return address.parse(text, port_min=0)
-        except UsageError as error:
-            self._error("listen", str(error))
-            return address.parse(config_keys.LISTEN, port_min=0)
+        return self._read("listen", lambda: address.parse(text, port_min=0))
 
     def _context(self) -> ssl.SSLContext | None:
         record = self._block("tls", config_keys.TLS)
@@ -213,11 +209,7 @@ class _Reader:
         if cert is None or key is None:
             self._error("tls", f"tls: {'key' if cert else 'cert'} is missing; give its file")
             return None
-        try:
-            return tls.server_context(cert=cert, key=key, ca=ca)
-        except UsageError as error:
-            self._error("tls", str(error))
-            return None
+        return self._read("tls", lambda: tls.server_context(cert=cert, key=key, ca=ca))
 
     def _timing(self) -> Timing:
         record = self._block("timing", config_keys.TIMING)
@@ -271,6 +263,14 @@ class _Reader:
             self._problems.error(node.at, f"{name}={value!r}: use a whole number >= 1")
             return 1
         return value
+
+    def _read(self, name: str, read: Callable[[], T]) -> T | None:
+        """Return what `read` gives; where it raises UsageError, None and a problem of `name`."""
+        try:
+            return read()
+        except UsageError as error:
+            self._error(name, str(error))
+            return None
 
     def _error(self, name: str, message: str) -> None:
         self._problems.error(self._root.place(name), message)

@@ -14,7 +14,8 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Finish, Left
 from entrenar_py.protocol.messages import Applied, Commit, Computed, Message, State, TreeNode
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest, ledger_continuity
+from entrenar_py.service import ledger_continuity
+from entrenar_py.service.ledger_account import weights_digest
 from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
 from entrenar_py.systems.star import topology, worker_records
@@ -107,7 +108,7 @@ class Host:
         A checkpoint that can't be written is told of, and the run goes on: the one before is whole,
         and the next is tried in its turn.
         """
-        self._sync()
+        self._write(sync=True)
         path = self.server.checkpoint_path
         if path is None or self.broken is not None or step == self._saved:
             return  # a checkpoint is never newer than the ledger: there would be a gap in it
@@ -169,9 +170,9 @@ class Host:
             recorder.emit(trace.End(status=status, reason=finish.reason))
         self._write()
         self.close()
-        weights = digest.of(recorder.tensors(worker.weights), recorder.tensors(worker.buffers))
+        digest = weights_digest(recorder.tensors(worker.weights), recorder.tensors(worker.buffers))
         said = f" ({finish.reason})" if finish.reason else ""
-        self.note(finish.status, f"{finish.status}{said}: step {self._step}, weights {weights}")
+        self.note(finish.status, f"{finish.status}{said}: step {self._step}, weights {digest}")
 
     def close(self) -> None:
         """Lets go of the ledger."""
@@ -208,7 +209,7 @@ class Host:
         for listener in self._listeners:
             listener(happening)
 
-    def _write(self) -> None:
+    def _write(self, *, sync: bool = False) -> None:
         """Moves what was recorded to the ledger; without one nobody asks for it.
 
         A ledger that can't be written ends the run: what it is to prove would have a gap.
@@ -218,18 +219,9 @@ class Host:
             return
         try:
             self._ledger.append(events)
-        except OSError as error:
-            self._break(error)
-
-    def _sync(self) -> None:
-        self._write()
-        try:
-            if self._ledger is not None:
+            if sync:
                 self._ledger.sync()
         except OSError as error:
-            self._break(error)
-
-    def _break(self, error: OSError) -> None:
-        self.broken = f"the ledger can't be written ({error.strerror or error})"
-        self._ledger = None
-        self.give_up(self.broken)
+            self.broken = f"the ledger can't be written ({error.strerror or error})"
+            self._ledger = None
+            self.give_up(self.broken)

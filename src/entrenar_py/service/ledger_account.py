@@ -1,36 +1,44 @@
-"""A ledger read to its end: the weights after each step, and the devices that computed them."""
+"""A ledger read to its end: its extent, the weights after each step, the devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from blake3 import blake3
 
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest
-from entrenar_py.service.ledger_extent import Extent
-from entrenar_py.trace import ledger
+from entrenar_py.service import ledger_continuity
+from entrenar_py.trace import Tensors, ledger
 from entrenar_py.untrusted import files
 
 
 @dataclass
 class Account:
-    """The account of a whole ledger: the weights after each step, and who computed them.
+    """The account of a whole ledger of `num_lines`, from digest `first` to digest `last`.
 
-    `weights` are digests by step (`digest.of`). `devices` are the backends that served, each with
-    its device. `quarrel` says where two workers hold different weights after one step.
+    `weights` are digests by step (`weights_digest`). `devices` are the backends that served, each
+    with its device. `quarrel` says where two workers hold different weights after one step. `made`
+    are stretches of steps, first and last, in the order that they were made: a resume begins a new
+    one.
     """
 
     scenario: Scenario
     environment: dict[str, object]
-    extent: Extent
+    first: str
+    last: str = ""
+    num_lines: int = 0
+    made: list[tuple[int, int]] = field(default_factory=list)
+    gaps: list[trace.Gap] = field(default_factory=list)
     weights: dict[int, str] = field(default_factory=dict)
     devices: set[tuple[str, str]] = field(default_factory=set)
     halt: trace.Halt | None = None
     end: trace.End | None = None
     quarrel: str | None = None
+    _goes_back: bool = False  # somebody has started before a step that was made
 
     @property
     def backends(self) -> set[str]:
@@ -40,23 +48,82 @@ class Account:
     def take(self, events: Iterable[trace.Event]) -> None:
         """Reads on."""
         for event in events:
-            self.extent.take(event)
             self.end = event if isinstance(event, trace.End) else None
-            if isinstance(event, trace.Attempt) and event.served:
-                self.devices.add((event.backend, event.device))
-            elif isinstance(event, trace.Halt):
-                self.halt = event
-            elif isinstance(event, trace.Update):
-                self._compare(event)
+            match event:
+                case trace.Gap():
+                    self.gaps.append(event)
+                case trace.Start() if self.made and event.step <= self.made[-1][1]:
+                    self._goes_back = True
+                case trace.Attempt(served=True):
+                    self.devices.add((event.backend, event.device))
+                case trace.Halt():
+                    self.halt = event
+                case trace.Update():
+                    self._extend(event.step)
+                    self._compare(event)
+
+    def _extend(self, step: int) -> None:
+        begun, last = self.made[-1] if self.made else (step, -1)
+        if self.made and not self._goes_back and step in (last, last + 1):
+            self.made[-1] = (begun, step)
+        else:
+            self.made.append((step, step))
+        self._goes_back = False
 
     def _compare(self, update: trace.Update) -> None:
-        found = digest.of(update.weights, update.buffers)
-        known = self.weights.setdefault(update.step, found)
-        if known != found and self.quarrel is None:
+        held = weights_digest(update.weights, update.buffers)
+        known = self.weights.setdefault(update.step, held)
+        if known != held and self.quarrel is None:
             self.quarrel = (
-                f"worker {update.rank} holds weights {found} after step {update.step}, where "
+                f"worker {update.rank} holds weights {held} after step {update.step}, where "
                 f"another, or the same before a resume, held {known}"
             )
+
+    # --- its extent -------------------------------------------------------------------------------
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """First and last of the steps that are not there, and no gap says so."""
+        told = {gap.step for gap in self.gaps}
+        reached = -1
+        for begun, last in self.made:
+            if 0 <= reached < begun - 1 and begun not in told:
+                yield reached + 1, begun - 1
+            reached = max(reached, last)
+
+    def twice(self) -> Iterator[tuple[int, int]]:
+        """First and last of the steps that were made again."""
+        reached = -1
+        for begun, last in self.made:
+            if begun <= reached:
+                yield begun, min(last, reached)
+            reached = max(reached, last)
+
+    def sentences(self) -> Iterator[str]:
+        """Yield where it begins, what is made twice, if there is anything to say of that, and how
+        far the run came.
+        """
+        yield (
+            f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
+            f"{self.first}) to the last (digest {self.last})"
+        )
+        yield from (f"begins anew: {ledger_continuity.say(gap)}" for gap in self.gaps)
+        begun = self.made[0][0] if self.made else 0
+        if begun and not self.gaps:
+            yield f"begins with step {begun}: {steps(0, begun - 1)} not in it, nothing says why"
+        for again in self.twice():
+            yield f"{steps(*again)} in it again: the run was resumed from a checkpoint before"
+        yield self._stands()
+
+    def _stands(self) -> str:
+        if not self.weights:
+            return "no step in it"
+        first, last = min(self.weights), max(self.weights)
+        stands = f"steps {first} to {last} of 0 to {self.scenario.num_steps - 1}"
+        stands += f", weights {self.weights[last]} after step {last}"
+        if self.end is None:
+            return f"{stands}; not over there"
+        reason = f" ({self.end.reason})" if self.end.reason else ""
+        return f"{stands}; {self.end.status}{reason}"
 
 
 def read(path: Path) -> Account:
@@ -67,11 +134,21 @@ def read(path: Path) -> Account:
     try:
         with files.open_file(path) as file:
             reader = ledger.Reader(file, path)
-            scenario = reader.head.scenario
-            found = Extent(reader.chain)
-            account = Account(scenario, dict(reader.head.environment), found)
+            account = Account(reader.head.scenario, dict(reader.head.environment), reader.chain)
             account.take(reader)
-            found.num_lines, found.last = reader.num_lines, reader.chain
+            account.num_lines, account.last = reader.num_lines, reader.chain
             return account
     except OSError as error:
         raise UsageError(f"ledger {path}: can't be read ({error.strerror})") from error
+
+
+def weights_digest(weights: Tensors, buffers: Tensors) -> str:
+    """Return 16 hex digits over the names and digests of all of them, in their order."""
+    tensors = {**weights, **buffers}
+    text = "\n".join(f"{name} {record.digest}" for name, record in tensors.items())
+    return str(blake3(text.encode("utf-8", "backslashreplace")).hexdigest(8))
+
+
+def steps(first: int, last: int) -> str:
+    """These steps, and the verb."""
+    return f"step {first} is" if first == last else f"steps {first} to {last} are"

@@ -121,7 +121,10 @@ def _add_worker(commands: _Commands) -> None:
         "first of cuda, wgpu, cpu that serves (default cpu)",
     )
     one.add_argument(
-        "--rank", metavar="N", type=_rank, help="the rank to ask for (default: the lowest free one)"
+        "--rank",
+        metavar="N",
+        type=values.natural,
+        help="the rank to ask for (default: the lowest free one)",
     )
     one.add_argument(
         "--listen-port",
@@ -170,12 +173,6 @@ def _backend(text: str) -> str:
         except UsageError as error:
             raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
     return text
-
-
-def _rank(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number >= 0")
-    return int(text)
 
 
 def _port(text: str) -> int:

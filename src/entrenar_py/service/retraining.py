@@ -14,8 +14,8 @@ import torch
 from entrenar_py import backends, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import digest, exit_codes
-from entrenar_py.service.ledger_account import Account
+from entrenar_py.service import exit_codes
+from entrenar_py.service.ledger_account import Account, weights_digest
 from entrenar_py.systems import AUTO, environment
 from entrenar_py.systems.single.reference import Trainer
 from entrenar_py.trace import ledger
@@ -67,7 +67,7 @@ def _difference(account: Account, path: Path, backend: str) -> str | None:
     step = -1
     for step, update in enumerate(_updates(account.scenario, backend, last + 1)):
         theirs = account.weights.get(step)  # a ledger that a resume began anew has no first steps
-        if theirs is not None and theirs != digest.of(update.weights, update.buffers):
+        if theirs is not None and theirs != weights_digest(update.weights, update.buffers):
             return _first_tensor(path, update)
     if step < last:
         return f"training again halts in step {step + 1}, the ledger goes on"
