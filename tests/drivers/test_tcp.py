@@ -9,10 +9,12 @@ import resource
 import socket
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from entrenar_py.drivers.door import TAKEN_UP_MAX
+from entrenar_py.drivers import tcp
+from entrenar_py.drivers.door import TAKEN_UP_MAX, Door
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
@@ -328,17 +330,21 @@ def test_a_thousand_that_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_a_worker_joins_beside_a_flood(authority: Authority, secured: bool) -> None:
+def test_a_worker_joins_beside_a_flood(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, secured: bool
+) -> None:
     """From its own address, three times as many as there are places, each in the place of one that
     was sent away: it waits for its turn, and then has the time for a proof.
     """
+
+    monkeypatch.setattr(tcp, "Door", partial(Door, strangers_max=8))
 
     async def story() -> None:
         server_side = server_context(authority, mutual=False) if secured else None
         client_side = client_context(authority, None) if secured else None
         timing = replace(IMPATIENT, hello_s=2.0, gather_s=20.0)
         server = CoordinatorServer(run_of(awaited={}), FakeServer(), timing=timing, secret=SECRET)
-        _, port = await server.listen(LOOPBACK, 0, context=server_side, strangers_max=8)
+        _, port = await server.listen(LOOPBACK, 0, context=server_side)
         running = asyncio.ensure_future(server.finish())
         flood = asyncio.ensure_future(_refill(port, 24))
         await until(lambda: server.strangers[0] > 8)

@@ -18,7 +18,7 @@ from typing import Any
 
 from entrenar_py.drivers import sockets, tls
 from entrenar_py.drivers.background_thread import Thread
-from entrenar_py.drivers.door import STRANGERS_MAX, Door, Visit
+from entrenar_py.drivers.door import Door, Visit
 from entrenar_py.drivers.endpoints import (
     CoordinatorEnd,
     MemberHands,
@@ -71,7 +71,7 @@ class CoordinatorServer:
         self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
         self.over_s = math.inf  # when the run was, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
-        self._door: Door | None = None
+        self._door: Door  # once it listens
         self._dead = False
 
     async def listen(
@@ -80,14 +80,11 @@ class CoordinatorServer:
         port: int,
         *,
         context: ssl.SSLContext | None = None,
-        strangers_max: int = STRANGERS_MAX,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> tuple[str, int]:
         """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
 
-        With `context` over TLS. At most `strangers_max` connections at a time may be on their way
-        in, or out; for more of them some have to go (`places`), and workers among them come again.
-        `buffer_bytes` is what the kernel may hold of a connection.
+        With `context` over TLS. `buffer_bytes` is what the kernel may hold of a connection.
 
         Raises UsageError where others could take part: from other machines, with no secret that
         keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
@@ -100,7 +97,6 @@ class CoordinatorServer:
         self._door = Door(
             listeners,
             self._opened,
-            strangers_max=strangers_max,
             context=context,
             patience_s=self.end.machine.timing.hello_s,
         )
@@ -112,7 +108,6 @@ class CoordinatorServer:
 
         Raises what the hands or the machine raise, wherever that was.
         """
-        assert self._door is not None, "listen comes first"
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
@@ -137,7 +132,6 @@ class CoordinatorServer:
 
     def die(self) -> None:
         """Is gone at once, as if its process were: `finish` gives DIED, and nobody is told."""
-        assert self._door is not None, "listen comes first"
         self._dead = True
         self._ticking.cancel()
         self._beside.forget()
@@ -156,7 +150,6 @@ class CoordinatorServer:
 
     def close(self, peer: Peer, reason: str) -> None:
         """Ends a connection."""
-        assert self._door is not None, "it came in there"
         assert isinstance(peer, Link)
         self._door.sent_away(self._visits[peer], reason)
         peer.close()
@@ -166,7 +159,7 @@ class CoordinatorServer:
         """The number of connections that ended with nothing proved; from where the last of them
         came, and why each of these ended.
         """
-        return (0, []) if self._door is None else (self._door.num_ended, list(self._door.ended))
+        return self._door.num_ended, list(self._door.ended)
 
     def _opened(self, sock: socket.socket, visit: Visit) -> None:
         link = Link(sock, buffer=self.end.buffer, filled=self._filled, lost=self._lost)
@@ -176,7 +169,6 @@ class CoordinatorServer:
         self._look()
 
     def _proved(self, peer: Peer) -> None:
-        assert self._door is not None, "it came in there"
         assert isinstance(peer, Link)
         self._door.proved(self._visits[peer])
 
@@ -194,7 +186,6 @@ class CoordinatorServer:
         if not self._dead:
             self.end.lost(link, reason)
             self._look()
-        assert self._door is not None, "it came in there"
         self._door.left(self._visits.pop(link))
 
     def _tick(self) -> None:

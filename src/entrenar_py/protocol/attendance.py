@@ -100,7 +100,10 @@ class Attendance:
 
     def _members(self) -> dict[Peer, Member]:
         """Those who take part."""
-        return {peer: m for peer, m in self.peers.items() if m.phase in MEMBERS}
+        return self._peers_in(*MEMBERS)
+
+    def _peers_in(self, *phases: Phase) -> dict[Peer, Member]:
+        return {peer: member for peer, member in self.peers.items() if member.phase in phases}
 
     def _tell(self, message: Message, phase: Phase) -> list[Effect]:
         """Sends `message` to every member, which is in `phase` then."""

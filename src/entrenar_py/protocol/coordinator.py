@@ -275,7 +275,7 @@ class Coordinator(Dealing):
     def _begin(self, now: float) -> list[Effect] | None:
         """Saves if it is time, lets in who waits, then hands out the step; None to wait."""
         over = self.step == self.run.num_steps
-        waiting = {p: m for p, m in self.peers.items() if m.phase is Phase.WAITING and not over}
+        waiting = {} if over else self._peers_in(Phase.WAITING)
         due = self.step in self.run.saves and self.step != self._saved
         stops = self._stopping is not None and not over
         if (waiting or due or stops) and not self._has_state(self.step):
@@ -291,14 +291,14 @@ class Coordinator(Dealing):
             member.phase, member.welcomed = Phase.LOADING, now
         if waiting:
             return [do.Send(peer, self._welcome(member)) for peer, member in waiting.items()]
-        members = self._members()
-        there = {member.rank for member in members.values()}
-        loading = any(member.phase is Phase.LOADING for member in self.peers.values())
-        too_few = len(there) < (1 if self._begun else self.run.num_awaited)
+        return self._hand_out(self._members()) if self._is_complete() else None
+
+    def _is_complete(self) -> bool:
+        """Return whether all are there for whom the step has to wait."""
+        there = {member.rank for member in self._members().values()}
         awaited = set(self.run.awaited.get(self.step, ())) - self._barred()
-        if loading or too_few or not there.issuperset(awaited):
-            return None
-        return self._hand_out(members)
+        enough = len(there) >= (1 if self._begun else self.run.num_awaited)
+        return enough and there.issuperset(awaited) and not self._peers_in(Phase.LOADING)
 
     def _has_state(self, step: int) -> bool:
         """Return whether the state before `step` is here."""

@@ -167,13 +167,12 @@ class MeshCoordinator(Coordinator):
             return super()._begin(now)
         if self._stopping is not None:
             return self._stopped(self.step, self._stopping)
-        if any(member.phase is Phase.ASKED for member in self.peers.values()):
+        waiting = self._peers_in(Phase.WAITING)
+        if self._peers_in(Phase.ASKED) or not waiting:
             return None
-        for peer, member in self.peers.items():
-            if member.phase is Phase.WAITING:
-                member.phase = Phase.ASKED
-                return [do.Send(peer, say.Fetch(step=self.step))]
-        return None
+        peer, member = next(iter(waiting.items()))
+        member.phase = Phase.ASKED
+        return [do.Send(peer, say.Fetch(step=self.step))]
 
     def _give_up(self, waited: float) -> list[Effect]:
         """Also say if it is the state that no worker came back with."""
@@ -193,10 +192,9 @@ class MeshCoordinator(Coordinator):
         return super()._drop(peer, reason, now)
 
     def _fetch(self, now: float) -> list[Effect] | None:
-        members = self._members()
-        if any(member.phase is Phase.GIVING for member in members.values()):
+        if self._peers_in(Phase.GIVING):
             return None
-        peer, giver = next(iter(members.items()))
+        peer, giver = next(iter(self._members().items()))
         giver.phase = Phase.GIVING
         return [do.Send(peer, say.Fetch(step=self.step))]
 

@@ -8,7 +8,7 @@ import json
 import signal
 import ssl
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -63,24 +63,19 @@ def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
     return backend, tried
 
 
+@dataclass
 class Stay:
     """One worker's life: it asks what the run is, builds it, joins, and leaves when told to."""
 
-    def __init__(
-        self,
-        given: argparse.Namespace,
-        secret: bytes,
-        context: ssl.SSLContext | None,
-        backend: Backend,
-        attempts: Sequence[trace.Attempt],
-    ) -> None:
-        self._given, self._secret = given, secret
-        self._context = context
-        self._backend, self._attempts = backend, attempts
-        self._stopped: str | None = None  # the signal that said so
-        self._asking: asyncio.Task[Told | Finish] | None = None
-        self._client: WorkerClient | None = None
-        self._problem = ""
+    given: argparse.Namespace
+    secret: bytes
+    context: ssl.SSLContext | None
+    backend: Backend
+    attempts: Sequence[trace.Attempt]
+    _stopped: str | None = None  # the signal that said so
+    _asking: asyncio.Task[Told | Finish] | None = None
+    _client: WorkerClient | None = None
+    _problem: str = ""
 
     async def take_part(self) -> Finish:
         """Take part to the end, and return how it ended; `stopped` if a signal said so."""
@@ -90,15 +85,15 @@ class Stay:
         return finish if self._stopped is None else Finish("stopped", f"by {self._stopped}")
 
     async def _take_part(self) -> Finish:
-        host, port = self._given.coordinator
+        host, port = self.given.coordinator
         self._asking = asyncio.create_task(
             run_query.ask(
                 host,
                 port,
-                secret=self._secret,
-                backend=self._backend.name,
-                context=self._context,
-                patience_s=self._given.patience_s,
+                secret=self.secret,
+                backend=self.backend.name,
+                context=self.context,
+                patience_s=self.given.patience_s,
                 alone=self._alone,
             )
         )
@@ -110,7 +105,7 @@ class Stay:
             return told
         self._client = self.join(told)
         return await self._client.run(
-            host, port, context=self._context, patience_s=self._given.patience_s
+            host, port, context=self.context, patience_s=self.given.patience_s
         )
 
     def join(self, told: Told) -> WorkerClient:
@@ -127,17 +122,17 @@ class Stay:
                 "use one release on both ends"
             )
         kind = topology.of(scenario)
-        member = Member(scenario, lambda rank: self._backend)
+        member = Member(scenario, lambda rank: self.backend)
         machine = kind.worker(
             member.terms,
-            secret=self._secret,
-            backend=self._backend.name,
-            rank=self._given.rank,
+            secret=self.secret,
+            backend=self.backend.name,
+            rank=self.given.rank,
             timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
         )
         notify = partial(self._let_in, member)
         if kind is topology.STAR:
-            if self._given.listen_port is not None:
+            if self.given.listen_port is not None:
                 _say("this run is a star: no worker listens in it, --listen-port has no use")
             return WorkerClient(machine, member, alone=self._alone, notify=notify)
         return MeshClient(
@@ -146,7 +141,7 @@ class Stay:
             alone=self._alone,
             notify=notify,
             door_context=self._door_context(),
-            listen_port=self._given.listen_port or 0,
+            listen_port=self.given.listen_port or 0,
         )
 
     def _door_context(self) -> ssl.SSLContext | None:
@@ -154,7 +149,7 @@ class Stay:
 
         Raises UsageError where there is no certificate to show.
         """
-        given = self._given
+        given = self.given
         if given.tls_ca is None:
             return None
         if given.tls_cert is None or given.tls_key is None:
@@ -167,7 +162,7 @@ class Stay:
     def _let_in(self, member: Member, effect: Effect) -> None:
         """Record what this worker computes on when a stay begins, and say that it does."""
         if isinstance(effect, Load):
-            for attempt in self._attempts:
+            for attempt in self.attempts:
                 member.recorder.emit(attempt)
             _say(f"takes part as rank {effect.rank}, from step {effect.step} on")
 
@@ -175,8 +170,8 @@ class Stay:
         """Says why there is no coordinator, when that is another reason than before."""
         if problem != self._problem:
             self._problem = problem
-            patience_s = self._given.patience_s
-            _say(f"{self._given.coordinator}: {problem}; tries again for {patience_s:g} s")
+            patience_s = self.given.patience_s
+            _say(f"{self.given.coordinator}: {problem}; tries again for {patience_s:g} s")
 
     def _leave(self, number: signal.Signals) -> None:
         self._stopped = number.name
