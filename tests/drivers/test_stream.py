@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from entrenar_py.drivers.stream import Count, Meter, Stream
-from entrenar_py.protocol.frames import CHUNK_BYTES, PREFIX_BYTES, Decoder, Encoder
+from entrenar_py.protocol.frames import (
+    CHUNK_BYTES,
+    FROM_COORDINATOR,
+    PREFIX_BYTES,
+    TO_COORDINATOR,
+    new_room,
+)
 from entrenar_py.protocol.headers import dump
 from entrenar_py.protocol.messages import Heartbeat, Message, TreeNode
 
 NODE = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
 
 
-def stream(meter: Meter) -> Stream:
+def stream(meter: Meter, direction: int) -> Stream:
     """With room for everything."""
-    made = Stream(Decoder(lambda kind: 2**30), Encoder(), meter)
+    made = Stream({TreeNode: 2**30}, new_room, direction, meter)
     made.secure(bytes(range(32)))
     return made
 
@@ -36,7 +42,7 @@ def heard(one: Stream, data: bytes) -> None:
 def test_both_ends_count_the_same() -> None:
     """By kind: how many, what they carry, and that with prefixes and headers."""
     here, there = Meter(), Meter()
-    ours, theirs = stream(here), stream(there)
+    ours, theirs = stream(here, TO_COORDINATOR), stream(there, FROM_COORDINATOR)
     payload = bytes(2 * CHUNK_BYTES + 5)
     for message, carried in ((NODE, b"1234"), (Heartbeat(), b""), (NODE, payload)):
         heard(theirs, told(ours, message, carried))
@@ -56,7 +62,7 @@ def test_both_ends_count_the_same() -> None:
 def test_what_is_not_whole_counts_as_bytes_alone() -> None:
     """A broken message counts as the bytes that were written; at the receiver as nothing."""
     here, there = Meter(), Meter()
-    ours, theirs = stream(here), stream(there)
+    ours, theirs = stream(here, TO_COORDINATOR), stream(there, FROM_COORDINATOR)
     first = next(iter(ours.encode(NODE, b"1234")))
     heard(theirs, bytes(first))
     assert here.sent == {"TreeNode": Count(0, 0, PREFIX_BYTES + len(dump(NODE)))}

@@ -18,22 +18,8 @@ from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
-from entrenar_py.protocol.frames import (
-    FROM_COORDINATOR,
-    TO_COORDINATOR,
-    Buffer,
-    Decoder,
-    Encoder,
-    Received,
-)
-from entrenar_py.protocol.messages import (
-    Average,
-    Message,
-    NonFinite,
-    TreeNode,
-    Weights,
-    Welcome,
-)
+from entrenar_py.protocol.frames import FROM_COORDINATOR, TO_COORDINATOR, Buffer, Received
+from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Weights, Welcome
 from entrenar_py.protocol.worker import Worker
 
 Outcome = TypeVar("Outcome")
@@ -183,11 +169,7 @@ class End:
         self._do(self.machine.tick(self._clock()))
 
     def _stream(self, direction: int, meter: Meter) -> Stream:
-        """New codecs; what is sent goes in `direction`."""
-        decoder = Decoder(
-            lambda kind: self._sizes.get(kind, 0), direction=1 - direction, room=self.hands.room
-        )
-        return Stream(decoder, Encoder(direction=direction), meter)
+        return Stream(self._sizes, self.hands.room, direction, meter)
 
     def _require(self, peer: Peer, received: Received) -> None:
         """ProtocolError if the hands find fault with what came."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
-from entrenar_py.protocol.frames import Buffer, Decoder, Encoder, Received
+from entrenar_py.protocol.frames import Buffer, Decoder, Encoder, Received, Room
 from entrenar_py.protocol.messages import Message
 
 
@@ -59,8 +59,14 @@ class Meter:
 class Stream:
     """One connection's codecs; what goes through them is counted in `meter`."""
 
-    def __init__(self, decoder: Decoder, encoder: Encoder, meter: Meter) -> None:
-        self.decoder, self.encoder, self._meter = decoder, encoder, meter
+    def __init__(
+        self, sizes: Mapping[type[Message], int], room: Room, direction: int, meter: Meter
+    ) -> None:
+        """`sizes` are the most payload bytes of a message, 0 where there is none; what is sent goes
+        in `direction`.
+        """
+        self.decoder = Decoder(lambda kind: sizes.get(kind, 0), direction=1 - direction, room=room)
+        self.encoder, self._meter = Encoder(direction=direction), meter
         self._came_bytes = 0  # of the message in work
 
     def secure(self, key: bytes) -> None:

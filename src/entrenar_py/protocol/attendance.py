@@ -8,17 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import messages as say
 from entrenar_py.protocol import terms
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
-from entrenar_py.protocol.messages import (
-    VERSION,
-    Challenge,
-    Heartbeat,
-    Hello,
-    Message,
-    Refuse,
-)
 from entrenar_py.protocol.phases import MEMBERS
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
@@ -42,11 +35,11 @@ class Attendance:
 
     def _challenge(self, peer: Peer, nonce: str, now: float, host: str) -> list[Effect]:
         """Asks who is new to prove itself."""
-        challenge = Challenge(version=VERSION, nonce=nonce)
+        challenge = say.Challenge(version=say.VERSION, nonce=nonce)
         self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
         return [do.Send(peer, challenge)]
 
-    def _admit(self, peer: Peer, member: Member, hello: Hello) -> list[Effect]:
+    def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
         """Answers a hello: whoever may take part waits from now on, any other's connection ends."""
         answer = terms.admit(
             hello,
@@ -57,7 +50,7 @@ class Attendance:
             taken={other.rank for other in self.peers.values()},
             barred=self._barred(),
         )
-        if isinstance(answer, Refuse):
+        if isinstance(answer, say.Refuse):
             del self.peers[peer]
             return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
         if isinstance(answer, terms.Answer):
@@ -95,7 +88,7 @@ class Attendance:
             told = member.phase is Phase.CHALLENGED or now - member.said < self.timing.heartbeat_s
             if not told:
                 member.said = now
-                effects.append(do.Send(peer, Heartbeat()))
+                effects.append(do.Send(peer, say.Heartbeat()))
         return effects
 
     def _members(self) -> dict[Peer, Member]:
@@ -105,14 +98,14 @@ class Attendance:
     def _peers_in(self, *phases: Phase) -> dict[Peer, Member]:
         return {peer: member for peer, member in self.peers.items() if member.phase in phases}
 
-    def _tell(self, message: Message, phase: Phase) -> list[Effect]:
+    def _tell(self, message: say.Message, phase: Phase) -> list[Effect]:
         """Sends `message` to every member, which is in `phase` then."""
         members = self._members()
         for member in members.values():
             member.phase = phase
         return [do.Send(peer, message) for peer in members]
 
-    def _dismiss(self, farewell: Message, reason: str) -> list[Effect]:
+    def _dismiss(self, farewell: say.Message, reason: str) -> list[Effect]:
         """Tells everyone who was let in, and ends every connection."""
         there = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
         told = [do.Send(peer, farewell) for peer in there]
