@@ -1,5 +1,4 @@
-"""The door of a coordinator, or of a worker of a mesh: takes up connections for as long as it is
-open, secures them where that is wanted, and sends away those for which there is no place.
+"""The door of a coordinator, or of a worker of a mesh: takes connections up, and secures them.
 
 What goes wrong with a connection ends that connection, and is noted; what goes wrong here is
 raised.
@@ -52,16 +51,16 @@ class Visit:
 
 
 class Door:
-    """Owns `listeners`. `opened` gets every connection that is ready to be used, a socket that does
-    not block, and the visit that it is: `opened` sets its `end`, and the door is told when it
-    `proved` itself, was `sent_away`, and `left`. Before that a connection has `patience_s` for the
-    handshake that `context` wants, and as long again for its proof.
+    """Takes up connections from `listeners`, which it owns, for as long as it is open.
 
-    There are `strangers_max` places (`places`) for those that have proved nothing, and those that
-    were sent away but are still there. Who has to make room goes without a word. When nobody has
-    to, nobody more is taken up until somebody has: they wait in the kernel, in the order in which
-    they came. `num_ended` counts who ended without a proof; `ended` are the last of them: from
-    where, and why.
+    `opened` gets every socket that is ready to be used, and its visit. It sets the visit's `end`,
+    and tells the door when the peer `proved` itself, was `sent_away`, and `left`. A connection has
+    `patience_s` for the handshake that `context` wants, and as long again for its proof.
+
+    There are `strangers_max` `Places` for those that have proved nothing, and for those that were
+    sent away but are still there. While all are taken, others wait in the kernel. `num_ended`
+    counts the connections that ended without a proof; `ended` are the last of them: from where, and
+    why.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class Door:
         return True
 
     async def _secure(self, sock: socket.socket, visit: Visit, context: ssl.SSLContext) -> None:
-        """Lets in who passes the handshake."""
         try:
             ready = await tls.secured(sock, context, server_side=True, patience_s=self._patience_s)
         except OSError as error:

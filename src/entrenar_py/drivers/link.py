@@ -1,11 +1,8 @@
-"""One connection, on a socket that never blocks: bytes read into memory that is given, and written
-from memory that is queued, neither of them copied on this side of the kernel.
+"""One connection, on a socket that never blocks: no byte is copied on this side of the kernel.
 
-Where there are many of them, threads beside the loop's do that, one in each direction: so a tensor
-comes, another one goes, and something is computed, all at the same time. OpenSSL allows one thread
-at a time on a connection: over TLS they take turns, a record each.
-
-Which bytes these are is the business of `ends`; how the socket came about, of `tcp`.
+Many bytes are moved by threads, one in each direction: so a tensor comes, another one goes, and
+something is computed, all at the same time. OpenSSL allows one thread at a time on a connection:
+over TLS they take turns, a record each.
 """
 
 from __future__ import annotations
@@ -147,7 +144,6 @@ class Link:
             return self._socket.pending() > 0
 
     def _fill(self, sock: socket.socket, place: memoryview) -> None:
-        """Fills `place` in a thread."""
 
         def work(task: Task[tuple[int, str | None]]) -> tuple[int, str | None]:
             filled = 0
@@ -271,7 +267,6 @@ class Link:
         return sock.sendmsg(self._pieces)
 
     def _drop(self, num_bytes: int) -> None:
-        """`num_bytes` of the pieces are sent."""
         while num_bytes and num_bytes >= self._pieces[0].nbytes:
             num_bytes -= self._pieces.popleft().nbytes
         if num_bytes:

@@ -15,8 +15,7 @@ Guest = TypeVar("Guest", bound=Hashable)
 
 
 class Places(Generic[Guest]):
-    """Room for `most` guests, shared out by address. Times are seconds on any clock that does not
-    go back.
+    """Room for `most` guests, shared out by address. Times are seconds that do not go back.
 
     When there is no room for one more, the first to go is
 

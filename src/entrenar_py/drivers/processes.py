@@ -78,9 +78,7 @@ class Hand:
 
 
 class Crew:
-    """Processes that run `main`; those that are idle are used again, unless each does `one_job`
-    and ends.
-    """
+    """Processes that run `main`: each does `one_job` and ends, or is used again when it is idle."""
 
     def __init__(
         self, main: Callable[[Connection], None], *, preload: Sequence[str], one_job: bool = False

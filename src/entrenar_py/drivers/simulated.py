@@ -239,7 +239,6 @@ class Simulation:
             self._send(connection, connection.node is node, message, data)
 
     def _talk(self, peer: Peer, pieces: Iterable[bytes], pace_s: float | None) -> None:
-        """A guest says `pieces`, one after the other."""
         end = self.coordinator
 
         def arrive(piece: bytes) -> None:
@@ -283,7 +282,6 @@ class Simulation:
         self._deliver(connection, up, data, delay)
 
     def _die(self, node: Node) -> None:
-        """A worker's process is gone, and with it all its connections."""
         node.alive = False
         for connection in self._connections.values():
             if node in (connection.node, connection.to) and not connection.ended:
@@ -311,7 +309,6 @@ class Simulation:
         self._end(connection, reason, up=False)
 
     def _end(self, connection: Connection, reason: str, *, up: bool) -> None:
-        """Has one end hear that a connection is gone."""
         peer, there = connection.peer, connection.end(up)
 
         def lose() -> None:

@@ -38,10 +38,7 @@ def is_loopback(address: Address) -> bool:
 
 
 async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> socket.socket:
-    """A connection to the first address of `host` that takes it; OSError, of each, if none does.
-
-    `buffer_bytes` is what the kernel may hold of it, in each direction.
-    """
+    """Return a connection to the first address of `host` that takes it; OSError if none does."""
     loop, problems = asyncio.get_running_loop(), []
     for family, place in await resolve(host, port):
         with ExitStack() as failing:
@@ -87,12 +84,11 @@ async def ready(
 def listen(
     addresses: Sequence[Address], *, buffer_bytes: int = BUFFER_BYTES
 ) -> list[socket.socket]:
-    """A socket listening at each of `addresses`, all at one port; a free one where theirs is 0.
+    """Return sockets that listen at `addresses`, all at one port: a free one where theirs is 0.
 
-    `buffer_bytes` is what the kernel may hold of a connection, in each direction.
-
-    An address that this machine does not have (`localhost` may stand for one) is left out. OSError
-    if none is left, or one is taken.
+    The kernel may hold `buffer_bytes` of a connection, in each direction. An address that this
+    machine does not have (`localhost` may stand for one) is left out. OSError if none is left, or
+    one is taken.
     """
     listeners: list[socket.socket] = []
     problems = []

@@ -13,9 +13,7 @@ from entrenar_py.protocol.messages import Message
 
 @dataclass(slots=True)
 class Count:
-    """Whole messages of one kind, their payloads, and all of their bytes, prefixes and headers
-    included.
-    """
+    """Whole messages of one kind, their payloads, and all bytes, with prefixes and headers."""
 
     messages: int = 0
     payload_bytes: int = 0
@@ -25,9 +23,8 @@ class Count:
 class Meter:
     """Counts of what went over connections, by the name of the message.
 
-    Counted where frames meet the socket: what was sent when its bytes are taken for writing, what
-    was got when they were read. A message that was not whole is in no count but that of bytes.
-    Connections are written to by threads of their own.
+    What was sent counts when its bytes are taken for writing, by threads of connections. A message
+    that was not whole is in no count but that of bytes.
     """
 
     def __init__(self) -> None:

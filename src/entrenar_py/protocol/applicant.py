@@ -1,7 +1,7 @@
-"""One who asks what a run is: proves itself, checks that it was told by one who knows the secret.
+"""An applicant asks what a run is, and checks that the answer is of one that knows the secret.
 
-A machine, as the others are, of two messages. It is no worker: whoever drives it builds one from
-the answer and connects again, however long building takes.
+A machine as the others are. It is no worker: its driver builds one from the answer, and connects
+again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Applicant:
         self._expected = ""  # the coordinator's proof
 
     def receive(self, message: Message) -> list[Effect]:
-        """A whole message; ProtocolError for one that is not legal now, or not of a coordinator
-        that knows the secret.
-        """
+        """Take a message; ProtocolError for an illegal one, and for a wrong coordinator's."""
         if not isinstance(message, APPLICANT_MAY_HEAR[self.phase]):
             raise ProtocolError(f"{type(message).__name__} to an applicant that is {self.phase}")
         match message:

@@ -34,7 +34,6 @@ class Attendance:
             member.heard = now
 
     def _challenge(self, peer: Peer, nonce: str, now: float, host: str) -> list[Effect]:
-        """Asks who is new to prove itself."""
         challenge = say.Challenge(version=say.VERSION, nonce=nonce)
         self.peers[peer] = Member(challenge, Phase.CHALLENGED, now, now, host=host)
         return [do.Send(peer, challenge)]

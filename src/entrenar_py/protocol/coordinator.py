@@ -149,7 +149,6 @@ class Coordinator(Dealing):
         return effects
 
     def _give_up(self, waited: float) -> list[Effect]:
-        """Ends a run for which too few workers came in `waited` seconds."""
         there = sorted(member.in_rank() for member in self._members().values())
         reason = f"step {self.step} has waited {waited:.0f} s for workers; here are {there}"
         return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
@@ -309,7 +308,6 @@ class Coordinator(Dealing):
         raise AssertionError("the coordinator of a star has it")
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Begins the step."""
         self._begun, self.stage = True, Stage.COMPUTING
         return self._deal(members)
 
@@ -350,7 +348,6 @@ class Coordinator(Dealing):
         return [*saved, *self._end(do.Finish("stopped", reason), farewell)]
 
     def _end(self, finish: do.Finish, farewell: say.Message) -> list[Effect]:
-        """Tells everyone who was let in, and ends every connection."""
         self.stage = Stage.OVER
         return [*self._dismiss(farewell, finish.reason or finish.status), finish]
 

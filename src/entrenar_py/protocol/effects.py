@@ -164,9 +164,7 @@ class Save(Effect):
 
 
 class Stop(Effect):
-    """Nobody makes `step`: a value of worker `rank` was not finite, as `said`, or workers disagree
-    on `shard`.
-    """
+    """Nobody makes `step`: `rank` `said` that a value is not finite, or `shard` is in dispute."""
 
     step: int
     rank: int | None

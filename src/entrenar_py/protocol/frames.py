@@ -112,12 +112,10 @@ class Decoder:
 
     Fill `buffer()` and tell `filled` how much was written there: what is complete comes back.
 
-    `room` is asked for memory for a payload once its size is known to be within `limit`, and no
-    sooner; never for an empty one. For a message that there is no room for it raises ProtocolError,
-    which `filled` then raises. The memory is the decoder's until the message comes back from
-    `filled`, and the receiver's from then on. What is written there may be damaged, or end in the
-    middle, and the message that `room` is shown may be damaged too: nothing of it counts before it
-    came back.
+    `room` is asked for the memory of a payload once its size is known to be within `limit`, never
+    for an empty one. It raises ProtocolError for a message that it has no room for. The memory is
+    the decoder's until the message comes back from `filled`, and the receiver's from then on: both
+    the message that `room` is shown and what is written there may be damaged until then.
     """
 
     def __init__(
@@ -142,9 +140,7 @@ class Decoder:
 
     @property
     def num_frames(self) -> int:
-        """The number of whole frames that came. Bytes alone are no progress: a damaged length may
-        ask for any number of them.
-        """
+        """Return the number of whole frames that came: bytes alone may be of a damaged length."""
         return self._number
 
     def buffer(self) -> memoryview:

@@ -215,7 +215,6 @@ class MeshWorker(Worker):
         return self._group.ranks[block % len(self._group.ranks)]
 
     def _exchanged(self, peer: Peer, rank: int, message: say.Message) -> list[Effect]:
-        """A part of the exchange, from `rank`."""
         if not isinstance(message, self.parts):
             raise ProtocolError(f"{type(message).__name__} from another worker")
         assert isinstance(message, say.TreeNode | say.Partial | say.Average)
@@ -231,7 +230,6 @@ class MeshWorker(Worker):
         return self._part(peer, rank, message)
 
     def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
-        """A part of the round in work."""
         if isinstance(message, say.TreeNode):
             return [do.Keep(rank, message), *self._count(rank, message)]
         if self._owner(message.block) != rank or message.block in self._held:

@@ -168,7 +168,6 @@ class Dealing(Attendance):
         return [do.Deliver(member.in_rank())]
 
     def _ranks(self) -> dict[int, Peer]:
-        """Return the peers that take part, by rank."""
         return {member.in_rank(): peer for peer, member in self._members().items()}
 
     def _require_step(self, step: int) -> None:

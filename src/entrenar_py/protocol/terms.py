@@ -30,7 +30,6 @@ UNKNOWN = Terms(run="", manifest="", data="")
 
 
 def _none(step: int) -> Collection[int]:
-    """No shard of `step`."""
     return ()
 
 

@@ -219,7 +219,6 @@ class Worker:
         return [do.Hold(self.step, block), do.Send(self._peer, say.Staged(step=self.step, round=0))]
 
     def _begin(self, step: int) -> list[Effect]:
-        """Stands before `step`."""
         self.step, self.phase = step, Phase.READY
         self._held.clear()
         return []
