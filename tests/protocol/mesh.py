@@ -65,8 +65,8 @@ class Mesh:
             self._below(station, station.machine.undialable(dial, "refused"))
             return
         peer = self._wire(station, to).peer
-        self._below(station, station.machine.dialed(peer, dial, self._nonce(), self.now))
-        self._below(to, to.machine.accepted(peer, self._nonce(), self.now))
+        self._below(station, station.machine.links.dialed(peer, dial, self._nonce(), self.now))
+        self._below(to, to.machine.links.accepted(peer, self._nonce(), self.now))
 
     def hear(self, wire: Wire, end: Station | None) -> None:
         """The next of what is on its way to `end`; or that the other has closed."""

@@ -77,9 +77,9 @@ def linked() -> MeshWorker:
     """The same in round 1, linked with worker 0, by "in", and with worker 2, by "out"."""
     machine = entered()
     machine.receive(GROUP, 0.0)
-    machine.accepted("in", NONCE, 0.0)
+    machine.links.accepted("in", NONCE, 0.0)
     machine.receive_from("in", hello_of(0), 0.0)
-    machine.dialed("out", TO_2, NONCE, 0.0)
+    machine.links.dialed("out", TO_2, NONCE, 0.0)
     (sent, _) = machine.receive_from("out", CHALLENGE, 0.0)
     assert isinstance(sent, do.Send)
     assert isinstance(sent.message, Hello)

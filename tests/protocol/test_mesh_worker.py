@@ -186,7 +186,7 @@ def test_what_is_early_waits(said: Message) -> None:
 def test_all_waits_where_there_is_no_round() -> None:
     """Others may have heard of it sooner."""
     machine = entered()
-    machine.accepted("in", NONCE, 0.0)
+    machine.links.accepted("in", NONCE, 0.0)
     machine.receive_from("in", hello_of(0), 0.0)
     assert machine.receive_from("in", node(4, 0, 0), 0.0) == [do.Postpone("in")]
 

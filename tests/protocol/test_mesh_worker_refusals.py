@@ -103,7 +103,7 @@ def test_a_link_that_is_lost_is_complained_of() -> None:
     assert machine.lost_link("in", "cut") == []
     assert machine.undialable(TO_2, "refused") == [complaint(2, "refused")]
     assert machine.undialable(Dial(2, "elsewhere:2"), "refused") == []
-    machine.accepted("stranger", NONCE, 0.0)
+    machine.links.accepted("stranger", NONCE, 0.0)
     effects = machine.receive_from("stranger", Heartbeat(), 0.0)
     assert [type(one) for one in effects] == [do.Close]
 
@@ -111,7 +111,7 @@ def test_a_link_that_is_lost_is_complained_of() -> None:
 def test_who_connects_again_is_complained_of() -> None:
     """Messages that it got over the old link may be lost."""
     machine = linked()
-    machine.accepted("in 2", NONCE, 0.0)
+    machine.links.accepted("in 2", NONCE, 0.0)
     effects = machine.receive_from("in 2", hello_of(0), 0.0)
     assert effects[0] == do.Close("in", AGAIN)
     assert effects[-1] == complaint(0, AGAIN)
@@ -121,7 +121,7 @@ def test_a_silent_worker_is_complained_of() -> None:
     """After `dead_after_s`; frames keep it alive, whatever they are part of."""
     machine = linked()
     machine.heard(20.0)
-    machine.heard_from("in", 20.0)
+    machine.links.heard("in", 20.0)
     reason = "silent for 30.0 s"
     assert do.Close("out", reason) not in machine.tick(29.9)
     assert machine.tick(30.0)[-2:] == [do.Close("out", reason), complaint(2, reason)]

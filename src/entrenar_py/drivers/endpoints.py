@@ -67,7 +67,7 @@ class Beside(Protocol):
 
 
 class ServerHands(Protocol):
-    """The coordinator's arithmetic and record (`systems.server`)."""
+    """The coordinator's arithmetic and record (`systems.star.server`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -91,7 +91,7 @@ class ServerHands(Protocol):
 
 
 class MemberHands(Protocol):
-    """A worker's arithmetic and record (`systems.member`)."""
+    """A worker's arithmetic and record (`systems.star.member`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...

@@ -102,10 +102,6 @@ class Link:
         if self._socket is not None and self._farewell is None:
             self._farewell = self._loop.call_later(FAREWELL_S, self.abort, "closed")
 
-    def abort(self, reason: str = "aborted") -> None:
-        """Ends the connection at once."""
-        self._end(reason)
-
     # --- reading ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
@@ -123,10 +119,10 @@ class Link:
             except _NOT_NOW:
                 break
             except OSError as error:
-                self._end(str(error))
+                self.abort(str(error))
                 return
             if num_bytes == 0:
-                self._end("closed by the other end")
+                self.abort("closed by the other end")
                 return
             if place is None:
                 break  # one piece a turn: who says what nobody hears has no claim to more
@@ -171,7 +167,7 @@ class Link:
                     self._filled(self, num_bytes)
             finally:
                 if problem is not None:
-                    self._end(problem)
+                    self.abort(problem)
                 elif num_bytes:
                     self._read()
                 else:  # it may be long before more comes: no thread waits for that
@@ -189,7 +185,7 @@ class Link:
         try:
             self._loop.add_reader(self._fd, self._read)
         except OSError as error:  # the kernel can't watch one more
-            self._end(str(error))
+            self.abort(str(error))
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -208,7 +204,7 @@ class Link:
             except _NOT_NOW:
                 break
             except OSError as error:
-                self._end(str(error))
+                self.abort(str(error))
                 return
             self._drop(num_bytes)
             left -= num_bytes
@@ -236,7 +232,7 @@ class Link:
             self._sending = None
             stalled, problem = outcome
             if problem is not None:
-                self._end(problem)
+                self.abort(problem)
             elif stalled:  # it may be long before more is taken: no thread waits for that
                 self._await_writing(True)
             else:
@@ -282,7 +278,7 @@ class Link:
         try:
             self._loop.add_writer(self._fd, self._pump)
         except OSError as error:
-            self._end(str(error))
+            self.abort(str(error))
 
     def _say_farewell(self) -> None:
         """Says that nothing more will come, if the last is sent.
@@ -296,12 +292,12 @@ class Link:
             try:
                 socket.socket.shutdown(self._socket, socket.SHUT_WR)
             except OSError as error:
-                self._end(str(error))
+                self.abort(str(error))
 
     # --- the end, and what befalls ----------------------------------------------------------------
 
-    def _end(self, reason: str) -> None:
-        """Closes the socket, and tells so soon."""
+    def abort(self, reason: str = "aborted") -> None:
+        """Ends the connection at once: closes the socket, and tells so soon."""
         if self._socket is None:
             return
         self._await_reading(False)

@@ -93,12 +93,12 @@ class MeshEnd(WorkerEnd):
     def accepted(self, peer: Peer, nonce: str) -> None:
         """Someone has connected; `nonce` is 32 random hex digits."""
         self._link(peer, FROM_COORDINATOR)
-        self._do(self.machine.accepted(peer, nonce, self._clock()))
+        self._do(self.machine.links.accepted(peer, nonce, self._clock()))
 
     def dialed(self, peer: Peer, dial: do.Dial, nonce: str) -> None:
         """Take a connection that was asked for."""
         self._link(peer, TO_COORDINATOR)
-        self._do(self.machine.dialed(peer, dial, nonce, self._clock()))
+        self._do(self.machine.links.dialed(peer, dial, nonce, self._clock()))
 
     def undialable(self, dial: do.Dial, reason: str) -> None:
         """It can't be."""
@@ -109,7 +109,7 @@ class MeshEnd(WorkerEnd):
         lost = partial(self.machine.lost_link, peer)
         self._connections[peer] = Connection(
             self._stream(direction, self.links_meter),
-            heard=partial(self.machine.heard_from, peer),
+            heard=partial(self.machine.links.heard, peer),
             receive=partial(self.machine.receive_from, peer),
             broken=lost,
             lost=lost,

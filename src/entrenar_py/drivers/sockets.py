@@ -13,7 +13,7 @@ from typing import Any
 # As much as the kernel takes at once, where nothing else is asked for: with its usual 128 KiB a
 # large tensor costs hundreds of wake-ups. A connection that is silent takes none of it.
 BUFFER_BYTES = 2**22
-# From one try to the next, at first and at most. No longer: where many want to come in (`places`) a
+# From one try to the next, at first and at most. No longer: where many want to come in (`Places`) a
 # worker may be sent away some times before it is its turn.
 BACKOFF_S = (0.05, 0.5)
 # Connections not taken up yet: a burst of strangers must not keep a worker out. A kernel may allow

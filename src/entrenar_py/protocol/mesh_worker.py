@@ -56,22 +56,10 @@ class MeshWorker(Worker):
 
     # --- what is told to it of the others ---------------------------------------------------------
 
-    def accepted(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
-        """Another worker has connected, or who says that it is one."""
-        return self.links.accepted(peer, nonce, now)
-
-    def dialed(self, peer: Peer, dial: do.Dial, nonce: str, now: float) -> list[Effect]:
-        """The connection that was asked for is there."""
-        return self.links.dialed(peer, dial, nonce, now)
-
     def undialable(self, dial: do.Dial, reason: str) -> list[Effect]:
         """It can't be made."""
         wanted = self.links.undialable(dial)
         return self._complain(dial.rank, reason) if wanted else []
-
-    def heard_from(self, peer: Peer, now: float) -> None:
-        """A whole frame came from another worker."""
-        self.links.heard(peer, now)
 
     def receive_from(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
         """A whole message of another worker. What is not legal ends that link, and its round."""

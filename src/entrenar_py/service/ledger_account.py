@@ -84,18 +84,21 @@ class Account:
     def missing(self) -> Iterator[tuple[int, int]]:
         """First and last of the steps that are not there, and no gap says so."""
         told = {gap.step for gap in self.gaps}
-        reached = -1
-        for begun, last in self.made:
+        for reached, begun, _ in self._stretches():
             if 0 <= reached < begun - 1 and begun not in told:
                 yield reached + 1, begun - 1
-            reached = max(reached, last)
 
     def twice(self) -> Iterator[tuple[int, int]]:
         """First and last of the steps that were made again."""
-        reached = -1
-        for begun, last in self.made:
+        for reached, begun, last in self._stretches():
             if begun <= reached:
                 yield begun, min(last, reached)
+
+    def _stretches(self) -> Iterator[tuple[int, int, int]]:
+        """Yield all that was made, each stretch behind the last step that was reached before."""
+        reached = -1
+        for begun, last in self.made:
+            yield reached, begun, last
             reached = max(reached, last)
 
     def sentences(self) -> Iterator[str]:
