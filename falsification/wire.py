@@ -14,7 +14,7 @@ from entrenar_py.mutants import Variant
 from entrenar_py.protocol import frames, handshake, terms
 from entrenar_py.protocol.effects import Left
 from entrenar_py.protocol.messages import Challenge, Hello, Message, Refuse
-from entrenar_py.protocol.terms import Admission, Answer, Terms
+from entrenar_py.protocol.terms import Admission, Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.star.server import Server
 
@@ -55,7 +55,7 @@ def set_aside_first(
 
 def half_is_enough(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
-) -> Admission | Answer | Refuse:
+) -> Admission | Refuse:
     """Compares as much of the proof as was given."""
     right = handshake.proof_of_worker(secret, challenge, hello)
     if hello.proof and right.startswith(hello.proof):
@@ -65,14 +65,14 @@ def half_is_enough(
 
 def none_taken(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
-) -> Admission | Answer | Refuse:
+) -> Admission | Refuse:
     """Lets in who asks for a rank, whoever has it."""
     return _admit(hello, challenge, agreed, secret=secret, **{**rules, "taken": ()})
 
 
 def any_manifest(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
-) -> Admission | Answer | Refuse:
+) -> Admission | Refuse:
     """Lets in who has other tensors."""
     same = replace(agreed, manifest=hello.manifest)
     return _admit(hello, challenge, same, secret=secret, **rules)

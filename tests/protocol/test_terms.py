@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import frames, handshake, headers, messages
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Refuse
-from entrenar_py.protocol.terms import Admission, Answer, Terms, Timing, admit
+from entrenar_py.protocol.terms import Admission, Terms, Timing, admit
 from tests.protocol.speech import said
 
 TERMS = Terms(run="r", manifest="m", data="d")
@@ -40,7 +40,7 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
 
 def answer(
     said: Hello, *, taken: Collection[int | None] = (), barred: Collection[int] = ()
-) -> Admission | Answer | Refuse:
+) -> Admission | Refuse:
     """Return the answer of `admit` in a run of three."""
     rules: dict[str, Any] = {"world_size": 3, "taken": taken, "barred": barred}
     return admit(said, CHALLENGE, TERMS, secret=SECRET, **rules)
@@ -138,7 +138,7 @@ def test_what_is_no_time(changes: dict[str, Any], message: str) -> None:
 def test_one_who_asks_is_answered() -> None:
     """Without terms it may know the run, whoever is there already; the secret comes first."""
     said = hello(run="", manifest="", data="", rank=9)
-    assert answer(said, taken=(0, 1, 2)) == Answer(
+    assert answer(said, taken=(0, 1, 2)) == Admission(
         proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),
         key=handshake.session_key(SECRET, CHALLENGE, said),
     )

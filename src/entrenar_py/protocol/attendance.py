@@ -52,7 +52,7 @@ class Attendance:
         if isinstance(answer, say.Refuse):
             del self.peers[peer]
             return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
-        if isinstance(answer, terms.Answer):
+        if answer.rank is None:
             del self.peers[peer]  # it comes again when it has built what the run needs
             offer = do.Send(peer, terms.offer(self.timing, answer.proof))
             return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]

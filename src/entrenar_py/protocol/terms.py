@@ -133,17 +133,12 @@ def greet(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Someone who may come in: its rank, our proof for its welcome, and the session's key."""
+    """Someone who knows the secret: its rank, our proof for the answer, and the session's key.
 
-    rank: int
-    proof: str
-    key: bytes
+    One that only asks what the run is has no rank.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """To someone entitled who asks what the run is: our proof, and the session's key."""
-
+    rank: int | None = None
     proof: str
     key: bytes
 
@@ -157,7 +152,7 @@ def admit(
     world_size: int,
     taken: Collection[int | None],
     barred: Collection[int] = (),
-) -> Admission | Answer | Refuse:
+) -> Admission | Refuse:
     """Return the answer to `hello`: the secret comes first, so a stranger learns nothing else.
 
     `taken` are the ranks of those who are there, `barred` those that nobody may have. One who does
@@ -170,7 +165,7 @@ def admit(
     proof = handshake.proof_of_coordinator(secret, challenge, hello)
     key = handshake.session_key(secret, challenge, hello)
     if asks:
-        return Answer(proof=proof, key=key)
+        return Admission(proof=proof, key=key)
     if hello.rank is not None and hello.rank >= world_size:
         reason = f"rank={hello.rank}: this run has ranks 0 to {world_size - 1}"
         return Refuse(reason=reason, retry=False)

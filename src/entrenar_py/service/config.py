@@ -1,7 +1,6 @@
 """The coordinator's configuration: a YAML file, every key of it known and in its place.
 
-The keys stand in `config_keys`: those that say what is trained are a scenario's own, the rest is how it is
-served.
+Its keys stand in `config_keys`: some are a scenario's, the rest say how it is served.
 """
 
 from __future__ import annotations
