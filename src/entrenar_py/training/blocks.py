@@ -24,9 +24,9 @@ _AT_THE_SAME_TIME = 3
 
 
 def num_blocks(num_elements: int, num_owners: int) -> int:
-    """In how many parts to send `num_elements` float32 that `num_owners` average, each as many.
+    """Return the number of parts for `num_elements` float32 that `num_owners` average.
 
-    Some, so that one is averaged while another one comes, but no small ones.
+    Each owner has as many: some, so that one is averaged while another comes, but no small ones.
     """
     part_bytes = 4 * num_elements // num_owners
     each = max(
@@ -61,7 +61,7 @@ class Blocks:
         return 4 * -(-self._num_elements // self.count)
 
     def order(self) -> range:
-        """In which order they go: from the end of the vector, whose gradients come first."""
+        """Return the order on the wire: from the vector's end, whose gradients come first."""
         return range(self.count - 1, -1, -1)
 
 

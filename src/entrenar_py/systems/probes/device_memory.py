@@ -32,7 +32,7 @@ def measure(name: str, *, before: Work, work: Work) -> Measured:
 
 
 def _of_cuda(name: str, before: Work, work: Work) -> Measured:
-    """As torch's allocator counts it."""
+    """Measure a GPU by what torch's allocator counts."""
     import torch
 
     backend = backends.open_backend(name)
@@ -46,8 +46,9 @@ def _of_cuda(name: str, before: Work, work: Work) -> Measured:
 
 
 def _of_adapter(name: str, before: Work, work: Work) -> Measured:
-    """As the backend asks for it, buffer by buffer: WebGPU has no word for an adapter's memory, and
-    wgpu-native's own report counts objects, not bytes.
+    """Measure an adapter by the buffers that the backend asks for.
+
+    WebGPU has no word for an adapter's memory, and wgpu-native's report counts objects, not bytes.
     """
     from entrenar_py.backends import wgpu
     from entrenar_py.backends.wgpu.device import open_device

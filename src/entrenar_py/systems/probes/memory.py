@@ -165,7 +165,7 @@ def _nodes_max(run: Sequence[int]) -> int:
 
 
 def num_nodes(start: int, end: int) -> int:
-    """Into how few nodes of the reduction tree the shards `start` to `end - 1` fold."""
+    """Return the least number of tree nodes that shards `start` to `end - 1` fold into."""
     count = 0
     while start < end:
         longest = 1 << ((end - start).bit_length() - 1)

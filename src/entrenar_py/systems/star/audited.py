@@ -67,7 +67,7 @@ class Copy:
 
 
 class Copies:
-    """Those of one step, by shard; a worker delivers one at a time."""
+    """The copies of one step, by shard; a worker delivers one at a time."""
 
     def __init__(self) -> None:
         self._open: dict[int, Copy] = {}  # by rank

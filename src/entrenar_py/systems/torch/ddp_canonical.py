@@ -29,7 +29,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def num_leaves(scenario: Scenario) -> int:
-    """Into how many micro-batches a global batch is cut, by all ranks together."""
+    """Return the number of micro-batches of a global batch, over all ranks."""
     return scenario.num_shards * scenario.accumulation
 
 

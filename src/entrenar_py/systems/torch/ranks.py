@@ -93,7 +93,7 @@ class Rank:
         return states
 
     def all_random_states(self) -> dict[int, list[Tensor]]:
-        """Those of every rank, by worker; all ranks call it."""
+        """Return the random states of every rank, by worker; all ranks call it."""
         states: list[list[Tensor]] = [[] for _ in self.workers]
         dist.all_gather_object(states, self.random_states())
         return dict(zip(self.workers, states, strict=True))

@@ -156,7 +156,7 @@ def add_terms(gradient: Tensor) -> Tensor:
 
 
 def train_with(rank: Rank, parallelize: Parallelize) -> None:
-    """As `train`, the model cut by `parallelize`. Raises NotFinite where that is why it stops."""
+    """Train as `train` does, the model cut by `parallelize`; NotFinite where that stops it."""
     scenario, size = rank.scenario, degree(rank.scenario, rank.world_size)
     shape = (rank.world_size // size, size)
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))

@@ -95,7 +95,7 @@ _KINDS: dict[str, type[Layers]] = {
 
 
 def num_units(scenario: Scenario) -> int:
-    """Into how many stages the workload can be cut at most; UsageError if it has no layers."""
+    """Return the largest number of stages of the workload; UsageError if it has no layers."""
     if scenario.workload not in _KINDS:
         raise UsageError(
             f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
