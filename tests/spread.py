@@ -22,7 +22,7 @@ TOGETHER = {
     "tests/canonical/test_canonical.py": "canonical",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/examples/test_own_trainer.py": "own trainer",
-    "tests/systems/probes/test_memory.py::test_the_estimate": "memory",
+    "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",
     "tests/network/test_namespaces.py": "namespaces",
     "tests/pytest_plugin/test_plugin.py": "plugin",
     "tests/test_wheel.py": "wheel",
