@@ -30,7 +30,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)
         _by_members(tally, trace)
-    _stable(tally, [trace for trace in runs.own if evidence.is_as_trained(trace)])
+    if tally.broken is None:  # a run that is wrong by itself differs from others because of that
+        _stable(tally, [trace for trace in runs.own if evidence.is_as_trained(trace)])
     return tally.finding(
         nothing="no sample ids were recorded: record a Shard with ids for every rank and step, and "
         "an Update for the step"
