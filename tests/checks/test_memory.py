@@ -81,9 +81,12 @@ def test_every_rank_is_asked_for() -> None:
 
 @pytest.mark.slow
 def test_real_workers_hold() -> None:
-    """The plan's workers, each in a process of its own, stay within what was foreseen."""
-    clause = traces.clause("memory")
-    finding = traces.judge("memory", [traces.run(subject) for subject in memory.plan(clause)])
+    """Workers, each in a process of its own, stay within what was foreseen.
+
+    Of the first scenario of the plan; `make verify` runs all of it.
+    """
+    subject = memory.plan(traces.clause("memory"))[0]
+    finding = traces.judge("memory", [traces.run(subject)])
     assert finding.verdict is Verdict.HELD, finding
 
 

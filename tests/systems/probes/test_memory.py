@@ -73,7 +73,7 @@ CHANGES: list[dict[str, Any]] = [
     {"workload": "decoder", "num_samples": 512, "batch_size": 512, "dropout": 0.5},
     {"optimizer": "sgd", "clip_norm": 1e-3, "weight_decay": 0.1, "num_shards": 1},
     {"optimizer": "momentum", "accumulation": 4, "dropout": 0.5, "schedule": "cosine"},
-    {"num_shards": 64, "accumulation": 3},
+    {"num_shards": 64, "accumulation": 3, "width": 1024},
     {"width": 16, "num_shards": 64, "batch_size": 3},
     {"width": 512, "num_samples": 1600, "batch_size": 1600, "num_shards": 1, "dropout": 0.1},
 ]
