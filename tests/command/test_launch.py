@@ -337,7 +337,7 @@ def test_placeholders() -> None:
 @pytest.mark.parametrize("changes", [{"seed": 3}, {"num_steps": 4}])
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
     """Is refused, and not ignored."""
-    with pytest.raises(UsageError, match="so that it would never hear of it"):
+    with pytest.raises(UsageError, match="so it would never get the value"):
         runs.Plan(command=("train",), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
     runs.Plan(command=("train", "{seed}", "{steps}"), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
@@ -346,7 +346,7 @@ def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
     """Is not cleared away."""
     (tmp_path / "2-workers").mkdir()
     (tmp_path / "2-workers" / "mine").write_text("x")
-    with pytest.raises(UsageError, match="no run has made it; give another folder"):
+    with pytest.raises(UsageError, match="was not made by an earlier run; give another folder"):
         scripts.record((sys.executable, "-c", ""), {"replica_identity"}, tmp_path)
     assert (tmp_path / "2-workers" / "mine").exists()
 

@@ -193,7 +193,7 @@ def test_knobs_as_the_script_spells_them(capsys: pytest.CaptureFixture[str]) -> 
     for text, told in (
         ("clip = {1e9 = 'no'}", "pyproject.toml:6:22: error: knobs='clip': the command has no {cl"),
         ("strateg = {on = '1'}", "knobs='strateg': no knob; did you mean 'strategy'?"),
-        ("permute = {2 = '1'}", "knobs permute='2': it has no such value; it has 0, 1"),
+        ("permute = {2 = '1'}", "knobs permute='2': no such value; use one of 0, 1"),
         ("permute = 1", "knobs.permute = 1: give a table, such as"),
         ("permute.0 = true", "knobs.permute.0 = True: give text or a number"),
     ):
@@ -221,7 +221,7 @@ def test_several_contracts(capsys: pytest.CaptureFixture[str]) -> None:
     Path("other-v1.yaml").write_text(other.replace("checks: [F-DP-001, F-DP-002]", "checks: []"))
     both = ("--contract", "small-v1.yaml", "--contract", "other-v1.yaml", "--examples", 0)
     assert check(*both, "--json", "r.json") == 2
-    told = "--json r.json: each of 2 contracts has a report; put {contract}, which stands for"
+    told = "--json r.json: 2 contracts need a report each; give a path with {contract}"
     assert told in capsys.readouterr().err
     assert check(*both, "--json", "{contract}.json") == 0
     assert set(verdicts(Path("small-v1.json"))) == {"F-DP-001", "F-DP-002"}
@@ -249,7 +249,7 @@ def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
     table = "[tool.entrenar-check]\n"
     configure('contract = ["small-v1.yaml", "other-v1.yaml"]\njson = "r.json"\n', base=table)
     assert check() == 2
-    assert "pyproject.toml:3:1: error: --json r.json: each of 2" in capsys.readouterr().err
+    assert "pyproject.toml:3:1: error: --json r.json: 2 contracts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

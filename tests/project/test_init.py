@@ -90,9 +90,9 @@ def test_nothing_is_overwritten(
     ("arguments", "message"),
     [
         (("--contract", "no-such"), "contract='no-such': no such file, and no shipped contract"),
-        (("--",), "after -- comes the command that trains"),
+        (("--",), "no command after --; write the command that trains"),
         (("--force",), "unrecognized arguments: --force; see entrenar-check"),
-        (("--", "train\udcff"), "the command holds bytes that are no UTF-8"),
+        (("--", "train\udcff"), "the command contains bytes that are not UTF-8"),
     ],
 )
 def test_refused(

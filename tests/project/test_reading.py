@@ -152,14 +152,14 @@ steps = 4
         '13:59: error: kind = "not-applicable" has no end date; leave until out',
         "15:1: error: timeout = 0: '0': use a number of seconds > 0",
         "16:1: error: quiet = 1: give true or false",
-        "17:1: error: steps has an effect beside command alone; leave it out",
+        "17:1: error: steps has an effect only with command; leave it out",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "1:7: error: contract is missing; say which are to be tried"),
+        ("", "1:7: error: contract is missing; name the contracts to check"),
         (
             'contract = "c"\ncommand = "a \'b"',
             '3:1: error: command = "a \'b": No closing quotation',
@@ -167,7 +167,7 @@ steps = 4
         ('contract = "c"\ncommand = []', "3:1: error: command = []: give text, or list of words"),
         (
             'contract = "c"\ncommand = "train"\nexamples = 3',
-            "4:1: error: examples has no effect beside command; leave one of them out",
+            "4:1: error: examples has no effect with command; leave one of them out",
         ),
         ("contract = ", "2:1: error: no TOML: Invalid value (at end of document)"),
         ('contract = "c"\n[', "3:1: error: no TOML: Invalid initial character for a key part"),
@@ -200,5 +200,5 @@ def test_a_nul_is_in_no_path_and_no_word(tmp_path: Path, line: str) -> None:
 def test_a_table_that_is_none(tmp_path: Path) -> None:
     """Its name given to something else."""
     path = write(tmp_path, "[tool]\nentrenar-check = 1\n")
-    with pytest.raises(ContractError, match="is a table of contract, command"):
+    with pytest.raises(ContractError, match="give a table with keys among contract, command"):
         reading.load(path)

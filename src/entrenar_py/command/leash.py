@@ -111,8 +111,8 @@ class Leash:
             if line_bytes.startswith(b"refused "):
                 raise _refused(command, os.strerror(int(line_bytes.split()[1])))
         raise SystemFailure(
-            f"{shlex.join(command)}: the process in front of it died before it started; run it "
-            "again"
+            f"{shlex.join(command)}: its supervising process died before the command started; "
+            "run it again"
         )
 
     def _next(self, word: str, seconds: float) -> str | None:

@@ -86,8 +86,8 @@ class Plan:
         for option, place, usual in (("seed", "seed", 0), ("num_steps", "steps", NUM_STEPS)):
             if getattr(self, option) != usual and not self.can_say(place):
                 raise UsageError(
-                    f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so that "
-                    "it would never hear of it; say where it goes, or leave the option out",
+                    f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so it "
+                    f"would never get the value; put {{{place}}} into it, or leave the option out",
                     field=place,
                 )
 
@@ -97,13 +97,13 @@ class Plan:
             if name not in KNOBS:
                 raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
             if not self.can_say(name):
-                problem = f"the command has no {{{name}}}; say where it goes"
+                problem = f"the command has no {{{name}}}; put {{{name}}} into it"
                 raise UsageError.of("knobs", name, problem)
             known = (KNOBS[name].usual, *KNOBS[name].others)
             for value in values:
                 if value not in known:
                     raise UsageError(
-                        f"knobs {name}={value!r}: it has no such value; it has {', '.join(known)}",
+                        f"knobs {name}={value!r}: no such value; use one of {', '.join(known)}",
                         field="knobs",
                     )
 
@@ -250,7 +250,7 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
     elif folder.exists():
         raise UsageError(
-            f"--trace-dir: {folder} exists, and no run has made it; give another folder"
+            f"--trace-dir: {folder} exists and was not made by an earlier run; give another folder"
         )
 
 

@@ -49,7 +49,7 @@ def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
             continue
         if options.mode is None:
             if name in _ALONE:
-                raise UsageError(f"{option} has an effect with {_ALONE[name]} alone; leave it out")
+                raise UsageError(f"{option} has an effect only with {_ALONE[name]}; leave it out")
         elif name not in (options.mode, *MODES[options.mode]):
             beside = mode or _described(options.mode)
             raise UsageError(f"{option} has no effect with {beside}; leave it out")

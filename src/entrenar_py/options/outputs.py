@@ -52,8 +52,8 @@ def _require_apart(options: argparse.Namespace) -> None:
             continue
         if _CONTRACT not in str(path):
             raise UsageError(
-                f"{flag(name)} {path}: each of {len(stems)} contracts has a report; put "
-                f"{_CONTRACT}, which stands for its name, into the path",
+                f"{flag(name)} {path}: {len(stems)} contracts need a report each; give a path "
+                f"with {_CONTRACT}, which is replaced by the contract's name",
                 field=name,
             )
         if len(set(stems)) < len(stems):

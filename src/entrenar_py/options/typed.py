@@ -38,5 +38,7 @@ def split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
         return arguments, ()
     place = list(arguments).index("--")
     if place == len(arguments) - 1:
-        raise UsageError("after -- comes the command that trains: -- torchrun ... my_train.py")
+        raise UsageError(
+            "no command after --; write the command that trains: -- torchrun ... my_train.py"
+        )
     return arguments[:place], tuple(arguments[place + 1 :])

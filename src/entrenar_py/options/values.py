@@ -12,7 +12,7 @@ def words(text: str) -> tuple[str, ...]:
     """Return the words between commas, at least one."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+        raise argparse.ArgumentTypeError(f"{text!r}: use one or more words, with commas between")
     return found
 
 
@@ -20,7 +20,7 @@ def severities(text: str) -> tuple[str, ...]:
     """Return severities between commas."""
     found = words(text)
     if not set(found) <= {"P0", "P1", "P2"}:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are P0, P1, P2")
+        raise argparse.ArgumentTypeError(f"{text!r}: use P0, P1 or P2, with commas between")
     return found
 
 

@@ -72,16 +72,19 @@ def apply(
 
 
 def require_known(exclusions: Sequence[Exclusion], ids: Collection[str]) -> None:
-    """Returns if each names a clause that a contract has, none twice; else ContractError."""
+    """Return if each names a clause of a contract, none twice; else raise ContractError."""
     problems = Problems()
     seen: dict[str, Exclusion] = {}
-    for one in exclusions:
-        if one.clause not in ids:
-            told = problems.hint(one.clause, ids)
-            problems.error(one.place, f"clause {one.clause!r} is in none of the contracts{told}")
-        elif one.clause in seen:
-            problems.error(
-                one.place, f"clause {one.clause!r} is excluded at {seen[one.clause].place}, too"
+    for exclusion in exclusions:
+        clause = exclusion.clause
+        if clause not in ids:
+            hint = problems.hint(clause, ids)
+            message = f"clause {clause!r} is in none of the contracts{hint}"
+            problems.error(exclusion.place, message)
+        elif clause in seen:
+            message = (
+                f"clause {clause!r} is excluded twice, first at {seen[clause].place}; keep one"
             )
-        seen.setdefault(one.clause, one)
+            problems.error(exclusion.place, message)
+        seen.setdefault(clause, exclusion)
     problems.settle(strict=True)

@@ -120,7 +120,7 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _typed(words: Sequence[str]) -> str:
-    """As they are typed in a shell: in quotes where these are needed, not for a placeholder."""
+    """Return `words` as typed in a shell: quoted where needed, but placeholders never."""
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
 
@@ -139,7 +139,9 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         encoded = text.encode()
         location.parse((before or "") + text)
     except UnicodeEncodeError as error:
-        raise UsageError("the command holds bytes that are no UTF-8; put it in a script") from error
+        raise UsageError(
+            "the command contains bytes that are not UTF-8; put it in a script"
+        ) from error
     except ValueError as error:  # `tool` is an inline table, say
         raise UsageError(
             f"{path.name}: a table can't be added at its end ({error}); write one into "

@@ -72,7 +72,9 @@ def load(path: Path) -> Project:
     problems = Problems()
     table = Table(file=file, path=where, places=positions.scan(text), problems=problems)
     if not isinstance(keys, dict):
-        table.error(f"{'.'.join(map(str, where))} is a table of {', '.join(KEYS)}")
+        name = ".".join(map(str, where))
+        known = ", ".join(KEYS)
+        table.error(f"{name} = {tables.shown(keys)}: give a table with keys among {known}")
         keys = {}
     project = _project(table, keys, path.parent)
     problems.settle(strict=True)
@@ -102,7 +104,7 @@ def _project(table: Table, keys: Mapping[str, Any], folder: Path) -> Project:
             values[_dest(name)] = value
     _require_together(table, keys, commanded=bool(parts.get("command")))
     if "contract" not in keys:
-        table.error("contract is missing; say which are to be tried")
+        table.error("contract is missing; name the contracts to check")
     places = {_dest(name): table.at(name) for name in KEYS if name in keys}
     return Project(place=table.at(), folder=folder, values=values, places=places, **parts)
 
@@ -117,13 +119,13 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
     for name in keys:
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
-            table.error(f"{name} has an effect beside command alone; leave it out", name)
+            table.error(f"{name} has an effect only with command; leave it out", name)
         if form in _PARTS:
             continue
         if commanded and _dest(name) not in modes.MODES["command"]:
-            table.error(f"{name} has no effect beside command; leave one of them out", name)
+            table.error(f"{name} has no effect with command; leave one of them out", name)
         if not commanded and _dest(name) in modes.COMMANDED:
-            table.error(f"{name} has an effect beside command alone; leave it out", name)
+            table.error(f"{name} has an effect only with command; leave it out", name)
 
 
 def _value(

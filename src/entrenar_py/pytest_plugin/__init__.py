@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for option in ("--contract-system", "--contract-examples"):
         if config.getoption("--contract") is None and config.getoption(option) is not None:
             raise pytest.UsageError(
-                f"{option} has no effect without --contract; name one, or leave it out"
+                f"{option} has no effect without --contract; add --contract FILE, or leave it out"
             )
 
 
@@ -107,7 +107,9 @@ def finding(request: pytest.FixtureRequest) -> Finding:
     """Return the finding of the clause that the test is marked with; of several, the nearest."""
     for judged in _judged(request.node):
         return judged.entry.finding
-    raise pytest.UsageError("the fixture `finding` is for tests marked with @pytest.mark.contract")
+    raise pytest.UsageError(
+        "the fixture `finding` needs a clause; mark the test with @pytest.mark.contract"
+    )
 
 
 class ContractFile(pytest.File):
