@@ -136,7 +136,7 @@ updates: server
         ),
         (
             SMALL + "wait_for: 3\n",
-            ["run.yaml:5:11: error: wait_for=3: world_size is 2"],
+            ["run.yaml:5:11: error: wait_for=3: world_size is 2; wait for no more"],
         ),
         (
             SMALL + "audit_share: 2\n",
@@ -233,9 +233,9 @@ def test_a_nul_is_in_no_path(folder: Path) -> None:
     """Each is told at its place."""
     text = SMALL + 'ledger: "a\\0"\nmetrics: "\\0"\ncheckpoint: {path: "b\\0", every_steps: 1}\n'
     assert problems(folder, text) == [
-        "run.yaml:5:9: error: ledger='a\\x00': no path holds a NUL",
-        "run.yaml:6:10: error: metrics='\\x00': no path holds a NUL",
-        "run.yaml:7:20: error: path='b\\x00': no path holds a NUL",
+        "run.yaml:5:9: error: ledger='a\\x00': a path can't contain a NUL; remove it",
+        "run.yaml:6:10: error: metrics='\\x00': a path can't contain a NUL; remove it",
+        "run.yaml:7:20: error: path='b\\x00': a path can't contain a NUL; remove it",
     ]
 
 

@@ -164,4 +164,4 @@ def test_one_file_for_two_things(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with cluster(tmp_path) as star:
         path = star.configure(checkpoint=STATE, ledger="./state")
         assert cli.main(["coordinator", str(path)]) == exit_codes.INVALID
-        assert "it is the checkpoint, too; give each a file of its own" in capsys.readouterr().err
+        assert "the checkpoint is the same file; give each its own" in capsys.readouterr().err

@@ -42,5 +42,7 @@ def parse(text: str, *, port_min: int) -> Address:
         host.encode("idna")  # as whoever resolves it will
     except UnicodeError as error:
         shown = escaping.shortened(text)
-        raise UsageError(f"address={shown!r}: no host can be called so ({error})") from error
+        raise UsageError(
+            f"address={shown!r}: not a valid host name ({error}); give a DNS name or an IP address"
+        ) from error
     return Address(host, port)

@@ -110,7 +110,10 @@ class _Reader:
         wait_for = self._whole(self._root, "wait_for", default=1)
         metrics, ledger = self._path(self._root, "metrics"), self._path(self._root, "ledger")
         if scenario is not None and wait_for > scenario.world_size:
-            self._error("wait_for", f"wait_for={wait_for}: world_size is {scenario.world_size}")
+            self._error(
+                "wait_for",
+                f"wait_for={wait_for}: world_size is {scenario.world_size}; wait for no more",
+            )
         if scenario is None or shared is None or listen is None:
             return None
         return Config(
@@ -249,7 +252,9 @@ class _Reader:
     def _path(self, record: Record, name: str) -> Path | None:
         text = record.text(name)
         if "\0" in text:
-            self._problems.error(record.place(name), f"{name}={text!r}: no path holds a NUL")
+            self._problems.error(
+                record.place(name), f"{name}={text!r}: a path can't contain a NUL; remove it"
+            )
             return None
         return self._folder / text if text else None
 

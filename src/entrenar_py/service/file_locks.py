@@ -32,7 +32,7 @@ def require_distinct(paths: Mapping[str, Path | None]) -> None:
             continue
         other = known.setdefault(Path(os.path.realpath(path)), what)
         if other != what:
-            raise UsageError(f"{what}={path}: it is the {other}, too; give each a file of its own")
+            raise UsageError(f"{what}={path}: the {other} is the same file; give each its own")
 
 
 @contextmanager
@@ -106,7 +106,9 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
             _sign(file)
             return file
         os.close(file)
-    raise UsageError(f"{what} {path}: others begin and end with it all the time; try again")
+    raise UsageError(
+        f"{what} {path}: other coordinators took and removed its lock {_TRIES} times; try again"
+    )
 
 
 def _is_at(file: int, lock: Path) -> bool:

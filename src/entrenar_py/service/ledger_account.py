@@ -46,7 +46,7 @@ class Account:
         return {name for name, _ in self.devices} or set(self.scenario.backends)
 
     def take(self, events: Iterable[trace.Event]) -> None:
-        """Reads on."""
+        """Take the next `events` of the ledger into account."""
         for event in events:
             self.end = event if isinstance(event, trace.End) else None
             match event:

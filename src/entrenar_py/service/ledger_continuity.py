@@ -42,8 +42,8 @@ def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
         case {"line": line, "chain": str(digest)} if _is_mark(line, digest):
             return trace.Gap(step=step, lines=line, digest=digest, reason=_NOT_THERE)
     raise CheckpointError(
-        f"checkpoint {path}: {KEY}={reprlib.repr(named)}: not a line of a ledger and its digest; "
-        "use an earlier checkpoint"
+        f"checkpoint {path}: {KEY}={reprlib.repr(named)}: it does not name a line of a ledger "
+        "and its digest; use an earlier checkpoint"
     )
 
 

@@ -51,7 +51,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, `command` among them; UsageError for what makes no sense."""
     given = parser().parse_args(arguments)
     if given.command == "worker" and given.tls_ca is None and (given.tls_cert or given.tls_key):
-        raise UsageError("--tls-cert and --tls-key without --tls-ca: say whom to believe; give all")
+        raise UsageError(
+            "--tls-cert and --tls-key need --tls-ca, the authority that the coordinator's "
+            "certificate is checked against; give all three"
+        )
     return given
 
 

@@ -33,8 +33,8 @@ def replay(account: Account, path: Path) -> int:
     scenario = account.scenario
     if scenario.workload == "own" or scenario.faults or scenario.mutant is not None:
         raise UsageError(
-            f"ledger {path}: it is no service's (its trainer is one's own, or it plans faults); "
-            "judge it with `entrenar-check --judge`"
+            f"ledger {path}: not written by `entrenar coordinator` (it is of your own trainer, or "
+            "plans faults); judge it with `entrenar-check --judge`"
         )
     if not account.weights:
         return _inconclusive("no step was made in it: there is nothing to compare")
