@@ -91,9 +91,9 @@ def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
 @pytest.mark.parametrize(
     ("check", "events", "reason"),
     [
-        ("device_cost", (FIRST, NEAR), "as large as one before it"),
-        ("device_compilation", (FIRST, NEAR), "as large as one before it"),
-        ("device_repetition", (FIRST, NEAR), "given the same as another"),
+        ("device_cost", (FIRST, NEAR), "as many samples as an earlier one"),
+        ("device_compilation", (FIRST, NEAR), "as many samples as an earlier one"),
+        ("device_repetition", (FIRST, NEAR), "given the same input"),
         ("device_steps", (FIRST, AGAIN), "no result of mlp was compared"),
         ("device_steps", (FIRST, replace(NEAR, num_bounded=0)), "no element of 3 has a bound"),
         ("device_steps", (FIRST, replace(NEAR, bound=inf)), "no element of 3 has a bound"),

@@ -188,7 +188,7 @@ def _told(tally: Tally, trace: Trace) -> None:
     """Says so where nothing that went wrong was audited, or not all of it."""
     strikes, audited = _strikes(trace), {(one.step, one.shard) for one in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
-        tally.miss("nothing that went wrong was in a shard that is audited: audit more, or longer")
+        tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
     elif (step := first_open(trace)) < math.inf:
         tally.note(
             f"what went wrong in step {step} was not audited: the weights from there on are not "

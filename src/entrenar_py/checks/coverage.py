@@ -24,8 +24,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         missing.require_updates(tally, trace)
         if trace.traits.replacement:
             tally.note(
-                "samples are drawn with replacement: judged was whether they are of the data set, "
-                "and the same when it is run again, and not how often each comes"
+                "samples are drawn with replacement: they must belong to the data set and be the "
+                "same when it is run again; how often each comes was not judged"
             )
         _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)

@@ -45,7 +45,7 @@ def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
     steps = _steps(tally, trace)
     later = [step for step in steps if step.earlier]
     if steps and not later:
-        tally.miss(f"no step of {trace.scenario.workload} was as large as one before it")
+        tally.miss(f"no step of {trace.scenario.workload} had as many samples as an earlier one")
     yield from later
 
 
@@ -99,7 +99,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
             **evidence.place(trace, step),
         )
     if first and not repeated:
-        tally.miss(f"no step of {trace.scenario.workload} was given the same as another")
+        tally.miss(f"no two steps of {trace.scenario.workload} were given the same input")
 
 
 def compare_compilation(tally: Tally, trace: Trace) -> None:

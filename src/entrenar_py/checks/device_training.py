@@ -36,7 +36,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         for model in runs.of(ON_CPU):
             _compare(tally, model, runs.base, invariant.tolerance)
         if not runs.of(ON_CPU):
-            tally.miss("no run on the CPU is there to compare with")
+            tally.miss("there is no run on the CPU to compare with")
     return tally.finding(nothing=missing.probed(invariant, "no training on a device was recorded"))
 
 

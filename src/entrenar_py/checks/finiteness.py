@@ -1,6 +1,6 @@
 """F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update.
 
-A trainer of one's own may skip the step instead, on all ranks, and go on.
+A user's trainer may skip the step instead, on all ranks, and go on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 
 def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
-    """The shards that are not finite, and the faults that make a value so."""
+    """Return the shards that are not finite, and the planted faults that cause such a value."""
     bad = [shard for shard in trace.of(Shard) if not _is_finite(shard)]
     planted = [
         event

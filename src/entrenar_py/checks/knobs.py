@@ -114,7 +114,7 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
         )
         return False
     if before and before == after:
-        tally.miss(f"{pair.words.before}as many micro-batches in a step as with {pair.usual}")
+        tally.miss(f"{pair.words.before}a step has as many micro-batches as with {pair.usual}")
         return False
     return True
 
@@ -132,7 +132,10 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
         missing.ask(tally, "clipping was not judged", f"Update.gradient {missing.WITH_VALUES}")
         return 0
     if whole <= limit:
-        tally.miss(f"{pair.words.before}the gradient of step 0 is no longer than that: {whole:.3g}")
+        tally.miss(
+            f"{pair.words.before}the gradient of step 0 has norm {whole:.3g}, "
+            "which needs no clipping"
+        )
         return 0
     if _first_samples(model) != _first_samples(trace):
         what = f"step 0 draws other samples than {pair.words.its}"

@@ -139,8 +139,8 @@ def _may_rest(
         gradient = local.get(update.step) if given is None else given.values()
         if weight is None or gradient is None or gradient.size != weight.size:
             tally.miss(
-                f"{name} rested, its weight or gradient is unknown: record Start.weights and "
-                f"Update.gradient {missing.WITH_VALUES}"
+                f"{name} did not move, and its weight or gradient is unknown: record "
+                f"Start.weights and Update.gradient {missing.WITH_VALUES}"
             )
             return True
         step = update.rate_of(name) * _shrunk(update) * np.abs(gradient.astype(np.float64))

@@ -90,7 +90,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
         if trace.scenario.optimizer == "sgd" and options == {**options, **_AS_ONE}:
             base = rounds.as_steps(trace)
         else:
-            tally.miss(f"only with optimizer sgd and {_AS_ONE} is local SGD synchronous SGD")
+            tally.miss(f"local SGD is synchronous SGD only with optimizer sgd and {_AS_ONE}")
     runs = replace(runs, base=base)
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)

@@ -20,9 +20,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         comparison = Comparison(tally, trace)
         if _is_the_server_s(trace):
             tally.miss(
-                "the server updates: the optimizer's state is its own, no worker holds any, and "
-                "what it goes on with is not recorded; F-TI-003 and F-TI-008 see what it makes of "
-                "the weights"
+                "the server makes the updates: it alone holds the optimizer's state, and the state "
+                "that it resumes with is not recorded; F-TI-003 and F-TI-008 judge the weights "
+                "that come of it"
             )
         missing.require_updates(tally, trace)
         replica_identity.require_ranks(tally, trace)
@@ -50,7 +50,7 @@ def _parts(trace: Trace) -> tuple[str, ...]:
 
 
 def _compare_restored(tally: Tally, comparison: Comparison) -> None:
-    """Each checkpoint with what its writer held, and with what every rank had that loaded it."""
+    """Compare each checkpoint with the state of its writer, and of every rank that loaded it."""
     kept, updates = comparison.trace.standing, evidence.updates(comparison.trace)
     for saved in kept.of(Saved):
         holders = updates.get(saved.step - 1, {})
@@ -58,7 +58,7 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
         if holders and saved.rank not in holders:
             missing.ask(
                 tally,
-                f"what rank {saved.rank} saved before step {saved.step} it was not seen to hold",
+                f"rank {saved.rank} saved before step {saved.step}, and its own state is unknown",
                 f"its Update of step {saved.step - 1}",
             )
         for part in _parts(comparison.trace) if saved.rank in holders else ():

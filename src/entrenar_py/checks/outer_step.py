@@ -64,17 +64,17 @@ def _on_time(tally: Tally, trace: Trace) -> None:
 
 def _none_within(tally: Tally, trace: Trace) -> None:
     """However many buckets the sum at a round's end has, there is none inside."""
-    found = trace.of(Synchronised)
-    for event in found:
+    meetings = trace.of(Synchronised)
+    for event in meetings:
         if event.collectives_alone is not None:
             called = event.collectives_alone
             message = f"rank {event.rank} called {called} collectives within a round"
             tally.equal(0, called, message, **evidence.place(trace, event))
-    if found and not any(event.collectives_alone is not None for event in found):
+    if meetings and not any(event.collectives_alone is not None for event in meetings):
         why = "how many collectives were called within rounds is unknown"
         missing.ask(tally, why, "Synchronised.collectives_alone")
-    if counts := [event.collectives for event in found if event.collectives is not None]:
-        tally.note(f"the most collectives that a round was ended by: {max(counts)}")
+    if counts := [event.collectives for event in meetings if event.collectives is not None]:
+        tally.note(f"the largest number of collectives at the end of a round: {max(counts)}")
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:

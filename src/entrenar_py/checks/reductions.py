@@ -67,7 +67,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def _scenario(system: str, world_size: int, length: int, options: dict[str, float]) -> Scenario:
-    """Two steps, the second of another weight: shards of two and three samples, then of one."""
+    """Return two steps of unequal weight: shards of two or three samples, then of one."""
     return Scenario(
         system=system,
         workload=KNOWN,
@@ -217,7 +217,8 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
         expected = traffic.expected_bytes(trace)
         if expected is None:
             tally.miss(
-                "it is not known in which blocks the vector went, or who computed which shards"
+                "the trace does not say in which blocks the vector was sent, or which worker "
+                "computed which shards"
             )
             continue
         got = traffic.payload_bytes(trace)

@@ -48,7 +48,7 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
     if seen and silent:
         tally.miss(
             f"of world_size={world_size} workers {missing.named(silent)} never started: record a "
-            "Start and Updates on every rank, or the number of those that came as world_size"
+            "Start and Updates on every rank, or a world_size that counts only those that started"
         )
 
 
