@@ -94,13 +94,13 @@ def first_open(trace: Trace) -> float:
 
 
 def _strikes(trace: Trace) -> Strikes:
-    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    strikes: dict[tuple[int, int], set[int]] = defaultdict(set)
     for event in trace.of(Injected):
         if event.fault.get("kind") not in SILENT:
             continue
         if event.step is not None and event.shard is not None and event.rank is not None:
-            found[event.step, event.shard].add(event.rank)
-    return found
+            strikes[event.step, event.shard].add(event.rank)
+    return strikes
 
 
 def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:

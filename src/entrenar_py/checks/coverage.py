@@ -75,13 +75,13 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
         return
     first: dict[int, Shard] = {}
     for shard in shards:
-        one = first.setdefault(shard.shard, shard)
-        if one.rank == shard.rank or one.ids == shard.ids:
+        peer = first.setdefault(shard.shard, shard)
+        if peer.rank == shard.rank or peer.ids == shard.ids:
             continue
-        others = tuple(sorted(set(one.ids) ^ set(shard.ids))) or shard.ids
+        others = tuple(sorted(set(peer.ids) ^ set(shard.ids))) or shard.ids
         tally.check(
             False,
-            f"rank {shard.rank} drew other samples for shard {shard.shard} than rank {one.rank}, "
+            f"rank {shard.rank} drew other samples for shard {shard.shard} than rank {peer.rank}, "
             "with which it shares it",
             sample_ids=others,
             **evidence.place(trace, shard),

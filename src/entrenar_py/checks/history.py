@@ -25,19 +25,19 @@ def stays(trace: Trace) -> dict[int, list[Stay]]:
     Where others go back to an earlier step, who had left by then is not there when it is made
     again.
     """
-    found: dict[int, list[Stay]] = {}
+    stays_of: dict[int, list[Stay]] = {}
     for event in trace.standing.events:
         if isinstance(event, Start):
             if event.resumed:
-                found = {rank: _cut(of_rank, event.step) for rank, of_rank in found.items()}
-            of_rank = found.setdefault(event.rank, [])
+                stays_of = {rank: _cut(of_rank, event.step) for rank, of_rank in stays_of.items()}
+            of_rank = stays_of.setdefault(event.rank, [])
             if not of_rank or of_rank[-1].end < math.inf:
                 of_rank.append(Stay(event.step, math.inf))
         elif isinstance(event, Membership) and event.change == "left":
-            of_rank = found.get(event.rank, [])
+            of_rank = stays_of.get(event.rank, [])
             if of_rank and of_rank[-1].end == math.inf:
                 of_rank[-1] = of_rank[-1]._replace(end=event.step)
-    return found
+    return stays_of
 
 
 def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
@@ -57,7 +57,7 @@ def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
 def ghosts(trace: Trace) -> list[Update]:
     """The updates of steps for which their rank had left, and not come back, in order."""
     gone: dict[int, int] = {}
-    found = []
+    updates = []
     for event in trace.standing.events:
         if isinstance(event, Start):
             gone.pop(event.rank, None)
@@ -69,5 +69,5 @@ def ghosts(trace: Trace) -> list[Update]:
             else:
                 gone.pop(event.rank, None)
         elif isinstance(event, Update) and event.step >= gone.get(event.rank, math.inf):
-            found.append(event)
-    return found
+            updates.append(event)
+    return updates

@@ -126,9 +126,9 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
     limit = float(pair.value)
     bounds = run_comparison.Bounds.of({}, model, trace)
     expected = evidence.updates(model).get(0)
-    one = evidence.any_rank(expected) if expected else None
-    whole = evidence.norm_l2(one.gradient) if one is not None else None
-    if one is None or whole is None:
+    first_update = evidence.any_rank(expected) if expected else None
+    whole = evidence.norm_l2(first_update.gradient) if first_update is not None else None
+    if first_update is None or whole is None:
         missing.ask(tally, "clipping was not judged", f"Update.gradient {missing.WITH_VALUES}")
         return 0
     if whole <= limit:
@@ -141,10 +141,10 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
         what = f"step 0 draws other samples than {pair.words.its}"
         tally.miss(f"{pair.words.before}{what}{pair.words.elsewhere}")
         return 0
-    clipped = _times(one.gradient, limit / whole)
+    clipped = _times(first_update.gradient, limit / whole)
     bound = bounds.gradient + CLIP_EPSILON / whole
     num_gradients = 0
-    updates = (one for _, by_rank in evidence.ranks_by_step(trace) for one in by_rank.values())
+    updates = (update for _, ranks in evidence.ranks_by_step(trace) for update in ranks.values())
     for update in updates:
         place = evidence.place(trace, update)
         norm = evidence.norm_l2(update.gradient)

@@ -46,20 +46,20 @@ def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _on_time(tally: Tally, trace: Trace) -> None:
-    scenario, found = trace.scenario, rounds.synchronisations(trace)
+    scenario, meetings = trace.scenario, rounds.synchronisations(trace)
     rule = rounds.rule(scenario)
     halted = min((halt.step for halt in trace.of(Halt)), default=scenario.num_steps)
-    made = evidence.updates(trace)
-    for step in sorted(made.keys() | found.keys()):
+    updates = evidence.updates(trace)
+    for step in sorted(updates.keys() | meetings.keys()):
         due = rule.ends_round(step, scenario.num_steps)
-        if step >= halted and step not in found:
+        if step >= halted and step not in meetings:
             continue
-        for rank in sorted(made.get(step, {}).keys() | found.get(step, {}).keys()):
-            came = rank in found.get(step, {})
+        for rank in sorted(updates.get(step, {}).keys() | meetings.get(step, {}).keys()):
+            came = rank in meetings.get(step, {})
             message = f"rank {rank} was {'' if came else 'not '}brought together with the others"
             message += f" after step {step}: that is due every {rule.inner_steps} steps"
             place = {"step": step, "rank": rank, "scenario": scenario}
-            tally.check(came == due and rank in made.get(step, {}), message, **place)
+            tally.check(came == due and rank in updates.get(step, {}), message, **place)
 
 
 def _none_within(tally: Tally, trace: Trace) -> None:
@@ -94,9 +94,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
         return
     momentum: Vectors = {}
     earlier = -1
-    made = evidence.updates(trace)
+    updates = evidence.updates(trace)
     for step, by_rank in rounds.synchronisations(trace).items():
-        there = made.get(step, {})
+        there = updates.get(step, {})
         mean = _mean(trace, there, earlier, step, start)
         if mean is None:
             what = f"Update.weights {missing.WITH_VALUES}, and Shards, of each rank"
@@ -105,9 +105,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
         weights, kept = _outer(trace, before, momentum, mean)
         for event in (by_rank[rank] for rank in sorted(by_rank)):
             _compare(tally, trace, event, weights, kept, start)
-        one = by_rank[min(by_rank)]
-        before = evidence.vectors(_trained(one.weights, start)) or {**weights}
-        momentum = _momentum(one)
+        lowest = by_rank[min(by_rank)]
+        before = evidence.vectors(_trained(lowest.weights, start)) or {**weights}
+        momentum = _momentum(lowest)
         earlier = step
 
 
@@ -127,12 +127,18 @@ def _mean(
         if shard.rank in counts and first <= shard.step <= step:
             counts[shard.rank] += shard.weight
     total = sum(counts.values())
-    held = {r: evidence.vectors(_trained(one.weights, start)) for r, one in there.items()}
-    if not total or any(one is None for one in held.values()):
+    vectors = {
+        rank: evidence.vectors(_trained(update.weights, start)) for rank, update in there.items()
+    }
+    if not total or any(weights is None for weights in vectors.values()):
         return None
-    shares = [(counts[rank] / total, one) for rank, one in held.items() if one is not None]
+    shares = [
+        (counts[rank] / total, weights) for rank, weights in vectors.items() if weights is not None
+    ]
     return {
-        name: np.sum([share * one[name].astype(np.float64) for share, one in shares], axis=0)
+        name: np.sum(
+            [share * weights[name].astype(np.float64) for share, weights in shares], axis=0
+        )
         for name in start.trainable
     }
 

@@ -24,17 +24,17 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):
-        held = trace.of(Held)
-        for one in held:
-            most = one.whole_bytes * (1 + relative) / one.num_parts
+        shares = trace.of(Held)
+        for share in shares:
+            most = share.whole_bytes * (1 + relative) / share.num_parts
             message = (
-                f"rank {one.rank} holds {one.held_bytes} bytes of parameters, "
-                f"1/{one.num_parts} of the model is {one.whole_bytes / one.num_parts:.0f}"
+                f"rank {share.rank} holds {share.held_bytes} bytes of parameters, "
+                f"1/{share.num_parts} of the model is {share.whole_bytes / share.num_parts:.0f}"
             )
-            place = evidence.place(trace, one)
-            tally.at_most(most, one.held_bytes, message, form=".0f", **place)
-        silent = {start.rank for start in trace.of(Start)} - {one.rank for one in held}
-        if held and silent:
+            place = evidence.place(trace, share)
+            tally.at_most(most, share.held_bytes, message, form=".0f", **place)
+        silent = {start.rank for start in trace.of(Start)} - {share.rank for share in shares}
+        if shares and silent:
             tally.miss(f"how much ranks {sorted(silent)} hold was not recorded")
     return tally.finding(
         nothing="no run spread its parameters over ranks: record one with layout tp, dp_shard or "

@@ -134,16 +134,17 @@ def _on_trajectory(
             if step not in got:
                 tally.check(False, f"no step {step} after worker {change.rank} left", **place)
                 continue
-            one, other = evidence.any_rank(expected[step]).loss, evidence.any_rank(got[step]).loss
-            if one is None or other is None:
+            model_loss = evidence.any_rank(expected[step]).loss
+            loss = evidence.any_rank(got[step]).loss
+            if model_loss is None or loss is None:
                 missing.ask(tally, f"the loss of step {step} is unknown", "Update.loss in both")
                 continue
-            if not math.isfinite(one):
+            if not math.isfinite(model_loss):
                 tally.miss(f"the undisturbed run's loss of step {step} is not finite")
                 continue
             num_steps = f"{step - change.step} steps after worker {change.rank} left"
             message = f"loss is not back on the trajectory {num_steps}"
-            tally.close(one, other, ON_TRAJECTORY * abs(one) + 1e-7, message, **place)
+            tally.close(model_loss, loss, ON_TRAJECTORY * abs(model_loss) + 1e-7, message, **place)
     return True
 
 

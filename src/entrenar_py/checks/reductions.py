@@ -93,24 +93,24 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
         stated = invariant.tolerance, invariant.tolerance_kind
         allowed = _roundings_allowed(*stated, trace)
         _is_whole(tally, trace)
-        seen = {(one.step, one.rank): one for one in trace.of(Reduced)}
+        seen = {(reduced.step, reduced.rank): reduced for reduced in trace.of(Reduced)}
         for step, by_rank in evidence.ranks_by_step(trace):
             if lacking := by_rank.keys() - {rank for at, rank in seen if at == step}:
                 why = f"{missing.named(lacking)} measured nothing in step {step}"
                 missing.ask(tally, why, "a Reduced for every rank and step")
-        for one in seen.values():
+        for reduced in seen.values():
             if allowed is None:
-                _judge_error(tally, invariant, trace, one)
+                _judge_error(tally, invariant, trace, reduced)
                 continue
             tally.at_most(
                 allowed,
-                one.roundings,
-                f"the average of {one.num_elements} elements is off by {one.roundings:.3g} "
+                reduced.roundings,
+                f"the average of {reduced.num_elements} elements is off by {reduced.roundings:.3g} "
                 f"roundings, {_explained(invariant)} {allowed:.3g}",
                 form=".3g",
                 tensor="vector",
-                element=one.element,
-                **evidence.place(trace, one),
+                element=reduced.element,
+                **evidence.place(trace, reduced),
             )
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
@@ -239,15 +239,15 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
 
 def _judge_headers(tally: Tally, trace: Trace) -> None:
     """What comes beside payloads is bounded, and nothing but blocks is carried between workers."""
-    for one in trace.of(Traffic):
-        what = f"{one.messages} {one.message} that were {one.direction}"
-        place = evidence.place(trace, one)
-        if one.message in traffic.BLOCKS:
-            most = traffic.beside_bytes_max(one)
-            beside = one.bytes - one.payload_bytes
+    for record in trace.of(Traffic):
+        what = f"{record.messages} {record.message} that were {record.direction}"
+        place = evidence.place(trace, record)
+        if record.message in traffic.BLOCKS:
+            most = traffic.beside_bytes_max(record)
+            beside = record.bytes - record.payload_bytes
             tally.at_most(most, beside, f"{what} have {beside} bytes beside their payload", **place)
-        elif one.peer == "worker" and one.rank is not None:
-            tally.equal(0, one.payload_bytes, f"{what} between workers carry something", **place)
+        elif record.peer == "worker" and record.rank is not None:
+            tally.equal(0, record.payload_bytes, f"{what} between workers carry something", **place)
 
 
 def judge_ends(invariant: Invariant, traces: Traces) -> Finding:

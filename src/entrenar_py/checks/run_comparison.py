@@ -91,14 +91,14 @@ def compare(
     num_gradients = 0
     for step, by_rank in _comparable(comparison, model, apart):
         due = valued - {"gradient"} if step in rested else valued
-        one = evidence.any_rank(expected[step])
+        model_update = evidence.any_rank(expected[step])
         for update in by_rank.values():
             if trace.scenario.workload == "own":
-                comparison.rates(one, update)
+                comparison.rates(model_update, update)
             if step < ROUNDING_STEPS:
-                num_gradients += comparison.first_step(one, update, due, gaps)
+                num_gradients += comparison.first_step(model_update, update, due, gaps)
             elif step >= PUBLISHED_FROM_STEP and tolerance is not None:
-                comparison.losses(one, update, tolerance)
+                comparison.losses(model_update, update, tolerance)
     gaps.tell(tally)
     comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
     comparison.steps(model)
@@ -278,16 +278,16 @@ class _Comparison:
 
     def starts(self, gaps: missing.Gaps, model: Trace) -> None:
         """Compare each rank's weights before the first step: a trainer may never have trained."""
-        one = next((start for start in model.of(Start) if start.step == 0), None)
+        model_start = next((start for start in model.of(Start) if start.step == 0), None)
         starts = [start for start in self.trace.of(Start) if start.step == 0 and not start.resumed]
         valued = any(evidence.has_values(start.weights) for start in starts)
-        if one is None or not evidence.has_values(one.weights):
+        if model_start is None or not evidence.has_values(model_start.weights):
             return
-        told = f"{self.words.before}weights before the first step are not {self.words.its}"
+        message = f"{self.words.before}weights before the first step are not {self.words.its}"
         for start in starts:
             place = {**evidence.place(self.trace, start), "step": -1}
-            mine, theirs, bound = one.weights, start.weights, self.bounds.start
-            compared = evidence.compare_close(self.tally, mine, theirs, bound, told, **place)
+            mine, theirs, bound = model_start.weights, start.weights, self.bounds.start
+            compared = evidence.compare_close(self.tally, mine, theirs, bound, message, **place)
             if valued and not compared:
                 what = f"Start.weights in both runs {missing.WITH_VALUES}"
                 gaps.add("was not compared by weights", what, rank=start.rank, step=-1)

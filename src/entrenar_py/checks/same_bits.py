@@ -53,14 +53,14 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
     bare = missing.bare_fields(tally, model, trace)
     expected = {(shard.step, shard.rank, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
-        one = expected.get((shard.step, shard.rank, shard.shard))
-        if one is None:  # another worker computed it, which may depend on who was free
+        model_shard = expected.get((shard.step, shard.rank, shard.shard))
+        if model_shard is None:  # another worker computed it, which may depend on who was free
             continue
         # As text, so that NaN equals NaN; Python's shortest text of a float is exact.
-        same_loss = repr(one.loss_sum) == repr(shard.loss_sum)
+        same_loss = repr(model_shard.loss_sum) == repr(shard.loss_sum)
         tally.check(
             same_loss
-            and replace(one, loss_sum=0.0, **bare) == replace(shard, loss_sum=0.0, **bare),
+            and replace(model_shard, loss_sum=0.0, **bare) == replace(shard, loss_sum=0.0, **bare),
             f"two runs of one scenario differ in shard {shard.shard}",
             **evidence.place(trace, shard),
         )
@@ -168,15 +168,15 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
     """The gradient of each shard of the same samples, whoever computed it."""
     expected = {(shard.step, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
-        one = expected.get((shard.step, shard.shard))
-        if one is None or one.ids != shard.ids:
+        model_shard = expected.get((shard.step, shard.shard))
+        if model_shard is None or model_shard.ids != shard.ids:
             continue
-        if bool(one.gradient) != bool(shard.gradient):
+        if bool(model_shard.gradient) != bool(shard.gradient):
             why = f"one run only recorded the gradients of shards in step {shard.step}"
             missing.ask(tally, why, "Shard.gradient in both")
             continue
         what, place = f"{message} (gradient of shard {shard.shard})", evidence.place(trace, shard)
-        evidence.compare_exact(tally, one.gradient, shard.gradient, what, **place)
+        evidence.compare_exact(tally, model_shard.gradient, shard.gradient, what, **place)
 
 
 ROWS = (

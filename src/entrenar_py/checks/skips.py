@@ -16,16 +16,16 @@ def skipped(trace: Trace) -> set[int]:
     """The steps in which no rank moved a weight, or anything that its optimizers keep."""
     if trace.scenario.workload != "own":
         return set()
-    held: dict[int, tuple[Tensors, Tensors]] = {}
+    state_of: dict[int, tuple[Tensors, Tensors]] = {}
     rested: dict[tuple[int, int], bool] = {}
     for event in trace.standing.events:
         if isinstance(event, Start):
-            held[event.rank] = event.weights, event.optimizer
+            state_of[event.rank] = event.weights, event.optimizer
         elif isinstance(event, Update):
             now = event.weights, event.optimizer
-            before = held.get(event.rank)
+            before = state_of.get(event.rank)
             rested[event.step, event.rank] = before is not None and _same(before, now)
-            held[event.rank] = now
+            state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
     steps = {step for step, _ in rested}
     return {step for step in steps if all(rested.get((step, rank)) for rank in ranks)}

@@ -72,14 +72,16 @@ class Comparison:
             return
         sharded = "optimizer" in parts and self.is_sharded(by_rank)
         for part in parts:
-            held: dict[int, Tensors] = {
+            tensors_of: dict[int, Tensors] = {
                 rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)
             }
             apart = sharded and part == "optimizer"
             if not apart:
-                held = self._known(part, step, by_rank, held)
-            for name in dict.fromkeys(name for tensors in held.values() for name in tensors):
-                self._compare_tensor(step, part, name, _sharers(held, name) if apart else held)
+                tensors_of = self._known(part, step, by_rank, tensors_of)
+            for name in dict.fromkeys(name for tensors in tensors_of.values() for name in tensors):
+                self._compare_tensor(
+                    step, part, name, _sharers(tensors_of, name) if apart else tensors_of
+                )
 
     def _known(
         self, part: str, step: int, by_rank: ByRank, held: Mapping[int, Tensors]

@@ -85,52 +85,54 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 
 def _nodes(trace: Trace, step: int) -> list[int] | None:
     """Return the number of tree nodes that each rank has to send; None if a shard is no rank's."""
-    held: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
+    shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for one in trace.of(Shard):
         if one.step == step:
-            held[one.rank].add(one.shard)
+            shards_of[one.rank].add(one.shard)
     num_shards = trace.scenario.num_shards
-    if sorted(shard for shards in held.values() for shard in shards) != list(range(num_shards)):
+    if sorted(shard for shards in shards_of.values() for shard in shards) != list(
+        range(num_shards)
+    ):
         return None
-    return [num_nodes(shards, num_shards) for shards in held.values()]
+    return [num_nodes(shards, num_shards) for shards in shards_of.values()]
 
 
 def _star(sizes: list[int], nodes: list[int]) -> Bytes:
-    found: Bytes = {
+    num_bytes: Bytes = {
         (None, "worker", "sent"): len(nodes) * sum(sizes),
         (None, "worker", "got"): sum(nodes) * sum(sizes),
     }
     for rank, num in enumerate(nodes):
-        found[rank, "coordinator", "sent"] = num * sum(sizes)
-        found[rank, "coordinator", "got"] = sum(sizes)
-    return found
+        num_bytes[rank, "coordinator", "sent"] = num * sum(sizes)
+        num_bytes[rank, "coordinator", "got"] = sum(sizes)
+    return num_bytes
 
 
 def _mesh(sizes: list[int], nodes: list[int]) -> Bytes:
-    found = _steered(len(nodes))
+    num_bytes = _steered(len(nodes))
     for rank, num in enumerate(nodes):
         own = sum(sizes[rank :: len(nodes)])  # of the blocks that it averages
         others = sum(sizes) - own
-        found[rank, "worker", "sent"] = num * others + (len(nodes) - 1) * own
-        found[rank, "worker", "got"] = (sum(nodes) - num) * own + others
-    return found
+        num_bytes[rank, "worker", "sent"] = num * others + (len(nodes) - 1) * own
+        num_bytes[rank, "worker", "got"] = (sum(nodes) - num) * own + others
+    return num_bytes
 
 
 def _ring(sizes: list[int], nodes: list[int]) -> Bytes:
-    found = _steered(len(nodes))
+    num_bytes = _steered(len(nodes))
     owned = [sum(sizes[rank :: len(nodes)]) for rank in range(len(nodes))]
     for rank in range(len(nodes)):
         before, after = owned[rank - 1], owned[(rank + 1) % len(nodes)]
         # Sums end at the owner, who sends its average, which ends before the owner.
-        found[rank, "worker", "sent"] = 2 * sum(sizes) - owned[rank] - after
-        found[rank, "worker", "got"] = 2 * sum(sizes) - owned[rank] - before
-    return found
+        num_bytes[rank, "worker", "sent"] = 2 * sum(sizes) - owned[rank] - after
+        num_bytes[rank, "worker", "got"] = 2 * sum(sizes) - owned[rank] - before
+    return num_bytes
 
 
 def _steered(num_ranks: int) -> Bytes:
     """The coordinator of workers that exchange blocks among themselves carries none."""
-    found: Bytes = {(None, "worker", direction): 0 for direction in ("sent", "got")}
+    num_bytes: Bytes = {(None, "worker", direction): 0 for direction in ("sent", "got")}
     for rank in range(num_ranks):
         for direction in ("sent", "got"):
-            found[rank, "coordinator", direction] = 0
-    return found
+            num_bytes[rank, "coordinator", direction] = 0
+    return num_bytes
