@@ -64,14 +64,14 @@ def bind(
     What is wrong with a file of bindings is added to the problems of the contract.
     """
     chosen = _choose(known, files, problems)
-    made: list[Invariant] = []
+    clauses: list[Invariant] = []
     room = scenario_counts.Room(problems)
     for item in known:
         bound = chosen.get((item.kind, item.id), ())
         if not bound and item.counts:
-            made.append(item.clause)
-        made += [bound_clauses.clause(item, binding, terms, room) for binding in bound]
-    return tuple(made)
+            clauses.append(item.clause)
+        clauses += [bound_clauses.clause(item, binding, terms, room) for binding in bound]
+    return tuple(clauses)
 
 
 def _choose(

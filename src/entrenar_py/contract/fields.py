@@ -85,12 +85,12 @@ class Record:
 
     def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
         """Return `texts` with their places; sentences with a colon only where it is `prose`."""
-        found = self.present(key)
-        if found is None:
+        node = self.present(key)
+        if node is None:
             return ()
-        items = found.items if isinstance(found, ListNode) else (found,)
+        items = node.items if isinstance(node, ListNode) else (node,)
         scalars = [
-            read for item in items if (read := _sentence(item, colon=prose and item is not found))
+            read for item in items if (read := _sentence(item, colon=prose and item is not node))
         ]
         if len(scalars) < len(items):
             self.error(key, f"{key} is text or a list of texts")
@@ -105,34 +105,34 @@ class Record:
 
     def identifier(self) -> str:
         """Return the one text of `id`; "" and an error if there is none."""
-        found = self.present("id")
-        if isinstance(found, ScalarNode) and found.text.strip():
-            return found.text.strip()
+        node = self.present("id")
+        if isinstance(node, ScalarNode) and node.text.strip():
+            return node.text.strip()
         self.error("id", "id is empty; give one text")
         return ""
 
     def flag(self, key: str) -> bool:
         """Return true or false, also for a quoted text ('true'); false if there is none."""
-        found = self.present(key)
-        if found is None:
+        node = self.present(key)
+        if node is None:
             return False
-        if isinstance(found, ScalarNode) and found.text.lower() in _FLAGS:
-            return _FLAGS[found.text.lower()]
-        self.error(key, f"{key} is true or false{_given(found)}")
+        if isinstance(node, ScalarNode) and node.text.lower() in _FLAGS:
+            return _FLAGS[node.text.lower()]
+        self.error(key, f"{key} is true or false{_given(node)}")
         return False
 
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
         """Return one of `allowed`, or None. `words` are capitals that stand for one."""
-        found = self.present(key)
-        if found is None:
+        node = self.present(key)
+        if node is None:
             return None
-        if isinstance(found, ScalarNode):
-            given = (words or {}).get(found.text.strip().upper(), found.text)
+        if isinstance(node, ScalarNode):
+            given = (words or {}).get(node.text.strip().upper(), node.text)
             if given in allowed:
                 return given
-        self.error(key, f"{key} is one of {', '.join(allowed)}{_given(found)}")
+        self.error(key, f"{key} is one of {', '.join(allowed)}{_given(node)}")
         return None
 
     def read_as(self, kind: type[T], /, **values: Any) -> T:
@@ -148,41 +148,41 @@ class Record:
 
     def number(self, key: str) -> float | None:
         """Return a finite number >= 0, also written as text ("1e-4"); None if there is none."""
-        found = self.present(key)
-        if found is None:
+        node = self.present(key)
+        if node is None:
             return None
-        number = _number(found)
+        number = _number(node)
         if number is None:
-            self.error(key, f"{key} is a finite number >= 0, never a formula{_given(found)}")
+            self.error(key, f"{key} is a finite number >= 0, never a formula{_given(node)}")
         return number
 
     def data(self, key: str) -> dict[str, Any]:
         """Return the mapping of `key` as plain data; `{key: it}` for anything else, {} for none."""
-        found = self.present(key)
-        if found is None:
+        node = self.present(key)
+        if node is None:
             return {}
-        data = plain(found)
-        return data if isinstance(found, MapNode) else {key: data}
+        data = plain(node)
+        return data if isinstance(node, MapNode) else {key: data}
 
     def is_percentage(self, key: str) -> bool:
         """Return whether the text of `key` is a number of percent (`1%`)."""
-        found = self.present(key)
-        return isinstance(found, ScalarNode) and _percentage(found) is not None
+        node = self.present(key)
+        return isinstance(node, ScalarNode) and _percentage(node) is not None
 
     def amount(self, key: str) -> float | None:
         """Return the same as `number`, also for percents: `1%` is 0.01."""
-        found = self.present(key)
-        share = _percentage(found) if isinstance(found, ScalarNode) else None
+        node = self.present(key)
+        share = _percentage(node) if isinstance(node, ScalarNode) else None
         return self.number(key) if share is None else share
 
     def maps(self, key: str) -> tuple[MapNode, ...]:
         """Return the mappings of the list `key`; none if there is no list."""
-        found = self.present(key)
-        if found is None:
+        node = self.present(key)
+        if node is None:
             return ()
-        items = found.items if isinstance(found, ListNode) else (found,)
+        items = node.items if isinstance(node, ListNode) else (node,)
         maps = tuple(item for item in items if isinstance(item, MapNode))
-        if not isinstance(found, ListNode) or len(maps) < len(items):
+        if not isinstance(node, ListNode) or len(maps) < len(items):
             self.error(key, f"{key} is a list of mappings")
         return maps
 

@@ -33,7 +33,7 @@ _KANI = re.compile(r"\bkani\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Demands:
-    """The demands of a gate: ids of `clauses`, and what is `unresolved`, which none decides."""
+    """The demands of a gate: ids of `clauses`, and the `unresolved`, which no clause decides."""
 
     clauses: tuple[str, ...] = ()
     unresolved: tuple[str, ...] = ()

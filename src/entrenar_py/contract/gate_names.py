@@ -15,7 +15,8 @@ _TRIES_MAX, _WORDS_MAX = 1000, 8
 class Names:
     """Everything by which a gate may call a clause: id, name, group, or a test that attacks it.
 
-    Names match as they are written or, clauses' and rules', word by word (`weight_consistency`).
+    Names match as they are written. Those of clauses and rules also match word by word
+    (`weight_consistency`).
     """
 
     def __init__(self, contract: Contract) -> None:

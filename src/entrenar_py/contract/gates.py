@@ -82,18 +82,18 @@ def demands(contract: Contract) -> Demands:
     names = Names(contract)
     criteria = gate_criteria.read(gate.pass_criteria, names)
     described = Described([names.clauses[clause_id] for clause_id in criteria.clauses])
-    found: dict[str, None] = {}
+    demanded: dict[str, None] = {}
     unresolved = []
     for name in (*gate.checks, *gate.required_tests):
         ids = names.resolve(name) or described.resolve(name)
-        found.update(dict.fromkeys(ids))
+        demanded.update(dict.fromkeys(ids))
         if not ids:
             unresolved.append(name if name in gate.checks else f"required test {name}")
-    found.update(dict.fromkeys(criteria.clauses))
-    if not (gate.checks or gate.required_tests or found):
+    demanded.update(dict.fromkeys(criteria.clauses))
+    if not (gate.checks or gate.required_tests or demanded):
         clauses = contract.invariants
-        found = dict.fromkeys(
+        demanded = dict.fromkeys(
             clause.id for clause in clauses if clause.severity == "P0" or clause.critical
         )
     named = (*unresolved, *criteria.unresolved, *gate.other_demands)
-    return Demands(clauses=tuple(found), unresolved=tuple(dict.fromkeys(named)))
+    return Demands(clauses=tuple(demanded), unresolved=tuple(dict.fromkeys(named)))

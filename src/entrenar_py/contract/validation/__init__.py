@@ -58,7 +58,7 @@ def policy(
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One contract that was looked at; `kind` is what it was judged as, "" if it has no tree."""
+    """A contract with its findings; `kind` says as what it was judged, "" if it has no tree."""
 
     path: Path
     contract: Contract | None

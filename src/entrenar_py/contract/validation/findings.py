@@ -125,7 +125,7 @@ def stale(
     if levels[STALE] is Level.OFF:
         return ()
     used = {id(finding.suppressed) for finding in findings}
-    told = []
+    stale_findings = []
     for suppression in suppressions:
         if levels[suppression.rule] is Level.OFF or not any(map(suppression.covers_file, paths)):
             continue
@@ -138,7 +138,7 @@ def stale(
         else:
             continue
         message = f"the suppression of {suppression} ({suppression.reason}) {why}"
-        told.append(
+        stale_findings.append(
             RuleFinding(
                 rule=BY_ID[STALE],
                 level=levels[STALE],
@@ -147,7 +147,7 @@ def stale(
                 message=message,
             )
         )
-    return tuple(told)
+    return tuple(stale_findings)
 
 
 def _of_reader(

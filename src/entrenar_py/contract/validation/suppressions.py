@@ -64,10 +64,10 @@ class Suppression:
 
 
 def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -> Suppression:
-    """Return the suppression that a table of a configuration describes by KEYS.
+    """Return the suppression in `entry`, a table of a configuration with the keys KEYS.
 
-    `until` is a date, or the text of one; `source` says in words where the table stands, `at` is
-    its place. Raises UsageError for an unknown key or rule, one that nothing suppresses, and a
+    Its `until` is a date or the text of one. Messages call the table `source`; `at` is its place.
+    Raises UsageError for an unknown key or rule, for a rule that can't be suppressed, and for a
     rule, reason or day that is missing or of another type.
     """
     for key in entry:
