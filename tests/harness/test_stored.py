@@ -276,7 +276,7 @@ def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
         trace.save(run(seed=seed), tmp_path / f"run-{seed}.jsonl")
     found = stored.load([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
     assert [path.name for path in found] == ["run-0.jsonl", "run-1.jsonl"]
-    with pytest.raises(UsageError, match="no file is called so"):
+    with pytest.raises(UsageError, match="no such file; give a trace"):
         stored.load([tmp_path / "absent-*.jsonl"])
     with pytest.raises(TraceError, match="can't be read"):
         stored.load([tmp_path / "absent.jsonl"])

@@ -147,16 +147,16 @@ class _Attempt:
 
     def _try(self, check: Check) -> None:
         scenarios = self.task.scenarios
-        for one in scenarios:
+        for scenario in scenarios:
             if self._is_late():
                 self.left_out = (
                     f"--timeout {self.plan.timeout_s:g} s ran out after {self.num_scenarios} "
                     f"of {len(scenarios)} scenarios"
                 )
                 return
-            what = f"{one.system} {one.workload} x{one.world_size}"
+            what = f"{scenario.system} {scenario.workload} x{scenario.world_size}"
             self.on_progress(self.task.invariant.id, self.num_scenarios, len(scenarios), what)
-            broken = self._breaks(check, one, self.judgements)
+            broken = self._breaks(check, scenario, self.judgements)
             self.num_scenarios += 1
             if broken:
                 return

@@ -185,11 +185,11 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
     if why := _lacking(check, plan.system) or _elsewhere(invariant, plan.system):
         return NotApplying(invariant=invariant, reason=why)
     own = _own(invariant, check)
-    unfit = [one for one in own if _can_not(one, plan.system)]
+    unfit = [scenario for scenario in own if _can_not(scenario, plan.system)]
     if own and len(unfit) == len(own):
         return NotApplying(invariant=invariant, reason=f"every scenario is {_why(unfit, plan)}")
     try:
-        fitted = _fitted([one for one in own if one not in unfit], plan)
+        fitted = _fitted([scenario for scenario in own if scenario not in unfit], plan)
     except UsageError as error:
         raise UsageError(f"{_place(invariant)}: {error}") from error
     return Task(

@@ -65,7 +65,7 @@ def _files(path: Path) -> list[Path]:
         matched = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         found = [file for one in matched for file in _files(one)]
         if not found:
-            raise UsageError(f"traces {path}: no file is called so; nothing can be judged")
+            raise UsageError(f"traces {path}: no such file; give a trace, or a folder of traces")
         return found
     return [path]
 
@@ -73,12 +73,12 @@ def _files(path: Path) -> list[Path]:
 def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
     """Where the traces were recorded: what they agree on, and lists of what they differ in."""
     recorded = [trace.environment for trace in traces]
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in recorded for name in one):
         values = [one[name] for one in recorded if name in one]
         distinct = [value for place, value in enumerate(values) if value not in values[:place]]
-        found[name] = distinct[0] if len(distinct) == 1 else distinct
-    return found
+        merged[name] = distinct[0] if len(distinct) == 1 else distinct
+    return merged
 
 
 def judge_stored(
@@ -184,16 +184,20 @@ def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
     An open one is left out if another was judged with it beside: by itself a baseline is open.
     """
     decide = [
-        one
-        for one in judged
-        if not one.is_open or one.judgement.failed or (one.recorded and not one.finding.vacuous)
+        candidate
+        for candidate in judged
+        if not candidate.is_open
+        or candidate.judgement.failed
+        or (candidate.recorded and not candidate.finding.vacuous)
     ] or judged
-    baselines = {file for one in decide for file in one.files[1:]}
-    told: list[_Judged] = []
-    for one in sorted(decide, key=lambda one: (one.is_open, one.files[0] in baselines)):
-        if not (one.is_open and any(one.files[0] in other.files for other in told)):
-            told.append(one)
-    return told
+    baselines = {file for candidate in decide for file in candidate.files[1:]}
+    kept: list[_Judged] = []
+    for candidate in sorted(
+        decide, key=lambda candidate: (candidate.is_open, candidate.files[0] in baselines)
+    ):
+        if not (candidate.is_open and any(candidate.files[0] in other.files for other in kept)):
+            kept.append(candidate)
+    return kept
 
 
 def _located(judged: Sequence[_Judged]) -> list[Finding]:
