@@ -33,15 +33,15 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     `scenario`; those that do not apply are left out.
     """
     position = entry.invariant.position
-    found = entry.finding.counterexample
-    rows = [] if found is None else [("at", found.place())]
-    if found is not None:
-        rows += [("expected", found.expected or ""), ("got", found.got or "")]
+    counterexample = entry.finding.counterexample
+    rows = [] if counterexample is None else [("at", counterexample.place())]
+    if counterexample is not None:
+        rows += [("expected", counterexample.expected or ""), ("got", counterexample.got or "")]
     rows += [("could mean", meaning) for meaning in report.meanings(entry)]
     rows.append(("contract", f"{position.file}:{position.line}"))
     rows.append(("bound", bound(entry.invariant)))
-    if found is not None and found.scenario is not None:
-        rows.append(("scenario", describe_scenario(found.scenario)))
+    if counterexample is not None and counterexample.scenario is not None:
+        rows.append(("scenario", describe_scenario(counterexample.scenario)))
     return [(label, one_line(text)) for label, text in rows if text]
 
 

@@ -112,21 +112,23 @@ def _rule(clause: Invariant) -> dict[str, Any]:
 
 def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
     code = report.exit_code(allow_inconclusive=allow_inconclusive)
-    found: dict[str, Any] = {
+    invocation: dict[str, Any] = {
         "executionSuccessful": bool(report.entries) and not report.interrupted,
         "exitCode": code,
         "commandLine": escaping.exact(report.command),
     }
-    told = [*_notes(report)]
+    notifications = [*_notes(report)]
     if report.incomplete:
         why = evidence.one_line(report.incomplete)
-        told.insert(0, {"level": "error", "message": {"text": why}})
+        notifications.insert(0, {"level": "error", "message": {"text": why}})
     if report.gate_open:
         level = "note" if allow_inconclusive else "warning"
-        told.insert(0, {"level": level, "message": {"text": evidence.one_line(report.gate_open)}})
-    if told:
-        found["toolExecutionNotifications"] = told
-    return found
+        notifications.insert(
+            0, {"level": level, "message": {"text": evidence.one_line(report.gate_open)}}
+        )
+    if notifications:
+        invocation["toolExecutionNotifications"] = notifications
+    return invocation
 
 
 def _notes(report: Report) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
 
 def _rule(rule: Rule) -> dict[str, Any]:
     demands = rule.demands.replace("`", "")
-    told = {
+    descriptor = {
         "id": rule.id,
         "shortDescription": {"text": demands},
         "fullDescription": {"text": f"{rule.id} demands: {demands}."},
@@ -39,19 +39,19 @@ def _rule(rule: Rule) -> dict[str, Any]:
         "helpUri": rule.published,
         "defaultConfiguration": {"level": _LEVELS[rule.level]},
     }
-    return {name: part for name, part in told.items() if part}
+    return {name: part for name, part in descriptor.items() if part}
 
 
 def _invocation(found: Validation, command: str) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    invocation: dict[str, Any] = {
         "executionSuccessful": True,
         "exitCode": validation.exit_code(found),
         "commandLine": escaping.exact(command),
     }
     changed = [rule for rule in RULES if found.levels[rule.id] is not rule.level]
     if changed:
-        told["ruleConfigurationOverrides"] = [_override(rule, found) for rule in changed]
-    return told
+        invocation["ruleConfigurationOverrides"] = [_override(rule, found) for rule in changed]
+    return invocation
 
 
 def _override(rule: Rule, found: Validation) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _result(finding: RuleFinding, root: Path) -> dict[str, Any]:
     at, by = finding.at, finding.suppressed
     file = Path(at.file).name if at else ""
     mark = sarif.fingerprint(file, finding.rule.id, finding.item or finding.message)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "ruleId": finding.rule.id,
         "ruleIndex": _INDEX[finding.rule.id],
         "level": _LEVELS[finding.level],
@@ -75,11 +75,13 @@ def _result(finding: RuleFinding, root: Path) -> dict[str, Any]:
         "partialFingerprints": {FINGERPRINT: mark},
     }
     if at is not None:
-        told["locations"] = [{"physicalLocation": sarif.location(at, root)}]
+        result["locations"] = [{"physicalLocation": sarif.location(at, root)}]
         if finding.item:
             logical = {"fullyQualifiedName": evidence.one_line(finding.item)}
-            told["locations"][0]["logicalLocations"] = [logical]
+            result["locations"][0]["logicalLocations"] = [logical]
     if by is not None:
         reason = evidence.one_line(f"{by.reason} (until {by.until})")
-        told["suppressions"] = [{"kind": "external", "status": "accepted", "justification": reason}]
-    return told
+        result["suppressions"] = [
+            {"kind": "external", "status": "accepted", "justification": reason}
+        ]
+    return result
