@@ -143,7 +143,7 @@ def test_a_hello_of_mine_is_refused() -> None:
     """Nobody else has my rank, and everyone has one."""
     two = links(2)
     two.accepted("in", THERE, 0.0)
-    with pytest.raises(ProtocolError, match="Hello rank=2: it is mine, or none"):
+    with pytest.raises(ProtocolError, match="Hello rank=2: this worker's own, or no rank"):
         two.greet("in", hello_of(_of_rank(2)), 0.0)
 
 

@@ -329,7 +329,7 @@ def test_a_worker_that_can_t_be_reached_is_sent_away() -> None:
     station.machine.port = None
     mesh.until(lambda: station.wire is None)
     closed = [one for one in mesh.effects if isinstance(one, do.Close)]
-    assert closed == [do.Close(0, "Hello port=null: in a mesh every worker can be reached")]
+    assert closed == [do.Close(0, "Hello port=null: in a mesh every worker has to listen")]
 
 
 def test_who_asks_what_the_run_is_needs_no_port() -> None:

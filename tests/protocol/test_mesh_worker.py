@@ -197,7 +197,7 @@ def test_no_more_waits_than_a_round_can_have() -> None:
     for _ in range(5 * 5):
         assert machine.receive_from("in", early, 0.0) == [do.Postpone("in")]
     (closed, *_) = machine.receive_from("in", early, 0.0)
-    assert closed == do.Close("in", "more of a round to come than a round can have")
+    assert closed == do.Close("in", "more early messages of a round than one can have")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_no_more_waits_than_a_round_can_have() -> None:
 def test_a_group_without_me_makes_no_sense(group: Group) -> None:
     """Nor one whose ranks have not each their address: the coordinator is left."""
     machine = linked()
-    reason = f"Group ranks={group.ranks}: without me, or their addresses"
+    reason = f"Group ranks={group.ranks}: this worker or an address is missing"
     assert closing(machine.receive(group, 0.0)) == do.Close(PEER, reason)
 
 

@@ -220,7 +220,7 @@ def test_a_block_is_held_once(said: list[int]) -> None:
     """One that there is not, or that was there, is no part of an average."""
     machine = reach(WorkerPhase.READY)
     messages = [replace(AVERAGES[0], block=block) for block in said]
-    reason = f"Average block={said[-1]}: it was there, or there is no such block"
+    reason = f"Average block={said[-1]}: it came before, or there is no such block"
     said_last = do.Send(PEER, Leave(reason=reason))
     assert told(machine, *messages) == [said_last, do.Close(PEER, reason)]
 

@@ -255,7 +255,7 @@ class Coordinator(Dealing):
         return None
 
     def _is_staged(self) -> bool:
-        """Return whether everything that is to be held has gone to everyone."""
+        """Return whether each worker was sent everything that it must hold to commit."""
         return self.stage is Stage.STAGING
 
     def _commit(self) -> list[Effect]:

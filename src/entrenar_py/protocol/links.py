@@ -178,7 +178,7 @@ class Links:
         if refusal is not None:
             return [do.Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")], None
         if hello.rank in (None, self.own):
-            raise ProtocolError(f"Hello rank={hello.rank}: it is mine, or none")
+            raise ProtocolError(f"Hello rank={hello.rank}: this worker's own, or no rank")
         before = [old for old, one in self._links.items() if one.rank == hello.rank]
         effects = [one for old in before for one in self._close(old, AGAIN)]
         link.rank = hello.rank

@@ -47,7 +47,7 @@ class MeshCoordinator(Coordinator):
         ours, secret = self.run.terms, self.secret
         entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
         if entitled and hello.port is None:  # a stranger learns nothing; who asks has none yet
-            raise ProtocolError("Hello port=null: in a mesh every worker can be reached")
+            raise ProtocolError("Hello port=null: in a mesh every worker has to listen")
         host = f"[{member.host}]" if ":" in member.host else member.host
         member.address = f"{host}:{hello.port}"
         return super()._hello(peer, member, hello, now)

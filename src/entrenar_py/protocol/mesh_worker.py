@@ -146,7 +146,7 @@ class MeshWorker(Worker):
     def _regroup(self, group: say.Group) -> list[Effect]:
         self._require_step(group.step)
         if self.rank not in group.ranks or len(group.ranks) != len(group.addresses):
-            raise ProtocolError(f"Group ranks={group.ranks}: without me, or their addresses")
+            raise ProtocolError(f"Group ranks={group.ranks}: this worker or an address is missing")
         self._group, self._holders = group, group.holders
         others = dict(zip(group.ranks, group.addresses, strict=True))
         own = self.rank
@@ -229,7 +229,7 @@ class MeshWorker(Worker):
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)
         if self._group is not None and self._num_postponed > most:
-            raise ProtocolError("more of a round to come than a round can have")
+            raise ProtocolError("more early messages of a round than one can have")
         return [do.Postpone(peer)]
 
     def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:

@@ -54,11 +54,13 @@ class RingWorker(MeshWorker):
 
     def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
         if rank != self._neighbour(-1):
-            raise ProtocolError(f"{type(message).__name__} of rank {rank}: it is not before me")
+            raise ProtocolError(
+                f"{type(message).__name__} of rank {rank}: not the predecessor in the ring"
+            )
         block = message.block
         if isinstance(message, Average):
             if block in self._held or self._owner(block) == self.rank:
-                raise ProtocolError(f"Average block={block}: it was there")
+                raise ProtocolError(f"Average block={block}: it came before")
             return [do.Hold(self.step, block), *self._spread(message), *self._has(block)]
         assert isinstance(message, Partial)
         if not self._is_computed:

@@ -211,7 +211,7 @@ class Worker:
         self._require_step(message.step)
         block, name = message.block, type(message).__name__
         if block in self._held or block >= self._num_blocks:
-            raise ProtocolError(f"{name} block={block}: it was there, or there is no such block")
+            raise ProtocolError(f"{name} block={block}: it came before, or there is no such block")
         self._held.add(block)
         if len(self._held) < self._num_blocks:
             return [do.Hold(self.step, block)]
