@@ -68,8 +68,8 @@ class Schema(Generic[T]):
     def load(self, record: Any) -> T:
         """Return what `dump` wrote as `record`.
 
-        Raises UsageError, with its field, for a key that is unknown or missing and for a value
-        that its annotation does not allow; and what the dataclass itself raises.
+        Raises UsageError for a key that is unknown or missing, and for a value that its annotation
+        does not allow, which `field` names. Errors of the dataclass itself pass through.
         """
         if not isinstance(record, Mapping):
             raise UsageError(self._about(f"{reprlib.repr(record)}: use a mapping{self._keys()}"))

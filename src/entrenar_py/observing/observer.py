@@ -210,8 +210,8 @@ class Observer(Observation):
     def _skip_step(self) -> None:
         """End a step that moves nothing.
 
-        Gradients that were not finite are gone, and no optimizer was asked to step: as a
-        `GradScaler` does whose scale was too large.
+        Non-finite gradients were dropped and no optimizer was called, as by a `GradScaler` whose
+        scale was too large.
         """
         ahead = self._micro_batches.take_losses_ahead()  # of a pass that is about to begin
         self._excuse()

@@ -153,7 +153,7 @@ def average(total: Node, scale: float, *, out: Vector) -> bool:
 
 
 def payload_of(vector: Vector) -> memoryview:
-    """`vector` as it travels, little-endian; a view of it where that is native."""
+    """Return the bytes of `vector` as they are sent: float32, little-endian; a view if possible."""
     return vector.astype("<f4", copy=False).data.cast("B")
 
 

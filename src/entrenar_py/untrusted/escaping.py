@@ -1,4 +1,4 @@
-r"""Makes what others wrote fit to be shown: every character of it is seen, and none does anything.
+r"""Escapes text from others before it is shown: each character is visible, none has an effect.
 
 Contracts, ledgers, paths, devices and peers bring texts of their own. What steers a terminal, hides
 or turns text around, breaks a line, or is no character at all is spelled out (`\x1b`, `\u202e`).

@@ -141,10 +141,10 @@ class DigestTable:
 
 
 class _Lists:
-    """The places of the lists of digests in the arena, after the rows, each aligned to 16 bytes.
+    """Where each list of digests lies in the arena: after the rows, aligned to 16 bytes.
 
-    A tensor's first list begins with its header, and its last digest goes to its row. The arena has
-    `num_words` words.
+    A tensor's first list begins with its header. The digest of its last list goes to its row. The
+    arena has `num_words` words.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

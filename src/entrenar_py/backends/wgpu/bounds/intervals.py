@@ -108,7 +108,7 @@ def within(low: Tensor, high: Tensor) -> Interval:
 def near(
     low: Tensor, high: Tensor, *, relative: Tensor | float, absolute: Tensor | float
 ) -> Interval:
-    """[low, high] with an error at each end, relative and absolute."""
+    """Return [low, high], widened at each end by a relative and an absolute error."""
     return within(low - _slack(low, relative, absolute), high + _slack(high, relative, absolute))
 
 
