@@ -72,7 +72,12 @@ def test_every_stay_records_the_device() -> None:
 def _stay() -> worker.Stay:
     """A worker on the CPU that has asked nobody yet."""
     given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
-    return worker.Stay(given, b"", None, *worker.opened("cpu"))
+    return worker.Stay(given, b"the secret", None, *worker.opened("cpu"))
+
+
+def test_a_stay_is_shown_without_its_secret() -> None:
+    """A bound method shows what it is bound to, in logs, too."""
+    assert "the secret" not in repr(_stay()._leave)
 
 
 RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'

@@ -8,7 +8,7 @@ import json
 import signal
 import ssl
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -68,7 +68,7 @@ class Stay:
     """One worker's life: it asks what the run is, builds it, joins, and leaves when told to."""
 
     given: argparse.Namespace
-    secret: bytes
+    secret: bytes = field(repr=False)
     context: ssl.SSLContext | None
     backend: Backend
     attempts: Sequence[trace.Attempt]
