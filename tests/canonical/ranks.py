@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,12 +190,12 @@ def train(variant: Variant, device: torch.device) -> str:
 
 
 def serve(
-    rank: int, world_size: int, port: int, kind: str, names: list[str], pipe: Connection
+    rank: int, world_size: int, store: Path, kind: str, names: list[str], pipe: Connection
 ) -> None:
     """Sends one rank's digests, variant by variant; what one planted is gone for the next."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"file://{store}"  # a port could be another's by the time that rank 0 listens
     backend, device = "gloo", torch.device("cpu")
     if kind == "cuda":
         backend, device = "nccl", torch.device("cuda", rank)
@@ -215,19 +216,18 @@ def run(kind: str, names: list[str]) -> dict[str, dict[int, list[str]]]:
     context = multiprocessing.get_context("fork")
     found: dict[str, dict[int, list[str]]] = {name: {} for name in names}
     for world_size in (one for one in WORLDS if one <= num_ranks_max):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            given = (rank, world_size, port, kind, names, theirs)
-            processes.append(context.Process(target=serve, args=given))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        digests = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (rank, world_size, Path(folder) / "store", kind, names, theirs)
+                processes.append(context.Process(target=serve, args=arguments))
+                processes[-1].start()
+                theirs.close()
+                pipes.append(ours)
+            digests = [pipe.recv() for pipe in pipes]
+            for process in processes:
+                process.join()
         for name in names:
             found[name][world_size] = [one[name] for one in digests]
     return found
