@@ -31,7 +31,7 @@ def reference() -> str:
     ]
     parts += [
         "## Options that go together",
-        "Any other option means nothing beside these and is refused, with exit code 2.",
+        "Any other option has no effect with these and is refused, with exit code 2.",
         _table("with", meant),
         "## Exit codes",
         "The same whatever the output format.",
