@@ -63,7 +63,7 @@ def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
     return backend, tried
 
 
-@dataclass
+@dataclass(eq=False)
 class Stay:
     """One worker's life: it asks what the run is, builds it, joins, and leaves when told to."""
 
