@@ -204,7 +204,7 @@ def test_a_note_that_is_none(run: Run, note: Any) -> None:
     """The checkpoint is refused by name."""
     run.begin()
     run.change_note({"ledger": note})
-    with pytest.raises(CheckpointError, match=r"ledger=.*not a line of a ledger and its digest"):
+    with pytest.raises(CheckpointError, match=r"ledger=.*does not name a line of a ledger"):
         run.go_on()
 
 
