@@ -165,3 +165,20 @@ def test_inconclusive_says_why() -> None:
         "no device",
         2,
     )
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "holds"),
+    [
+        (1.0, 1.5, True),
+        (1.0, 1.75, False),
+        (float("inf"), float("inf"), True),
+        (float("inf"), float("-inf"), False),
+        (float("nan"), float("nan"), False),
+    ],
+)
+def test_close_numbers(expected: float, got: float, holds: bool) -> None:
+    """A difference up to what is allowed holds, and so does an infinity where one is expected."""
+    tally = Tally("F-X-001")
+    assert tally.close(expected, got, 0.5, "far apart") is holds
+    assert (tally.broken is None) is holds

@@ -179,9 +179,13 @@ class Tally:
     def close(
         self, expected: float, got: float, allowed: float, message: str, **place: Any
     ) -> bool:
-        """Counts one comparison: `got` is within `allowed` of `expected`, as a NaN never is."""
+        """Counts one comparison: `got` is within `allowed` of `expected`, as a NaN never is.
+
+        An infinity is within anything of itself.
+        """
         shown = {"expected": repr(expected), "got": repr(got)}
-        return self.check(abs(got - expected) <= allowed, message, **shown, **place)
+        near = got == expected or abs(got - expected) <= allowed
+        return self.check(near, message, **shown, **place)
 
     def miss(self, reason: str) -> None:
         """Records that a comparison could not be made."""
