@@ -136,7 +136,7 @@ def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, one: Reduced)
         return
     message = f"the average of {one.num_elements} elements is off by {one.error:.3g}"
     place = {"tensor": "vector", **evidence.place(trace, one)}
-    tally.at_most(invariant.tolerance or 0.0, one.error, message, form=".3g", **place)
+    tally.at_most(invariant.tolerance or 0.0, one.error, message, form="g", **place)
 
 
 def roundings_max(trace: Trace) -> float:
