@@ -79,7 +79,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
                 continue  # nothing that it reports could be weighted wrongly
             place = evidence.place(trace, update)
             message = "the step's weight is not its shards'"
-            tally.close(weight, update.weight, 1e-9 * weight, message, **place)
+            tally.close(weight, update.weight, 1e-9 * abs(weight), message, **place)
             message = "the reported loss is not the weighted mean of the shards' losses"
             tally.close(mean, update.loss, relative * size, message, **place)
 
