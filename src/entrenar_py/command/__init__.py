@@ -1,1 +1,1 @@
-"""Runs of a user's own trainer: its command is launched, its ranks' files read, and judged."""
+"""Launch a user's own trainer, read the files of its ranks, and judge its runs."""

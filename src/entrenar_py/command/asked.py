@@ -1,4 +1,4 @@
-"""A run of a command as it was asked for."""
+"""The settings that a run of a command is launched with, and the checks that judge it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from entrenar_py.faults import Fault
 
 @dataclass(frozen=True)
 class Turn:
-    """A knob of the script that is set to another than its usual value.
+    """A knob of the script, set to a value other than its usual one.
 
-    The knobs `beside` it are turned with it. They change nothing by themselves, but `knob` may be
-    applied at the wrong place among them.
+    The knobs in `beside` are set together with it. On their own they change nothing, but the script
+    may apply `knob` at the wrong place among them.
     """
 
     knob: str
@@ -41,8 +41,8 @@ class Turn:
 class Asked:
     """The settings that a run was launched with.
 
-    `stops` are the steps before which it is stopped and launched again, and `repeat` tells a second
-    run with the same settings apart.
+    The run is stopped before each step in `stops` and launched again. `repeat` distinguishes a
+    second run with the same settings.
     """
 
     world_size: int
@@ -54,9 +54,9 @@ class Asked:
 
 
 def judges(check: Check, asked: Asked) -> bool:
-    """Return whether `check` says something of such a run.
+    """Return whether `check` judges a run with these settings.
 
-    A run that was disturbed or stopped is there for the checks that need it.
+    A run with faults, stops or a turned knob is judged only by checks that are made for such runs.
     """
     struck = {fault.kind for fault in asked.faults}
     borne = {"non_finite_gradient" for need in check.needs if need is POISONED}
@@ -66,9 +66,9 @@ def judges(check: Check, asked: Asked) -> bool:
 
 
 def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
-    """Return `asked`, and the runs that a check with `needs` judges it beside.
+    """Return `asked` and the runs that a check with `needs` compares it with.
 
-    A disturbed run stands beside its base, as does one with a knob turned: then it is not the base.
+    If `asked` was killed, resumed or has a knob turned, the base is the run without that change.
     """
     for need in needs:
         base = asked

@@ -1,8 +1,8 @@
-"""The end of a run of a command, and its reason: by exit code, output and ranks' files.
+"""Determine how a run of a command ended, and why, from exit code, output and ranks' files.
 
-An exit code says little where the work was done: a process group may fail, or hang, when it is
-taken down. So a run has completed if its ranks came to their end, or if one did and all others
-made as many steps.
+The exit code alone is not enough: a process group may fail or hang while it is taken down, after
+training. So a run has completed if its ranks came to their end, or if one did and all others made
+as many steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OUTPUT_BYTES_MAX = 2**18
 _BEGINS = "Traceback (most recent call last):"
 _RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
-# What launchers raise when a worker has failed.
+# Exceptions that launchers raise when a worker has failed.
 _OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
@@ -37,7 +37,7 @@ def of(
 ) -> tuple[str, str]:
     """Return the status of the run and the reason for it.
 
-    The status is `completed`, `halted` (a planted value stopped it) or `failed`; `problems` say
+    The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` say
     which ranks' files can't be read.
     """
     last = LastLives(ranks, events)
@@ -68,7 +68,7 @@ def of(
 def _of_ranks(
     last: LastLives, asked: Asked, ended: Ended, ended_by: str, how: str
 ) -> tuple[str, str]:
-    """Return how a run ended whose ranks have all said something."""
+    """Return status and reason of a run whose ranks have recorded something."""
     if ended.code in (0, None) and not last.problem:
         return "completed", ""
     if last.met_a_planted_value:
@@ -84,14 +84,14 @@ def _of_ranks(
 
 
 def _last_words(last: LastLives, error: str, ended: Ended) -> str:
-    """Return what a rank ended by, else the script's own error, else the last line printed."""
+    """Return the error that a rank recorded, else the script's own, else the last line printed."""
     printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
     fallback = printed[-1] if printed else "it printed nothing"
     return escaping.shortened(last.problem) or error or fallback
 
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
-    """Return why there is no file of any rank, and what to do."""
+    """Return why no rank wrote a file, and what to do about it."""
     if error:
         return f"nothing was recorded before it failed: {how}"
     if ended.code:  # why it failed comes first: most such scripts have the line
@@ -100,7 +100,7 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
 
 
 def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
-    """Return how far each rank came, and where it stood."""
+    """Return how many steps each rank made, and where it stands."""
     where = stacks.places(ended.output.parent)
     if not last.num_steps and not where:
         return "no rank had begun"
@@ -109,9 +109,9 @@ def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
 
 
 def script_error(output: Path) -> str:
-    """Return the line of the script's last exception in the file `output`; "" for none.
+    """Return the line of the script's last exception in the file `output`, or "" if it has none.
 
-    The script's own error counts, not its launcher's.
+    Exceptions of launchers are skipped.
     """
     try:
         with output.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Judge the runs of a user's own trainer, each by the checks that it is for."""
+"""Judge the runs of a user's own trainer, each by the checks that apply to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entrenar_py.harness.runner import Listener, ignore
 from entrenar_py.reports.report import Entry, NotApplying
 from entrenar_py.verdict import inconclusive
 
-# What to do where no run was made that a check can't do without.
+# The reason why a run that a check requires was not made.
 _WHY_NOT: Mapping[Need, str] = {
     RESUMED: (
         "it was not stopped and resumed: the command has no {steps} (how many optimizer steps "
@@ -29,9 +29,9 @@ _WHY_NOT: Mapping[Need, str] = {
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
-    """Return a task for each clause that says something of a trainer.
+    """Return a task for each clause that applies to a user's trainer.
 
-    Left out are clauses that probes of the harness decide, and those `elsewhere`.
+    Clauses that are decided by probes of the harness, and those of `elsewhere`, are left out.
     """
     others = {left_out.invariant.id for left_out in elsewhere(selected)}
     clauses = [clause for clause in selected if clause.id not in others]
@@ -40,7 +40,7 @@ def tasks(selected: Sequence[Invariant]) -> list[Task]:
 
 
 def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
-    """Return the clauses that are bound as statements about systems of the harness."""
+    """Return the clauses that are bound to systems of the harness."""
     return tuple(
         NotApplying(
             invariant=clause,
@@ -54,7 +54,7 @@ def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
 def judge(
     tasks: Sequence[Task], runs: Mapping[Path, Run], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """Yield an entry per task that any of the runs, by file, is for, or that has no check."""
+    """Yield an entry per task that has no check or applies to any of `runs` (keyed by file)."""
     for task in tasks:
         check = task.check
         if check is None:
@@ -73,15 +73,15 @@ def judge(
 
 
 def _is_for(check: Check, run: Run) -> bool:
-    """Return whether `check` says something of a run; of bits only where the run promises them."""
+    """Return whether `check` applies to a run; a bitwise check needs a run that promises bits."""
     promised = not check.bitwise or "bitwise" in run.trace.promises
     return promised and asked.judges(check, run.asked)
 
 
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
-    """Return the files of the run in `file` and of those that it is judged beside.
+    """Return the files of the run in `file` and of the runs that it is compared with.
 
-    One worker's run of a script may be of another training: on other batches, say.
+    A script may train on other batches on one worker. Then that run is only `near`.
     """
     files = {run.asked: file for file, run in runs.items()}
     chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
@@ -96,7 +96,7 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
 
 def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
-    """Return a note on the knobs that `check` would judge by, and that the command doesn't have."""
+    """Return a note on the knobs that `check` compares runs by, if no run turned them."""
     tried = {run.turn.knob for run in asked if run.turn is not None}
     needed = [need.knob for need in check.needs if need.knob]
     names = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
@@ -106,7 +106,7 @@ def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
 
 
 def _lacking(check: Check, asked: Sequence[Asked]) -> str:
-    """Return why no run was made that `check` can't do without; empty if there is one."""
+    """Return why a run that `check` requires was not made, or "" if it was."""
     if RESUMED in check.needs and not any(run.stops for run in asked):
         return _WHY_NOT[RESUMED]
     if KILLED in check.needs and not any(run.faults for run in asked):

@@ -1,4 +1,4 @@
-"""Run a command to its end or its deadline, and leave nothing behind that it started."""
+"""Run a command to its end or its deadline, and end every process that it started."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def launch(
 ) -> Ended:
     """Run `command` with `variables` added to this process's environment, and return how it ended.
 
-    It runs in the folder `cwd`, by default in the current one. Its ranks record to `folder`, and
-    its output goes to OUTPUT there. It has `deadline_s` seconds, and at most LEAVING_S once
-    training `is_over`.
+    The command runs in the folder `cwd`, by default in the current one. Its ranks record to
+    `folder`, and its output goes to OUTPUT there. It has `deadline_s` seconds, and at most
+    LEAVING_S once `is_over()` says that training is over.
 
-    Raises UsageError if it can't be started, and KeyboardInterrupt, once it has ended, if one was
-    noted (`harness.interrupts`).
+    Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after the command
+    has ended, if an interrupt was noted (`harness.interrupts`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
@@ -92,7 +92,7 @@ def launch(
 
 
 def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int | None:
-    """Return the exit code; None where the command did not end in time."""
+    """Return the exit code, or None if the command did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
     while (remaining_s := deadline - time.monotonic()) > 0:
         interrupts.check()
@@ -105,7 +105,7 @@ def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int |
 
 
 def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
-    """End the command and all that it started; return how many processes it left behind."""
+    """End the command and every process it started; return how many processes it left behind."""
     try:
         num_left = leash.end()
     finally:  # also if an interrupt ends the waiting
@@ -115,11 +115,11 @@ def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
 
 
 def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator[int]:
-    """Yield the ids of a run's processes that are left, the command itself among them.
+    """Yield the ids of a run's remaining processes, the command itself among them.
 
     A process belongs to the run if its environment names `folder`, if it is in `session`, or if it
-    can write to the command's output, whose inode is `pipe`. The subreaper in front of the command,
-    `leash`, doesn't.
+    can write to the command's output, the pipe with inode `pipe`. The subreaper in front of the
+    command, whose id is `leash`, is left out.
     """
     mark = os.fsencode(f"{FOLDER}={folder}")
     for entry in Path("/proc").glob("[0-9]*"):
@@ -138,7 +138,7 @@ def _is_in_session(entry: Path, leader: int) -> bool:
 
 
 def _can_print(entry: Path, pipe: int) -> bool:
-    """Return whether it has the pipe open for writing; the harness only reads it."""
+    """Return whether the process `entry` has the pipe open for writing, not just for reading."""
     for link in (entry / "fd").iterdir():
         with suppress(OSError):
             if link.lstat().st_mode & 0o200 and link.stat().st_ino == pipe:
@@ -157,12 +157,12 @@ class _OutputKeeper(threading.Thread):
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines without empty ones; a long line is cut in its middle."""
+        """The last lines that are not empty; a long line is cut in its middle."""
         lines = (line.decode(errors="replace").rstrip() for line in [*self._lines])
         return tuple(escaping.shortened(line) for line in lines if line)[-TAIL_LINES:]
 
     def run(self) -> None:
-        """Read until no process can print any more."""
+        """Read until every process has closed the pipe."""
         kept, rest = 0, b""
         with self._source, self._path.open("wb", buffering=0) as file:
             while piece := self._source.read1(PIECE_BYTES):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A command with a subreaper in front of it, so that nothing of it stays behind."""
+"""A command with a subreaper in front of it, so that none of its processes stays behind."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STATUS_BYTES_MAX = 4096
 
 
 class Leash:
-    """A command that runs until `end` is called, and prints to `output`.
+    """A command that runs until it ends or `end` is called, and prints to `output`.
 
-    `was_over` tells whether it had ended by itself. If this process dies, by whatever signal, the
-    subreaper notices, and ends the command and all its descendants.
+    `was_over` tells whether the command ended by itself. If this process dies, by any signal, the
+    subreaper ends the command and all its descendants.
 
     Raises UsageError if the command can't be started.
     """
@@ -70,7 +70,7 @@ class Leash:
     def wait(self, seconds: float) -> int | None:
         """Return the command's exit code (negative: the signal); None if it hasn't ended in time.
 
-        If the subreaper was killed, that is the subreaper's own: the command's isn't known.
+        If the subreaper was killed, its own exit code is returned, as the command's is unknown.
         """
         line = self._next("exit", seconds)
         if line is None and self._process.poll() is None:
@@ -79,7 +79,7 @@ class Leash:
         return self._process.wait() if line is None else int(line)
 
     def end(self) -> int:
-        """End the command and all its descendants; return how many it had left behind."""
+        """End the command and all its descendants; return how many processes it had left behind."""
         try:
             os.close(self._control)
             self._control = -1
@@ -98,7 +98,7 @@ class Leash:
     def _started(self, command: Sequence[str]) -> int:
         """Return the command's process id.
 
-        Raises UsageError if it can't be started, SystemFailure if the subreaper has died.
+        Raises UsageError if the command can't be started, SystemFailure if the subreaper has died.
         """
         line = self._next("started", _STARTING_S)
         if line is not None:
@@ -116,7 +116,7 @@ class Leash:
         )
 
     def _next(self, word: str, seconds: float) -> str | None:
-        """Return what the subreaper says after `word`; None if it says nothing in time."""
+        """Return what follows `word` in the subreaper's line; None if none such comes in time."""
         deadline = time.monotonic() + seconds
         ready = select.poll()  # select.select knows no descriptor past 1023
         ready.register(self._status, select.POLLIN)

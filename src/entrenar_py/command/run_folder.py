@@ -1,4 +1,4 @@
-"""The folder of a command's runs: kept if the user named it, or if a finding is about it."""
+"""The folder of a command's runs: kept if the user named it, or if a finding refers to it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from entrenar_py.verdict import Verdict
 
 @dataclass
 class RunFolder:
-    """The folder `path`; `is_needed` once a finding tells something that can be looked up there."""
+    """The folder `path`; `is_needed` is set once a finding refers to something in it."""
 
     path: Path
     is_needed: bool = False
 
     def see(self, entry: Entry) -> Entry:
-        """Note whether `entry` is about what is kept here, and return it."""
+        """Note whether the folder must be kept because of `entry`, and return `entry`."""
         finding = entry.finding
         text = " ".join((finding.reason, *finding.notes))
         self.is_needed |= finding.verdict is Verdict.FALSIFIED or str(self.path) in text
@@ -31,9 +31,9 @@ class RunFolder:
 
 @contextmanager
 def folder(path: Path | None) -> Iterator[RunFolder]:
-    """Give the folder `path`, or without one a new temporary folder.
+    """Yield the folder `path`, or a new temporary folder if it is None.
 
-    A temporary folder is removed again, unless a finding is about it: then its name is printed.
+    A temporary folder is removed again, unless a finding refers to it. Then its path is printed.
     """
     if path is not None:
         yield RunFolder(path)

@@ -24,8 +24,8 @@ def of(
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
 
-    What a run did not live to show (how many steps it makes, what is in its data) it has from
-    `like`, the trace of an undisturbed one. `unclipped`: the command was told to clip nothing.
+    A run may end too early to show its number of steps or its data. Then these are taken from
+    `like`, the trace of an undisturbed run. `unclipped`: the command was told to clip nothing.
     """
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
@@ -40,9 +40,9 @@ def of(
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
-    """Return whether all ranks say that training is over, and by nothing bad.
+    """Return whether all ranks have recorded that training ended without an error.
 
-    Each must say so in its `life`, counted from 0, or in a later one.
+    Each must have done so in its `life`-th life, counted from 0, or in a later one.
     """
     last = {
         path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
@@ -52,7 +52,7 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 
 
 def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
-    """Return the trace; `failed` if a fault was to strike and did not, as it shows nothing then."""
+    """Return the trace; `failed` if a planned fault never struck, as the run shows nothing then."""
     fault = systems.missed(recorded) if recorded.end.status == "completed" else None
     if fault is None:
         return recorded
@@ -69,7 +69,7 @@ def _scenario(
     *,
     unclipped: bool,
 ) -> tuple[Scenario, Traits]:
-    """Return scenario and traits as the ranks show them, or `like`'s where they can't."""
+    """Return scenario and traits as the ranks' files show them, or as in `like` if they can't."""
     disturbed = asked.faults or asked.stops or asked.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
         traits = like.traits

@@ -1,4 +1,4 @@
-"""The runs of a command that checks need beside each other: planned, launched and recorded."""
+"""The runs of a command that checks compare: planned, launched and recorded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The trace of a run, and what it was launched as."""
+    """The trace of a run, and the settings that it was launched with."""
 
     asked: Asked
     trace: Trace
@@ -66,8 +66,8 @@ class Plan:
     `spelled` gives, by knob and value, the text that is filled in for a knob's value where that
     isn't the value itself.
 
-    Raises UsageError for a placeholder that doesn't exist, for a knob or value in `spelled` that
-    the command doesn't have, and for a seed or number of steps that it can't be told.
+    Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
+    doesn't have, and for a seed or number of steps without a placeholder to put it in.
     """
 
     command: tuple[str, ...]
@@ -92,7 +92,7 @@ class Plan:
                 )
 
     def _require_spelled(self) -> None:
-        """Return if each knob and value in `spelled` is one that the command can turn."""
+        """Check that the command can turn each knob in `spelled`, and that each value exists."""
         for name, values in self.spelled.items():
             if name not in KNOBS:
                 raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
@@ -113,17 +113,17 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The largest number of workers; disturbed and stopped runs have so many."""
+        """The largest number of workers; disturbed and stopped runs have this number."""
         return max(self.world_sizes)
 
     def plain(self) -> dict[str, Asked]:
-        """Return by name the undisturbed run with each number of workers, the largest first."""
+        """Return the undisturbed runs by name, one per number of workers, the largest first."""
         models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
 
     def others(self, like: Scenario) -> dict[str, Asked]:
-        """Return by name the repeated, disturbed and stopped runs beside the undisturbed `like`."""
+        """Return by name the repeated, disturbed and stopped runs to compare with `like`."""
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
@@ -146,7 +146,7 @@ class Plan:
         return others
 
     def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
-        """Return the turns of a knob; none if the command doesn't have it."""
+        """Return the values of a knob to try; none if the command doesn't have the knob."""
         if not self.can_say(knob):
             return []
         others = filter(self.can_say, KNOBS[knob].beside)
@@ -154,7 +154,7 @@ class Plan:
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
     def pairs(self, usual: Trace) -> dict[str, Asked]:
-        """Return by name a run with each of the command's knobs turned, where a check needs it."""
+        """Return by name a run for each turn of the command's knobs that a check needs."""
         needed = {need.knob for need in self.needs}
         asked = Asked(world_size=self.most, seed=self.seed)
         return {
@@ -166,10 +166,10 @@ class Plan:
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
-    """Run the command as often as `plan` says; yield each run and the file of its trace.
+    """Run the command as often as `plan` requires; yield the file of each trace, and its run.
 
     Each run has a folder of its own below the plan's, with its output and its ranks' files. If the
-    first run fails, no other is made, as they would fail, too. Raises UsageError if the command
+    first run fails, no other is launched, as it would fail, too. Raises UsageError if the command
     can't be started, and KeyboardInterrupt between two runs.
     """
     base = plan.folder
@@ -198,7 +198,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
 
 
 def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
-    """Launch the command once for each stop and once more, and return the trace of it all."""
+    """Launch the command once for each stop and once more; return one trace of all launches."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     ended: Ended | None = None
@@ -244,7 +244,7 @@ def _name(world_size: int, turn: Turn | None = None) -> str:
 def _clear(folder: Path) -> None:
     """Remove what an earlier run has left in `folder`.
 
-    Raises UsageError for a folder that no run has left.
+    Raises UsageError if `folder` exists and was not made by an earlier run.
     """
     if (folder / OUTPUT).exists():
         shutil.rmtree(folder)
@@ -271,7 +271,7 @@ def _words(
 
 
 def require_placeholders(command: Sequence[str]) -> None:
-    """Return if every placeholder in `command` exists; raises UsageError with what was meant."""
+    """Check that every placeholder in `command` exists; raises UsageError with a suggestion."""
     for word in command:
         for name in re.findall(r"(?<!\$)\{(\w+)\}", word):  # not a shell's ${...}
             if name.isidentifier() and name not in PLACEHOLDERS:
@@ -279,7 +279,7 @@ def require_placeholders(command: Sequence[str]) -> None:
 
 
 def require_program(word: str, cwd: Path | None = None) -> None:
-    """Return if the program `word` can be started in `cwd`, as far as is known.
+    """Check that the program `word` can be started in `cwd`, as far as is known.
 
     Raises UsageError, with what to do, if there is no such program.
     """

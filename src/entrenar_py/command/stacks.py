@@ -1,7 +1,7 @@
-"""The places in a script where the ranks of a hanging run stand, read off their stacks.
+"""The lines of a script at which the ranks of a hanging run stand, read from their stacks.
 
-Every rank that observes answers SIGUSR1 with its stack, also while it waits inside a call of
-torch's (`observing.recording`).
+Every rank that observes answers SIGUSR1 with its stack, even while it waits inside a call to torch
+(`observing.recording`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PATIENCE_S = 3.0
 _HEADER_BYTES_MAX = _STACK_BYTES_MAX = 2**20
 _POLL_S = 0.05
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# Where a rank waits for the others: the file that the collectives are in, and the autograd engine,
-# which waits in the hooks of DistributedDataParallel.
+# A rank waits for the others in a collective, all of which are in this file, or in the autograd
+# engine, which runs the hooks of DistributedDataParallel.
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = "_engine_run_backward"
 _NOT_THE_SCRIPT = ("/torch/", "/entrenar_py/", "/lib/python", "<")
@@ -44,7 +44,7 @@ class Place:
 
 
 def ask(folder: Path, alive: Collection[int]) -> None:
-    """Ask the ranks that record to `folder` for their stacks, and wait PATIENCE_S for them.
+    """Ask the ranks that record to `folder` for their stacks, and wait up to PATIENCE_S for them.
 
     `alive` are the process ids of the run; no other process is sent a signal.
     """
@@ -62,19 +62,19 @@ def ask(folder: Path, alive: Collection[int]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a stack goes down to the script: its outermost frame is `<module>`."""
+    """Return whether a stack is complete down to the script's outermost frame, `<module>`."""
     return "in <module>" in _text(path)
 
 
 def _text(path: Path) -> str:
-    """Return the text of the file at `path`; "" for anything that can't be a stack's file."""
+    """Return the text of the file at `path`; "" if it can't be read."""
     with suppress(OSError):
         return files.read(path, bytes_max=_STACK_BYTES_MAX).decode(errors="replace")
     return ""
 
 
 def places(folder: Path) -> dict[int, Place]:
-    """Return where each rank stood that answered."""
+    """Return the place of each rank that answered."""
     places = {}
     for path in sorted(folder.glob(f"*{STACK_SUFFIX}")):
         place = _place(_text(path))
@@ -84,7 +84,7 @@ def places(folder: Path) -> dict[int, Place]:
 
 
 def _place(text: str) -> Place | None:
-    """Return the place that the stack of the main thread shows; it is the last one in `text`."""
+    """Return the place in the main thread's stack, which is the last stack in `text`."""
     main = text.rpartition("hread 0x")[2]
     frames = [frame for line in main.splitlines() if (frame := _FRAME.fullmatch(line))]
     own = next((f for f in frames if not any(s in f["file"] for s in _NOT_THE_SCRIPT)), None)
@@ -98,7 +98,7 @@ def _place(text: str) -> Place | None:
 
 
 def in_words(where: Mapping[int, Place], world_size: int) -> str:
-    """Return where each rank stood, and which ranks never came to what the others wait in."""
+    """Return where each rank stood, and which ranks never reached the call that others wait in."""
     stood = [f"rank {rank} {place}" for rank, place in sorted(where.items())]
     stood += [f"rank {rank} did not answer" for rank in range(world_size) if rank not in where]
     waiting = {place.call for place in where.values() if place.call}

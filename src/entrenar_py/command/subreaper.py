@@ -1,14 +1,13 @@
-"""Stand in front of a command, so that all its descendants stay known, and end with it.
+"""Run a command so that all its descendants stay known, and end them with it.
 
-Run as a script, with nothing but the standard library, so that it starts in some 30 ms:
-`subreaper.py CONTROL STATUS MERCY_S GRACE_S COMMAND...`. To STATUS, a descriptor, it writes lines:
-`started PID` or `refused ERRNO`, `exit CODE` (negative: the signal), `left COUNT`. When the other
-end of CONTROL, a pipe, is closed, it ends everything: `launch` closes it, or has died. SIGTERM has
-it end everything at once.
+This is a script that needs only the standard library, so that it starts in some 30 ms:
+`subreaper.py CONTROL STATUS MERCY_S GRACE_S COMMAND...`. It writes lines to the descriptor STATUS:
+`started PID` or `refused ERRNO`, `exit CODE` (negative: the signal), `left COUNT`. It ends all
+processes when the other end of the pipe CONTROL is closed. SIGTERM has it end them at once.
 
-A daemon that has left its session, its environment and its output behind is handed to the nearest
-subreaper when its parent dies, in place of init: that is this process, on Linux. A command that
-kills this very process with SIGKILL lets such a daemon go: no process is left that knows of it.
+A daemon may leave its session, environment and output behind. When its parent dies, Linux makes the
+nearest subreaper, this process, its parent. If the command kills this process with SIGKILL, such a
+daemon stays: no process is left that knows of it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _POLL_S = 0.01
 
 
 class Warden:
-    """Ends the command `pid` and all its descendants; `status` is where it says so."""
+    """Ends the command `pid` and all its descendants, and reports to the descriptor `status`."""
 
     def __init__(self, pid: int, status: int) -> None:
         self._pid, self._status = pid, status
@@ -50,9 +49,10 @@ class Warden:
                 tell(self._status, f"exit {os.waitstatus_to_exitcode(status)}")
 
     def end(self, mercy_s: float, grace_s: float) -> None:
-        """End the command, which may end what it has started, then whatever is left.
+        """End the command and all its descendants.
 
-        The command has `mercy_s` seconds after SIGTERM, and what is left `grace_s`.
+        After SIGTERM the command has `mercy_s` seconds, in which it may end its own children.
+        Processes that are left then have `grace_s` seconds.
         """
         was_over = self.is_over
         if not was_over:
@@ -69,11 +69,11 @@ class Warden:
         tell(self._status, f"left {len(left) if was_over else 0}")
 
     def _left(self) -> list[int]:
-        """Return the descendants that are left; the command alone if there is no /proc."""
+        """Return the remaining descendants' ids, or the command's alone if there is no /proc."""
         return descendants() or ([] if self.is_over else [self._pid])
 
     def _wait(self, seconds: float, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`, nothing is left, the time is up, or SIGTERM says to hurry."""
+        """Wait until `is_done`, no process is left, the time is up, or SIGTERM arrives."""
         deadline = time.monotonic() + seconds
         while self.reap() and not is_done() and not hurried and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -101,7 +101,7 @@ def descendants() -> list[int]:
 
 
 def kill(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to each process that is there and may be sent one."""
+    """Send a signal to each process that exists and that this user may signal."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -114,13 +114,13 @@ def tell(status: int, line: str) -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of orphaned descendants; do nothing where that doesn't exist."""
+    """Become the parent of orphaned descendants; do nothing on systems without subreapers."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Start the command, and wait for its end or that of CONTROL."""
+    """Start the command, and end it when CONTROL is closed or SIGTERM arrives."""
     control, status = int(arguments[0]), int(arguments[1])
     mercy_s, grace_s = float(arguments[2]), float(arguments[3])
     for file in (control, status):
