@@ -1,7 +1,7 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-Unless the harness runs the script, or `every=` asks for a watch, it sets no hook and imports
-nothing but this file.
+It sets no hook and imports nothing but this file, unless the harness runs the script or `every=`
+starts a watch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE = 100  # steps in which a tensor that should move has to move, by defau
 
 
 class Observation:
-    """The result of `observe`: a script tells it what no hook can see. This class ignores it.
+    """The result of `observe`, to which a script reports what no hook can see. Here, it is ignored.
 
     `watch` is the watch of the training, None where `every=` was not given.
     """
@@ -35,30 +35,30 @@ class Observation:
     watch: Watch | None = None
 
     def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
-        """Tell the ids of the samples of the next backward pass, where no sampler does.
+        """Report the ids of the samples of the next backward pass, if no sampler does.
 
-        An id is a sample's place in the data set, from 0. `epoch` counts from 0; left out, it is
-        that of the samples before.
+        An id is a sample's index in the data set, from 0. `epoch` counts from 0; by default it is
+        the epoch of the samples before.
         """
 
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
-        """Tell the mean loss of a micro-batch, over `weight` samples or tokens.
+        """Report the mean loss of a micro-batch, over `weight` samples or tokens.
 
-        Call it once for each backward pass, before or after it.
+        Call it once for each backward pass, before or after that pass.
         """
 
     def reduced(self) -> None:
-        """Tell that the gradients are those of the whole batch now, and not clipped yet.
+        """Report that the gradients are now those of the whole batch, and not clipped yet.
 
-        Call it once a step. Left out, the gradients are recorded as the optimizer finds them.
+        Call it once a step. Without it, the gradients are recorded as the optimizer finds them.
         """
 
     def skipped(self) -> None:
-        """Tell that no rank steps, since a gradient is not finite; called on every rank.
+        """Report that all ranks skip this step, as a gradient is not finite; call it on every rank.
 
-        Needed where a rank holds pieces of the gradients (`fully_shard`) and the script, or its
-        `GradScaler`, skips the step because of another rank's. Call it where the optimizer would
-        have stepped, before the next backward pass. A rank that holds whole gradients sees it.
+        Needed if a rank holds pieces of the gradients (`fully_shard`) and the script, or its
+        `GradScaler`, skips the step because of another rank's piece: a rank sees only its own. Call
+        it where the optimizer would have stepped, before the next backward pass.
         """
 
     def halted(
@@ -71,31 +71,31 @@ class Observation:
         tensor: str | None = None,
         ids: Iterable[int] = (),
     ) -> None:
-        """Tell that training stops on purpose, before the update of `step`, at a NaN or infinity.
+        """Report that training stops on purpose, before the update of `step`, at a NaN or infinity.
 
-        `step` is the current one by default. The value was found in micro-batch `micro_batch`
-        (from 0) of rank `rank`, whose samples are `ids`: in the gradient of `tensor`, or without
-        one in the loss.
+        `step` is the current one by default. The value was found in micro-batch `micro_batch` of
+        rank `rank`, whose samples are `ids`: in the gradient of `tensor`, or in the loss if that is
+        None.
         """
 
     def synchronised(
         self, optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Tell that ranks that step alone were just brought together, and have the same model now.
+        """Report that ranks that step alone were just synchronised, and have the same model now.
 
-        `optimizer` is the outer one. It moves `weights`, which are named as the parameters.
+        `optimizer` is the outer one. It updates `weights`, which are keyed by parameter name.
         """
 
     def watched(self) -> tuple[Watched, ...]:
-        """Return for each clause that is watched (`every=`) how often it was looked at.
+        """Return for each watched clause (`every=`) how often it was checked.
 
-        Each entry has `clause`, `check`, `steps`, `comparisons`, and a `note` on what is not looked
-        at. There is none where nothing is watched.
+        Each entry has `clause`, `check`, `steps`, `comparisons`, and a `note` on what is not
+        checked. There are no entries if nothing is watched.
         """
         return () if self.watch is None else self.watch.watched()
 
     def close(self) -> None:
-        """Tell that training is over; the end of the process tells so, too.
+        """Report that training is over; the end of the process does so, too.
 
         Raises WatchFinding if the last step that was watched broke a clause.
         """
@@ -117,31 +117,31 @@ def observe(
     on_finding: Callable[[WatchFinding], None] | None = None,
     patience: int = PATIENCE,
 ) -> Observation:
-    """Record what `optimizer` makes of `model` from here on, by torch's own hooks.
+    """Record how `optimizer` trains `model` from here on, by torch's own hooks.
 
     - `model`: as it is, or wrapped in `DistributedDataParallel` or by `fully_shard`, now or later.
-    - `optimizer`: one, or several; a step is over when all have made theirs.
-    - `sampler`: what draws the samples: the `DataLoader`, a batch sampler or a sampler.
-    - `scheduler`: the learning rate's schedule; its place at the start is recorded.
+    - `optimizer`: one, or several; a step is over when all of them have stepped.
+    - `sampler`: the `DataLoader`, the batch sampler or the sampler that draws the samples.
+    - `scheduler`: the learning rate's schedule; its position at the start is recorded.
     - `step`: how many optimizer steps were made before, in a script that resumes.
     - `layout`: the axes along which the ranks are arranged, with their sizes, row-major:
       `{"dp": 2, "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank
-      draws samples of its own; along tp, sp, pp, cp and ep all draw the same. It is needed where
-      parameters are no DTensors, or their meshes have other names.
+      draws samples of its own; along tp, sp, pp, cp and ep all draw the same. It is needed if
+      parameters are not DTensors, or if their meshes have other names.
     - `tied`: names of tensors that several ranks hold copies of:
       `(("embedding.weight", "head.weight"),)`.
 
-    With `every` the training is watched, whether the harness runs it or not. After each `every`-th
-    step all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and each tensor
-    with a gradient and a learning rate moves within `patience` steps (F-TI-004).
+    With `every` the training is watched, whether the harness runs it or not. Each `every`-th step
+    is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and each
+    tensor with a gradient and a learning rate moves within `patience` steps (F-TI-004).
 
     - `contract`: a file, or the name of a shipped contract; only those of its clauses are watched.
     - `on_finding`: called with a broken clause, after which training goes on. Without it
-      WatchFinding is raised out of `optimizer.step()`, on all ranks. On GPUs that is in the next
-      step that is watched.
+      WatchFinding is raised out of `optimizer.step()`, on all ranks. On GPUs it is raised in the
+      next step that is watched.
 
     All ranks must make the same steps, and watch with the same arguments. Raises UsageError for an
-    argument that can't be meant.
+    invalid argument.
     """
     if every is None and (contract, on_finding, patience) != (None, None, PATIENCE):
         raise UsageError(

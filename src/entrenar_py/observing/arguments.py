@@ -1,4 +1,4 @@
-"""Checks of what `observe` is given, before any hook is set."""
+"""Validate the arguments of `observe`, before any hook is set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("entrenar_py")
 def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that step, without wrappers around them.
 
-    Raises UsageError if `given` is neither an optimizer nor several, or if `model` is no module.
+    Raises UsageError if `given` is not one or several optimizers, or if `model` is not a module.
     Logs a warning for an optimizer that steps no parameter of the model.
     """
     if not isinstance(model, torch.nn.Module):
@@ -46,9 +46,9 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def steps(name: str, count: Any, *, least: int) -> int:
-    """Return `count` as an int; numpy's and torch's integers are counts, too.
+    """Return `count` as an int; integers of numpy and torch are accepted.
 
-    Raises UsageError if it is no integer, or less than `least`.
+    Raises UsageError if it is not an integer, or is less than `least`.
     """
     try:
         number = operator.index(count)
@@ -60,12 +60,12 @@ def steps(name: str, count: Any, *, least: int) -> int:
 
 
 def require_callable(name: str, value: Callable[..., object] | None) -> None:
-    """Return if `value` can be called, or is None; raises UsageError otherwise."""
+    """Raise UsageError unless `value` can be called or is None."""
     if value is not None and not callable(value):
         raise UsageError(f"{name}={_shown(value)}: give a function of one finding")
 
 
 def _shown(value: object) -> str:
-    """Return `value` in a few words: a module's own text has many lines."""
+    """Return `value` in a few words, since the repr of a module has many lines."""
     text = repr(value)
     return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Hooks on a model's parameters, whole ones or pieces, that hear of each backward pass."""
+"""Hooks on a model's parameters, whole or sharded, that report each backward pass."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from entrenar_py.observing.gradients_ready import GradientHooks, call_last
 from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.subject import Subject
 
-# Is given what a pass adds to each parameter, by name, and whether all of that is finite.
+# Called with what a pass adds to each parameter, by name, and whether all of that is finite.
 Gave = Callable[[Mapping[str, Tensor | None], bool], None]
 
 
 class BackwardHooks:
     """Calls `begun` before a backward pass adds anything, and `ended` with what it has added.
 
-    `added` is called with what a pass within it adds, and `summed` when the gradients are there
-    that the pass leaves. Of a model in pieces it is known only whether what was added to whole
-    parameters is finite: a piece of the sum has the terms of all ranks.
+    `added` is called with what a nested pass adds, and `summed` when the pass has left its
+    gradients. For a sharded model, only the finiteness of what was added to whole parameters is
+    known, since a piece of the sum already has the terms of all ranks.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class BackwardHooks:
         self._subject, self._faults = subject, faults
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
         self._whole: GradientHooks | None = None
-        # Of a model in pieces: whether the end of this pass will be heard of, and what is known.
+        # For a sharded model: whether the pass's end is queued, and whether it was finite so far.
         self._ending, self._finite = False, True
         self._handles: list[Any] = []
         self.set()
 
     def set(self) -> None:
-        """Hook the parameters as they are now, in place of those before."""
+        """Hook the parameters that the model has now, and remove earlier hooks."""
         self.remove()
-        # Before the hook that records them: gradients are recorded as they were made wrong.
+        # Before the recording hooks, which then see the gradients with the planted faults.
         self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:
             self._handles += unsharded_parameters.when_whole(
@@ -62,9 +62,9 @@ class BackwardHooks:
         self._handles.append(self._whole)
 
     def expect(self, output: Any) -> None:
-        """Note that a forward pass gave `output`: a backward pass begins there.
+        """Note that a forward pass returned `output`, where a backward pass will begin.
 
-        Hooks on pieces can't tell where it ends: they are called when a sum is reduced.
+        For a sharded model that is hooked here: hooks on its pieces run only when a sum is reduced.
         """
         if self._whole is not None and not dtensors.is_fully_sharded(self._subject.model):
             self._whole.expect(output)
@@ -74,7 +74,7 @@ class BackwardHooks:
                 leaf.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Hear of nothing any more."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -83,7 +83,7 @@ class BackwardHooks:
         gave(named, tensors.is_finite(gradients))
         call_last(self._summed)
 
-    # --- a model in pieces ------------------------------------------------------------------------
+    # --- a sharded model --------------------------------------------------------------------------
 
     def _look(self, gradient: Tensor) -> None:
         self._finite &= tensors.is_finite([gradient])

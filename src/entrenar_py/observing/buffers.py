@@ -1,4 +1,4 @@
-"""The buffers of a model that are recorded: those that every rank is to hold alike."""
+"""The buffers of a model that are recorded: those that should be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Buffers:
     """The floating-point buffers of a model, without those that follow this rank's samples.
 
     A buffer that a forward pass changes (BatchNorm's running statistics) rightly differs between
-    ranks: it is local, and left out of what any rank records. Its values are compared, since no
-    version counts what is written through `.data`. Buffers are looked up by name each time, as a
-    script may put new tensors there. Where only the parts of a model are called, nothing is known
-    of its buffers, and none is recorded.
+    ranks: it is local, and no rank's copy of it is compared. Changes are found by comparing values,
+    since writes through `.data` don't count as a new version. Buffers are looked up by name each
+    time, as a script may replace them. If a script calls only parts of the model, nothing is known
+    of its buffers, and none is compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Buffers:
         self._local: set[str] = set()
 
     def before_forward(self) -> None:
-        """Keep a copy of what a forward pass may change."""
+        """Copy the buffers that a forward pass may change."""
         self._before = {
             name: dtensors.local(buffer).clone() for name, buffer in self.held().items()
         }
@@ -38,7 +38,7 @@ class Buffers:
     def after_forward(self) -> list[str] | None:
         """Return the names of buffers that this pass was the first to change.
 
-        None stands for no names in any but the first pass.
+        After any pass but the first, None is returned in place of an empty list.
         """
         synced, first = _synchronised(self._model), not self._called
         changed = [
@@ -51,7 +51,7 @@ class Buffers:
         return changed if changed or first else None
 
     def held(self) -> dict[str, Tensor]:
-        """Return by name all buffers but those that are known to be local."""
+        """Return by name all buffers that are not known to be local."""
         return {name: buffer for name, buffer in self._all().items() if name not in self._local}
 
     def _all(self) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def _same(before: Tensor | None, buffer: Tensor) -> bool:
 def _synchronised(model: nn.Module) -> set[str]:
     """Return the names of buffers that a forward pass changes on all ranks alike.
 
-    These are SyncBatchNorm's, if its process group has all ranks.
+    These are the buffers of each SyncBatchNorm whose process group has all ranks.
     """
     names = set()
     for path, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""The part of a DTensor that this rank holds, and the ranks' layout, read off device meshes.
+"""This rank's part of a DTensor, and the layout of the ranks as device meshes show it.
 
-No collective is called: ranks may have gone apart, which is what a judge is to find out.
+No collective is called: ranks may have diverged, which is what the checks are to find out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DECLARE = 'declare them: observe(..., layout={"dp": 2, "tp": 2}), sizes row-majo
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of `tensor`, without a copy."""
+    """Return this rank's part of `tensor`, without a copy."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Return whether `tensor` is one of several terms that have not been added yet."""
+    """Return whether `tensor` is a term of a sum that has not been reduced yet."""
     return isinstance(tensor, DTensor) and any(
         isinstance(placement, Partial) for placement in tensor.placements
     )
@@ -58,7 +58,7 @@ def piece_of(tensor: Tensor) -> Piece | None:
 def is_fully_sharded(model: nn.Module) -> bool:
     """Return whether `fully_shard` was called on `model` or on a part of it.
 
-    Raises UsageError for a FullyShardedDataParallel.
+    Raises UsageError if a module in it is a FullyShardedDataParallel.
     """
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -72,7 +72,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
     """Return the layout that a script declares; None if it declares nothing.
 
-    It has no axes if the script declares ties alone. Raises UsageError for an impossible one.
+    It has no axes if the script declares ties alone. Raises UsageError for an invalid layout.
     """
     ties = layout.require_ties(tied)
     if given is None:
@@ -90,7 +90,7 @@ def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layo
 def read_off(model: nn.Module, world_size: int) -> Layout | None:
     """Return the layout that the meshes of the model's parameters show; None without meshes.
 
-    Raises UsageError if they don't show how all ranks are arranged.
+    Raises UsageError if the meshes don't show how all ranks are arranged.
     """
     meshes = {p.device_mesh: name for name, p in model.named_parameters() if isinstance(p, DTensor)}
     shown = None

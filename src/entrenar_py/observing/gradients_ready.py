@@ -1,4 +1,4 @@
-"""Calls in a backward pass: when the gradients of all parameters are there, and at its end."""
+"""Callbacks in a backward pass: when all parameters have their gradients, and at its end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class GradientHooks:
     """Calls `begin` before a backward pass gives any of `tensors` a gradient, and `tell` after it.
 
     `tell` is given the gradients in the order of `tensors`, None for a tensor without one. `add` is
-    given those of a further pass within a pass that was told already (reentrant checkpoints).
+    given the gradients of a further pass, nested in one that was reported (reentrant checkpoints).
 
-    `torch.autograd.graph.register_multi_grad_hook` does much the same, but raises in a pass that
-    computes only some gradients (`torch.autograd.grad`), as pipelines without bubbles have. Here
-    such a pass is told at its end.
+    `torch.autograd.graph.register_multi_grad_hook` is similar, but raises in a pass that computes
+    only some gradients (`torch.autograd.grad`), as zero-bubble pipelines do. Here such a pass is
+    reported at its end.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class GradientHooks:
         self._begins, self._tell, self._add = begin, tell, add
         # The outer pass begins at the model's output. Passes are numbered by autograd.
         self._outer: int | None = None
-        self._begun = self._told = False  # whether the outer pass, or the first in it, is
+        self._begun = self._told = False  # whether the outer pass has begun, and was reported
         self._expected: dict[int, int] = {}  # pass -> how many gradients it gives
         self._found: dict[int, dict[int, Tensor]] = {}  # pass -> index of a tensor -> gradient
         self._handles: list[Any] = [
@@ -40,9 +40,9 @@ class GradientHooks:
         ]
 
     def expect(self, output: Any) -> None:
-        """Note that a forward pass gave `output`, where a backward pass begins.
+        """Note that a forward pass returned `output`, where a backward pass will begin.
 
-        Passes within that one are part of it.
+        Passes nested in that backward pass are part of it.
         """
         if torch._C._current_graph_task_id() < 0:
             self._outer = None  # an exception may have ended the last one
@@ -95,7 +95,7 @@ class GradientHooks:
 def call_last(call: Callable[[], None]) -> None:
     """Call `call` when this backward pass is over, after all callbacks that were queued by then.
 
-    Others queue theirs while the pass begins: so `call` is queued by a callback.
+    Other code queues callbacks while the pass begins, so a callback at the end queues `call`.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(call))

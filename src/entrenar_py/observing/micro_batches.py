@@ -1,4 +1,4 @@
-"""The micro-batches of the step that a rank is in, from the forward pass to the record."""
+"""The micro-batches of a rank's current step, from the forward pass to the record."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from entrenar_py.rank_files import whole_tensors
 
 
 class MicroBatches:
-    """Those of one step: in the forward pass, then `done` with the backward one, then written.
+    """The micro-batches of one step; `done` are those whose backward pass is over.
 
-    Each is one backward pass, and the forward passes that led to it. Its `gradient` is what the
-    pass alone added, `draws` a digest of the generators' state before dropout drew. The losses that
-    a script tells, one for each, may be ahead of them. Those of all ranks are numbered when their
-    files are put together.
+    A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
+    this pass alone added. Its `draws` is a digest of the random generators' state before dropout
+    drew. The script reports a loss for each micro-batch, which may come before the backward pass.
+    Micro-batches are numbered across ranks when the ranks' files are put together.
     """
 
     def __init__(self, model: torch.nn.Module, rank: int, samples: Samples) -> None:
@@ -29,14 +29,14 @@ class MicroBatches:
         self._model, self._rank = model, rank
         self._losses: list[tuple[float, float]] = []
         self._num_written = 0
-        # Digests of the generators' state before the forward pass ("" for no pass), and of the same
-        # if something was drawn in it.
+        # A digest of the generators' state before the forward pass ("" without a pass), and the
+        # same digest if something was drawn in the pass.
         self._state_before = ""
         self._draws: str | None = None
 
     @property
     def index(self) -> int:
-        """The number of the micro-batch that this rank is in, from 0."""
+        """The index of this rank's current micro-batch in the step, from 0."""
         return self._num_written + len(self.done)
 
     def tell_loss(self, value: float | Tensor, weight: float) -> None:
@@ -45,19 +45,19 @@ class MicroBatches:
         self._losses.append((float(mean), float(weight)))
 
     def before_forward(self) -> None:
-        """Note the samples of a forward pass, and the state that it draws from."""
+        """Note the samples of a forward pass, and the random generators' state before it."""
         self.samples.collect()
         if not self._state_before:
             self._state_before = tensors.random_state(self._model)
 
     def after_forward(self) -> None:
-        """Note whether the forward pass has drawn something."""
+        """Note whether the forward pass has drawn random numbers."""
         before = self._state_before
         if before and self._draws is None and tensors.random_state(self._model) != before:
             self._draws = before
 
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Note that a micro-batch of `step` is done."""
+        """Note that the backward pass of a micro-batch of `step` is over."""
         self.samples.collect()
         self.done.append(
             trace.Shard(
@@ -76,16 +76,16 @@ class MicroBatches:
         self._state_before, self._draws, self.samples.ids = "", None, []
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Add what a backward pass within the last one gave."""
+        """Add the gradient of a backward pass that was nested in the last one."""
         if self.done:
             last = self.done[-1]
             total = whole_tensors.total([last.gradient, gradient])
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> None:
-        """Forget those that are done, if they are about to be made again at other weights.
+        """Forget the micro-batches that are done, if they will be repeated at other weights.
 
-        No new samples were drawn then: the same ones are those of the pass that begins.
+        That is so if no new samples were drawn. Then the next pass has the same samples.
         """
         ids = [] if self.samples.ids else [id_ for shard in self.done for id_ in shard.ids]
         if ids:
@@ -93,26 +93,26 @@ class MicroBatches:
             self.samples.ids = ids
 
     def excuse(self) -> None:
-        """Blame no micro-batch for values that are not finite: the loss scale was too large."""
+        """Mark what is done as finite, without gradients: the loss scale was too large."""
         self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
 
     def clear(self) -> None:
-        """Forget what was noted of passes that have no effect: a closure is run again."""
+        """Forget the micro-batches that are done, and the losses."""
         self.done.clear()
         self._losses.clear()
 
     def take_losses_ahead(self) -> list[tuple[float, float]]:
-        """Return the losses of passes that are not done, and forget them."""
+        """Return and forget the losses of micro-batches that are not done."""
         ahead = self._losses[len(self.done) :]
         del self._losses[len(self.done) :]
         return ahead
 
     def give_losses(self, losses: Iterable[tuple[float, float]]) -> None:
-        """Note losses that were taken."""
+        """Put back losses that `take_losses_ahead` has returned."""
         self._losses.extend(losses)
 
     def written(self) -> list[trace.Shard]:
-        """Return the records of those that are done, with their losses, and forget them."""
+        """Return and forget the records of the micro-batches that are done, with their losses."""
         shards = list(self.done)
         for index, (shard, (mean, weight)) in enumerate(zip(self.done, self._losses, strict=False)):
             finite = shard.finite and mean - mean == 0
@@ -122,5 +122,5 @@ class MicroBatches:
         return shards
 
     def end_step(self) -> None:
-        """Count from 0 again."""
+        """Number the next micro-batches from 0 again."""
         self._num_written = 0

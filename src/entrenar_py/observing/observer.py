@@ -30,11 +30,10 @@ from entrenar_py.rank_files import rank_file
 
 
 class Observer(Observation):
-    """Records one rank: steps are those of its optimizers, micro-batches its backward passes.
+    """Records one rank: the steps of its optimizers, and its backward passes as micro-batches.
 
-    The state that the rank starts from is recorded when it first goes forward, since a wrapper may
-    change it until then. With several optimizers a step is over when each has made one, or when one
-    makes another.
+    The initial state is recorded in the first forward pass, since a wrapper may change it until
+    then. With several optimizers a step is over when each has stepped, or when one steps again.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Observer(Observation):
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._hook()
 
-    # --- what the script tells --------------------------------------------------------------------
+    # --- called by the script ---------------------------------------------------------------------
 
     def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
         self._micro_batches.samples.tell(ids, epoch)
@@ -126,7 +125,7 @@ class Observer(Observation):
         for handle in self._handles:
             handle.remove()
 
-    # --- what torch tells -------------------------------------------------------------------------
+    # --- called by torch's hooks ------------------------------------------------------------------
 
     def _hook(self) -> None:
         self._hook_first()
@@ -149,13 +148,13 @@ class Observer(Observation):
         )
 
     def _hook_first(self) -> None:
-        """Be the first of all: what others do before a forward pass changes the parameters."""
+        """Hook in front of all other forward hooks, as these may replace the parameters."""
         self._first = self._subject.model.register_forward_pre_hook(
             lambda *_: self._before_forward(), prepend=True
         )
 
     def _place(self) -> tuple[int, int]:
-        """Return the step, and the micro-batch of this rank."""
+        """Return the current step, and this rank's current micro-batch."""
         return self._step.number, self._micro_batches.index
 
     def _before_forward(self) -> None:
@@ -165,7 +164,7 @@ class Observer(Observation):
             return
         if next(iter(model._forward_pre_hooks)) == self._first.id:
             self._start()
-        else:  # wrapped since: seen when its parameters are its own again, at the step at last
+        else:  # wrapped since: its own parameters are back later, at the latest in the step
             self._first.remove()
             self._hook_first()
         self._gradients.expect()
@@ -180,7 +179,7 @@ class Observer(Observation):
             self._backward.expect(output)
 
     def _before_backward(self) -> None:
-        """Look whether gradients of passes before are gone, and no optimizer was asked to step."""
+        """Find out whether earlier gradients were dropped without a step, and note why."""
         micro_batches = self._micro_batches
         micro_batches.samples.collect()
         if not micro_batches.done or self._subject.has_gradients():
@@ -201,7 +200,7 @@ class Observer(Observation):
         self._micro_batches.within_backward(self._values(gradients), finite=finite)
 
     def _values(self, gradients: Mapping[str, Tensor | None]) -> trace.Tensors:
-        """Return records of `gradients`, of a model of which values are kept."""
+        """Return records of `gradients`, or none if the model's values are not kept."""
         return self._subject.record(gradients) if self._subject.values else {}
 
     def _look_at_sum(self) -> None:
@@ -210,8 +209,8 @@ class Observer(Observation):
     def _skip_step(self) -> None:
         """End a step that moves nothing.
 
-        Non-finite gradients were dropped and no optimizer was called, as by a `GradScaler` whose
-        scale was too large.
+        Its gradients were not finite and were dropped without a call of an optimizer, as a
+        `GradScaler` does if its scale was too large.
         """
         ahead = self._micro_batches.take_losses_ahead()  # of a pass that is about to begin
         self._excuse()
@@ -220,7 +219,7 @@ class Observer(Observation):
         self._micro_batches.give_losses(ahead)
 
     def _excuse(self) -> None:
-        """Blame the scale alone; of a loss or a planted value it is told."""
+        """Ignore gradients that are not finite, as the loss scale was too large."""
         self._micro_batches.excuse()
         self._step.excuse()
 
@@ -247,7 +246,7 @@ class Observer(Observation):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Record what the optimizers made of the step, if any made one."""
+        """Record the state after the step, if an optimizer has stepped."""
         if not self._step.stepped:
             return
         self._write_shards()
@@ -263,7 +262,7 @@ class Observer(Observation):
         self._recording.write(self._micro_batches.written())
 
     def _start(self) -> None:
-        """Record what this rank starts from, once; and find parameters that were replaced."""
+        """Record the initial state of this rank, once; look up parameters that were replaced."""
         if self._subject.look_up():
             self._backward.set()
         if self._started:

@@ -1,4 +1,4 @@
-"""The times at which a rank that steps alone is brought together with the others."""
+"""The synchronisations of a rank that steps alone in between (local SGD)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class OuterSynchronisations:
         weights: Mapping[str, Tensor],
         step: int,
     ) -> trace.Synchronised:
-        """Return the record of a synchronisation after `step`; the rank goes on from here.
+        """Return the record of a synchronisation after `step`, and count anew from here.
 
-        `weights` are those that the outer `optimizer` moves, by name.
+        `weights` are the tensors that the outer `optimizer` updates, by name.
         """
         names = {tensor: name for name, tensor in weights.items()}
         begun, stepped, now = self._begun, self._stepped, num_collectives()

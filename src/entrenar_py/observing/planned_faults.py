@@ -1,4 +1,4 @@
-"""The faults that are planned for this rank, planted in what it holds or in its process."""
+"""The faults that are planned for this rank: values planted in tensors, or the process killed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from entrenar_py.observing.subject import Subject
 
 
 class PlannedFaults:
-    """The faults that the harness told this process of; each strikes once.
+    """The faults that the harness planned for this process; each strikes once.
 
-    `place` gives the step and the micro-batch that this rank is in.
+    `place` returns the step and the micro-batch that this rank is in.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PlannedFaults:
         self._struck: set[Fault] = set()
 
     def hooks(self) -> list[Any]:
-        """Hook this rank's faults that plant values; return the hooks."""
+        """Set the hooks that plant the values of this rank's faults; return the hooks."""
         plant = {
             "non_finite_gradient": self._spoil_gradient,
             "huge_gradient": self._spoil_gradient,
@@ -55,7 +55,7 @@ class PlannedFaults:
         ]
 
     def perhaps_die(self) -> None:
-        """Kill this process if a fault plans that for this step; write that first."""
+        """Kill this process if a fault plans that for this step; write a record of it first."""
         step, rank = self._place()[0], self._subject.rank
         for fault in self._faults:
             if fault.kind == "leave" and (fault.rank, fault.step) == (rank, step):
@@ -65,7 +65,7 @@ class PlannedFaults:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _strikes(self, fault: Fault) -> bool:
-        """Return whether `fault` strikes now: in its step and shard, and once; record that then.
+        """Return whether `fault` strikes now: in its step and shard, and once. If so, record it.
 
         A fault's shard is a micro-batch of this rank.
         """
@@ -78,7 +78,7 @@ class PlannedFaults:
         return True
 
     def _spoil_gradient(self, fault: Fault) -> list[Any]:
-        """Plant a value in what this rank adds to a gradient, before that is reduced."""
+        """Plant a value in this rank's own gradient of a tensor, before it is reduced."""
         subject = self._subject
         name = fault.tensor or subject.first_held()
 
@@ -110,9 +110,9 @@ class PlannedFaults:
 
 
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
-    """Return the index of the element to strike in what this rank holds of a gradient.
+    """Return the index of the element to replace in this rank's part of a gradient.
 
-    That is the first element if the fault names none. The index is empty if another rank holds it.
+    Without `fault.element` that is the first element. The index is empty if this rank lacks it.
     """
     held = dtensors.local(gradient)
     if fault.element is None:

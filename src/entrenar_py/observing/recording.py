@@ -1,4 +1,4 @@
-"""The file of a rank that observes, and what stands there of how the rank is arranged."""
+"""The file that an observed rank writes: its events, and how the rank is arranged."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from entrenar_py.rank_files.rank_file import RankFile
 
 
 class Recording:
-    """The record of one life of a rank, 0 for its first; closed at the process's end at last.
+    """The file of one life of a rank, 0 for its first; closed at the latest when the process ends.
 
-    Beside it stands the rank's stack, whenever SIGUSR1 asks for it: a signal's handler writes that
-    wherever the process waits.
+    On SIGUSR1 the rank's stack is written to a file next to it. A signal handler does that, which
+    runs wherever the process waits.
     """
 
     def __init__(self, subject: Subject, header: Mapping[str, Any]) -> None:
@@ -43,13 +43,13 @@ class Recording:
         atexit.register(self._leave)
 
     def write(self, events: Sequence[trace.Event]) -> None:
-        """Write `events`, after what is new of where the pieces lie that they have."""
+        """Write `events`, and before them the layout of their pieces if it is new."""
         if (news := self._subject.news()) is not None:
             self._file.note("layout", **news)
         self._file.append(events)
 
     def compressed(self, compression: str) -> None:
-        """Write in what gradients are sent, if that has changed."""
+        """Write the format in which gradients are sent, if it has changed."""
         if compression != self._compression:
             self._compression = compression
             self._file.note("compressed", to=compression)
@@ -66,13 +66,13 @@ class Recording:
         self._file.note("local", buffers=sorted(buffers))
 
     def close(self) -> None:
-        """Write that training came to its end."""
+        """Write that training has ended, and close the files."""
         self._file.close()
         faulthandler.unregister(signal.SIGUSR1)
         self._stack.close()
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """Write that the process ends by itself, well or by an exception."""
+        """Write that the process ends by itself, normally or with an exception."""
         error = getattr(sys, "last_value", None)
         self._file.close("" if error is None else f"{type(error).__name__}: {error}")

@@ -14,11 +14,10 @@ _EXACT = {"allreduce_hook", "noop_hook"}
 
 
 class ReducedGradients:
-    """The gradients as the last backward pass left them, and as the script has changed them since.
+    """The gradients that the last backward pass left, with changes that the script made in place.
 
-    They are kept, to be looked at again when the parameters have them no more: a script that
-    reduces them by hand does so in place. `was_reduced` tells whether the last backward pass was to
-    reduce them, and left some: `fully_shard` keeps to itself what it has yet to reduce.
+    They are kept for a look after the parameters have dropped them. `was_reduced` tells whether the
+    last backward pass was to reduce gradients, and left some (`fully_shard` hides unreduced ones).
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,8 @@ class ReducedGradients:
     def expect(self) -> None:
         """Note, as a forward pass begins, whether its gradients will be reduced.
 
-        Under DistributedDataParallel's `no_sync` they won't; that is decided in the forward pass.
+        Under DistributedDataParallel's `no_sync` they won't be, which is decided in the forward
+        pass.
         """
         wrapper = DistributedDataParallel._active_ddp_module
         self._reduces = wrapper is None or wrapper.require_backward_grad_sync
@@ -43,18 +43,18 @@ class ReducedGradients:
         self._overflowed = not tensors.is_finite(self._kept)
 
     def has_overflowed(self) -> bool:
-        """Return whether any gradient of a whole step is not finite, or was not."""
+        """Return whether any reduced gradient of the step is not finite, or was not when kept."""
         return self._overflowed or not tensors.is_finite(self._kept)
 
     def forget(self) -> None:
-        """Forget them: the step was made."""
+        """Forget the gradients, as the step was made."""
         self._kept, self._overflowed = [], False
 
 
 def compression() -> str:
     """Return how the communication hook of DistributedDataParallel rounds gradients.
 
-    That is `float16`, `bfloat16`, the name of another hook of torch's, or "" if nothing is rounded.
+    That is `float16`, `bfloat16`, the name of another hook of torch's, or "" without rounding.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     for hook, _ in getattr(wrapper, "_comm_hooks", ()):

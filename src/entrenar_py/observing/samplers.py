@@ -1,4 +1,4 @@
-"""The samples that a DataLoader or a sampler hands out, and their epoch."""
+"""The samples that a DataLoader or a sampler yields, and their epoch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class InOrder:
-    """A loader from which several batches are fetched at a time, and used one by one in order."""
+    """A loader that is read several batches ahead, and whose batches are used in order."""
 
     source: Any
 
 
 class Draws:
-    """The samples of a `source`, batch by batch as it hands them out.
+    """The samples of a `source`, batch by batch as it yields them.
 
     An epoch begins whenever it is iterated anew. `num_samples` is the size of its data set, None if
-    it doesn't tell; `drop_last` tells whether it leaves out what doesn't fill a batch, and
-    `replacement` whether it may draw a sample again. Where one rank iterates it for all (accelerate
-    with `dispatch_batches`), no rank knows which samples are its own, and none are given. With
-    `in_order` each batch is taken once.
+    unknown. `drop_last` tells whether it drops an incomplete batch, and `replacement` whether it
+    may draw a sample again. If one rank iterates it for all (accelerate with `dispatch_batches`),
+    no rank knows its own samples, and none are given. With `in_order` each batch is taken once.
 
     Raises UsageError for a `source` that can't be iterated.
     """
@@ -60,9 +59,9 @@ class Draws:
             _watch(source, self._draw_batch if batches else self._draw_one, self._begin)
 
     def take(self) -> tuple[int, Ids]:
-        """Return the epoch and the samples of the batch that was handed out last.
+        """Return the epoch and the samples of the batch that was yielded last.
 
-        There are no samples if none was handed out since the last call, or if they have no numbers.
+        There are no samples if none was yielded since the last call, or if they have no numbers.
         With `in_order` it is the next batch.
         """
         return self._handed.popleft() if self._handed else (max(self._epoch, 0), ())
@@ -84,7 +83,7 @@ class Draws:
         self._handed.append((max(self._epoch, 0), self._ahead.popleft() if self._ahead else ()))
 
     def _draw_one(self, drawn: Any) -> None:
-        """Take a single sample of a sampler: those since the last forward pass are its batch."""
+        """Add a sampler's next sample to the batch of all samples since the last forward pass."""
         self._draw(drawn)
         before = self._handed.popleft()[1] if self._handed else ()
         self._handed.append((max(self._epoch, 0), before + self._ahead.popleft()))
@@ -97,7 +96,7 @@ class Draws:
 class Samples:
     """The samples of the forward passes since the last backward pass: `ids`, of `epoch`.
 
-    The script tells them, or `source` does as it draws them.
+    The script reports them, or else they are taken from `source` as it draws them.
     """
 
     def __init__(self, source: Any) -> None:
@@ -107,12 +106,12 @@ class Samples:
         self._told: list[int] | None = None
 
     def tell(self, ids: Iterable[int], epoch: int | None) -> None:
-        """Note that the next samples are `ids`; of the same epoch if None."""
+        """Note that the next samples are `ids`; without an `epoch` they are of the same one."""
         self._told = [*(self._told or []), *map(int, ids)]
         self.epoch = self.epoch if epoch is None else epoch
 
     def collect(self) -> None:
-        """Take the samples of a forward pass; a batch that no pass was made with was skipped."""
+        """Add the samples of a forward pass; a batch that no pass used is skipped."""
         if self._told is not None:
             self.ids += self._told
             self._told = None
@@ -122,7 +121,7 @@ class Samples:
             self.epoch = epoch if ids else self.epoch
 
     def facts(self) -> dict[str, Any]:
-        """Return what is declared of the data, as JSON can hold it."""
+        """Return the facts declared of the data, as JSON can hold them."""
         names = ("num_samples", "drop_last", "replacement")
         return {} if self.draws is None else {name: getattr(self.draws, name) for name in names}
 
@@ -132,7 +131,7 @@ _SET_CLASS = object.__dict__["__class__"].__set__
 
 
 class _TellingIterator:
-    """An iterator that calls `tell` with what it gives; all else is as in `inner`."""
+    """An iterator that calls `tell` with each item; its other attributes are those of `inner`."""
 
     def __init__(self, inner: Iterator[Any], tell: Callable[[Any], None]) -> None:
         self._inner, self._tell = inner, tell
@@ -152,11 +151,10 @@ class _TellingIterator:
 def _watch(
     source: Any, tell: Callable[[Any], None], begin: Callable[[], None] = lambda: None
 ) -> None:
-    """Call `begin` when `source` is iterated from here on, and `tell` with what it gives.
+    """Call `begin` whenever `source` is iterated from here on, and `tell` with each item.
 
-    It stays the same object, of a class made for it alone, since `for` looks for `__iter__` in the
-    class. An object whose class can't be changed (a list of batches) tells nothing: its samples are
-    unknown.
+    `source` stays the same object, and gets a class of its own, since `for` looks for `__iter__` in
+    the class. If an object's class can't be changed (a list of batches), its samples stay unknown.
     """
     kind = type(source)
 

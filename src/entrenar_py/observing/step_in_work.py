@@ -1,4 +1,4 @@
-"""The optimizer step that a rank is in, and what is known of its gradient so far."""
+"""The optimizer step that a rank is in, and its gradient so far."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepInWork:
-    """Step `number` of the run; `stepped` are the optimizers, by index, that have made theirs."""
+    """Step `number` of the run; `stepped` are the indices of the optimizers that have stepped."""
 
     def __init__(self, subject: Subject, number: int) -> None:
         self._subject = subject
         self.number = number
         self.stepped: set[int] = set()
         self._gradient: dict[str, trace.TensorRecord] = {}
-        # L2 norms, before clipping and after it, where the script says when it has reduced.
+        # L2 norms before clipping and after it, if the script calls `reduced`.
         self._norm: float | None = None
         self._applied_norm: float | None = None
 
     def reduced(self) -> None:
-        """Note the gradients: those of the whole batch, not clipped yet."""
+        """Note the gradients, which are those of the whole batch and not clipped yet."""
         gradients = self._subject.gradients()
         self._gradient = dict(self._subject.record(gradients))
         self._norm = tensors.norm(gradients.values())
 
     def excuse(self) -> None:
-        """Forget the gradients: they are not finite, since the loss scale was too large."""
+        """Forget the gradients, which are not finite since the loss scale was too large."""
         self._gradient, self._norm = {}, None
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-        """Note the gradients, which `optimizer` is about to apply to the parameters `names`."""
+        """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
         gradients = _unscaled(self._subject.gradients(), optimizer)
         if self._norm is None:
             self._gradient |= self._subject.record({name: gradients[name] for name in names})
@@ -46,7 +46,7 @@ class StepInWork:
             self._applied_norm = tensors.norm(gradients.values())
 
     def end(self) -> trace.Update:
-        """Return the record of the step; from here on this is the next one."""
+        """Return the record of this step, and begin the next one."""
         update = self._subject.update(self.number, self._gradient, self._norm, self._applied_norm)
         self.number += 1
         self.stepped.clear()
@@ -62,9 +62,9 @@ def look_before_step(
 ) -> Arguments | None:
     """Call `look` when the gradients of a step are there: now, or when its closure has run.
 
-    `arguments` and `named` are those of the optimizer's step. With a closure, which computes the
-    gradients inside of the step, the arguments to call it with in their place are returned. A
-    closure may be run again within the step (by LBFGS): then `again` is called after it.
+    `arguments` and `named` are those of the optimizer's step. A closure computes the gradients
+    inside of the step: then arguments with another closure, which calls `look`, are returned. Where
+    the closure runs again within the step (in LBFGS), `again` is called after it.
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
@@ -86,11 +86,11 @@ def look_before_step(
     return (optimizer,), {**named, "closure": run}
 
 
-# --- the marks of a `GradScaler` on an optimizer that unscales by itself, as fused ones do ----
+# --- attributes that a `GradScaler` sets on optimizers that unscale by themselves (fused) -----
 
 
 def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step that begins is to move nothing, since the scale was too large."""
+    """Return whether the step that begins will change nothing, since the scale was too large."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 
@@ -98,7 +98,7 @@ def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
 def _unscaled(
     gradients: dict[str, Tensor | None], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | None]:
-    """Return `gradients` as they are applied; the same if they are unscaled already."""
+    """Return `gradients` as the optimizer applies them: divided by the loss scale if it is set."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return gradients

@@ -1,4 +1,4 @@
-"""The tensors that are observed, by name: a model's parameters and its optimizers' state."""
+"""The observed tensors by name: a model's parameters, its buffers and its optimizers' state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from entrenar_py.rank_files.layout import Layout, Piece, plain
 class Subject:
     """A model without wrappers, and its optimizers.
 
-    - `parameters`, and those `trained`, by name. A wrapper or a script may put new objects in their
-      place while the model is trained; `look_up` finds them anew.
-    - `buffers`: those of the model that every rank is to hold alike.
-    - `layout`: how the ranks are arranged, None where nothing says so.
+    - `parameters`, and those `trained`, by name. A wrapper or a script may replace them while the
+      model is trained; `look_up` finds the new ones.
+    - `buffers`: those of the model that should be equal on all ranks.
+    - `layout`: how the ranks are arranged, None if unknown.
     - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
     - `values`: whether tensors are recorded with their values, not just digests.
 
-    Raises UsageError for a model in pieces that is too large for values.
+    Raises UsageError for a sharded model that is too large for values.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Subject:
         self.look_up()
 
     def look_up(self) -> bool:
-        """Look up the parameters by name; return whether there are others now, or others trained.
+        """Look up the parameters by name; return whether they, or the trained ones, have changed.
 
-        While whole parameters stand in the place of pieces, the pieces are left as they are known.
+        While whole parameters temporarily replace sharded ones, the known pieces are kept.
         """
         current: dict[str, Tensor] = {
             tensors.plain_name(n): p for n, p in self.model.named_parameters()
@@ -82,7 +82,7 @@ class Subject:
         )
 
     def start(self, step: int, progress: Mapping[str, int]) -> trace.Start:
-        """Return the record of what this rank holds before `step`."""
+        """Return the record of this rank's state before `step`."""
         groups = [group for group in self._groups() if group.get("weight_decay")]
         decayed = {parameter for group in groups for parameter in group["params"]}
         return trace.Start(
@@ -105,7 +105,7 @@ class Subject:
         grad_norm: float | None,
         applied_norm: float | None,
     ) -> trace.Update:
-        """Return the record of what this rank holds after `step`, made with `gradient`."""
+        """Return the record of this rank's state after `step`, made with `gradient`."""
         rate, rates = self.rates()
         return trace.Update(
             step=step,
@@ -124,10 +124,10 @@ class Subject:
         )
 
     def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
-        """Return records of what this rank holds of each tensor.
+        """Return records of this rank's part of each tensor.
 
-        They are the model's parameters, or placed as these are (gradients). A tensor that is placed
-        otherwise, or is a term of a sum, is left out.
+        The tensors are the model's parameters, or are sharded as these are (gradients). A tensor
+        that is sharded otherwise, or is a term of a sum, is left out.
         """
         return self._record(named, self.values)
 
@@ -141,7 +141,7 @@ class Subject:
         }
 
     def optimizer_state(self) -> trace.Tensors:
-        """Return records of what the optimizers keep, by `parameter/key`."""
+        """Return records of the optimizers' state, by `parameter/key`."""
         state: dict[str, Tensor | None] = {}
         for optimizer in self.optimizers:
             state |= tensors.optimizer_state(optimizer, self._names)
@@ -149,7 +149,7 @@ class Subject:
         return self.record(state)
 
     def buffer_records(self) -> trace.Tensors:
-        """Return records of what this rank holds of buffers.
+        """Return records of this rank's part of the buffers.
 
         They have no values if the buffers have more elements than VALUES_MAX.
         """
@@ -159,14 +159,14 @@ class Subject:
         return self._record(held, self.values and small)
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
-        """Note where the pieces of tensors lie that are no parameters."""
+        """Note the places of the pieces of tensors other than parameters."""
         for name, tensor in named.items():
             piece = None if tensor is None else dtensors.piece_of(tensor)
             if piece is not None:
                 self.pieces.setdefault(name, piece)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradient of each parameter that is trained, None where there is none."""
+        """Return the gradient of each trained parameter, or None if it has none."""
         return {name: p.grad for name, p in self.trained.items()}
 
     def has_gradients(self) -> bool:
@@ -179,7 +179,7 @@ class Subject:
     def stepped_by(self, index: int, *, alone: bool) -> list[str]:
         """Return the names of the parameters that optimizer `index` steps.
 
-        With `alone` the parameters that no optimizer steps are among them.
+        With `alone`, parameters that no optimizer steps are included.
         """
         stepped = [{p for g in opt.param_groups for p in g["params"]} for opt in self.optimizers]
         return [
@@ -189,9 +189,9 @@ class Subject:
         ]
 
     def first_held(self) -> str:
-        """Return the name of the first trained parameter of which this rank has a piece.
+        """Return the name of the first trained parameter of which this rank has a non-empty piece.
 
-        Where it has none that isn't empty, that is the first trained parameter.
+        If there is none, return the name of the first trained parameter.
         """
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
@@ -204,7 +204,7 @@ class Subject:
         return first, {n: rate for n, rate in rates.items() if n is not None and rate != first}
 
     def news(self) -> Mapping[str, Any] | None:
-        """Return what is new of layout and pieces since the last call; None if nothing is."""
+        """Return changes of layout and pieces since the last call; None if there are none."""
         if self.layout is None:
             return None
         layout: dict[str, Any] = {

@@ -18,7 +18,7 @@ from entrenar_py.trace.traits import CONSTANTS
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
-VALUES_MAX = 2**16  # elements of a model up to which values are kept beside digests
+VALUES_MAX = 2**16  # elements of a model up to which values are kept in addition to digests
 
 
 def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
@@ -45,7 +45,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside a wrapper that only passes calls on to it, as accelerate's does.
 
-    A wrapper has no hooks of its own. An optimizer that steps and holds another is left as it is.
+    A wrapper has no hooks of its own. An optimizer that steps and holds another is returned as is.
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
@@ -58,7 +58,7 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `parameter/key` and value of what the optimizer keeps, for parameters with a name."""
+    """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`."""
     for parameter, entries in optimizer.state.items():
         if parameter in names:
             for key, value in entries.items():
@@ -67,13 +67,13 @@ def optimizer_state(
 
 
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether this rank holds no NaN and no infinity in any of `tensors`."""
+    """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
     held = (dtensors.local(tensor) for tensor in tensors if tensor is not None)
     return all(bool(tensor.isfinite().all()) for tensor in held)
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:
-    """Return the L2 norm of all that this rank holds of `tensors`, added in float64; 0 for none."""
+    """Return the L2 norm of this rank's parts of `tensors`, added in float64; 0 for none."""
     held = [dtensors.local(tensor).double() for tensor in tensors if tensor is not None]
     squares = [float(tensor.square().sum()) for tensor in held]
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
@@ -102,13 +102,13 @@ def _plain(value: Any) -> Any:
 
 
 def _is_alone(module: torch.nn.Module) -> bool:
-    """Return whether a module normalises by the samples of its own rank, where it is trained."""
+    """Return whether a module normalises over the samples of its own rank alone."""
     is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
     return is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of its class, led by its module's if that isn't torch's."""
+    """Return the optimizer's class name, after the name of its module if that isn't torch's."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is not kind
     return f"{kind.__module__}.{kind.__name__}" if own else kind.__name__
@@ -133,7 +133,7 @@ def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what the optimizers, dropout and batch normalisation are, as JSON can hold it."""
+    """Return facts of the optimizers, dropout and batch normalisation, as JSON can hold them."""
     dropouts = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     return {
         "optimizer": " and ".join(dict.fromkeys(map(_kind, optimizers))),

@@ -1,7 +1,7 @@
-"""Parameters that are whole while a rank computes, of which `fully_shard` keeps pieces.
+"""The whole parameters that a rank computes with, of which `fully_shard` keeps pieces.
 
-The gradient that a backward pass adds to a whole parameter is this rank's own; that of a piece is
-the sum of all ranks'.
+The gradient that a backward pass adds to a whole parameter is this rank's own. The gradient of a
+piece is the sum of all ranks'.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Found = Callable[[str, Tensor], None]
 def when_whole(model: nn.Module, found: Found) -> list[Any]:
     """Call `found` with name and tensor of each trainable parameter when it is first whole.
 
-    Returns the hooks that do so. They call no collective: they look at what forward passes have
-    put together.
+    Returns the hooks that do so. They call no collective, and look only at parameters that forward
+    passes have gathered.
     """
     known: set[Tensor] = set()
 
