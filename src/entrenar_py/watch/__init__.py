@@ -1,1 +1,1 @@
-"""The watch in production: digests of all ranks' state, exchanged and judged in every k-th step."""
+"""The watch in production: in every k-th step, ranks exchange and judge digests of their state."""

@@ -1,4 +1,4 @@
-"""The clauses that a watch holds a training to, selected by a contract."""
+"""The clauses that a watch checks, selected by a contract."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from entrenar_py.contract import TOLERANCE_KINDS, CheckTerms, Invariant, Vocabul
 from entrenar_py.errors import UsageError
 
 IDENTITY, FINITENESS, LIVENESS = "replica_identity", "finiteness", "liveness"
-# Check -> the clause that it decides where no contract says another.
+# Check -> the clause that it decides without a contract.
 ALL = {IDENTITY: "F-DP-001", FINITENESS: "F-DP-003", LIVENESS: "F-TI-004"}
 
 
 class _Open(Vocabulary):
-    """A vocabulary in which every check exists, as most clauses are not the watch's."""
+    """A vocabulary in which every check exists, as most clauses of a contract can't be watched."""
 
     def check_of(self, clause: Invariant) -> CheckTerms:
-        """Return the check that `clause` names, or the one that decides clauses of its id."""
+        """Return the check that `clause` names, or the watch's check for clauses of its id."""
         named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
         return CheckTerms(
             name=named, id=clause.id, tolerance_kinds=TOLERANCE_KINDS, takes_tolerance=True
@@ -28,8 +28,8 @@ class _Open(Vocabulary):
 def select(named: str | Path | None) -> Mapping[str, str]:
     """Return check -> id of the clause that it decides, for the contract `named`.
 
-    `named` is a file or a shipped contract; without one these are ALL. Raises UsageError if the
-    contract has no clause that can be watched, and ContractError if it is no contract.
+    `named` is a file or a shipped contract; None stands for ALL. Raises UsageError if the contract
+    has no clause that can be watched, and ContractError if it is not a contract.
     """
     if named is None:
         return ALL

@@ -1,7 +1,7 @@
 """The digest of a tensor: 128 bits of its bytes, dtype and shape (docs/watch.md specifies it).
 
-XXH3-128 over chunks, then over the list of their digests, until one is left. So a GPU can work on
-all chunks at once, and every step between can be computed again with a stock library.
+Chunks are hashed by XXH3-128, then the list of their digests, until one digest is left. So a GPU
+can hash all chunks at once, and a stock library can compute every intermediate result again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def text(number: bytes) -> str:
-    """Return a digest as people read it, highest byte first; `number` has the lowest first."""
+    """Return a digest in hex, highest byte first; `number` has its lowest byte first."""
     return number[::-1].hex()
 
 
@@ -44,7 +44,7 @@ def header(tensor: Tensor) -> bytes:
 def memory(tensor: Tensor) -> memoryview:
     """Return the bytes of the elements in logical order.
 
-    They are copied unless they lie in that order on the CPU.
+    They are copied unless they lie in that order in the CPU's memory.
     """
     plain = tensor.detach().cpu().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -69,12 +69,12 @@ def _digests(data: memoryview) -> bytes:
 
 
 def _little(numbers: bytes) -> bytes:
-    """Return `numbers` backwards: xxhash writes the highest byte of a number first."""
+    """Return `numbers` in reverse, as xxhash writes the highest byte of a number first."""
     return numbers[::-1]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor Inf: one pass, no second tensor of its size."""
+    """Return whether a tensor has neither NaN nor Inf: one pass, no second tensor of its size."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -1,14 +1,14 @@
 """XXH3-128 of chunks, on a GPU: one launch for all chunks of all tensors, memory read once.
 
-Decides nothing about which chunks there are (`digest_table`). Needs Triton; under
-`TRITON_INTERPRET=1` it runs on the CPU, which is how it is compared bit for bit with xxhash.
+`digest_table` decides which chunks there are. Needs Triton. Under `TRITON_INTERPRET=1` the kernel
+runs on the CPU, where it is compared bit for bit with xxhash.
 
-Four threads do one chunk, two of XXH3's eight lanes each, so that a load is of 16 bytes and nothing
-passes between threads before the end. A lane adds its neighbour's word: that of the same thread.
+Four threads hash one chunk, each with two of XXH3's eight lanes. So a load is of 16 bytes. Threads
+exchange nothing before the end: the neighbour's word that a lane adds is in the same thread.
 
-For chunk c, with w = the words of c filled up with zeros, it writes
+For chunk c, with w = the words of c filled up with zeros, the kernel writes
     xxhash.xxh3_128_intdigest(w) at out[slot[c]] (low half), out[slot[c] + 1] (high half)
-and sets the lowest bit of flags at out[flags[tensor[c]]] if an element of it is NaN or Inf.
+and sets the lowest bit of flags at out[flags[tensor[c]]] if an element of c is NaN or Inf.
 """
 
 # The types of a kernel are Triton's own.

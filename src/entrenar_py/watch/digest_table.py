@@ -1,7 +1,7 @@
-"""The table of chunks that a GPU's digests are made of: built once, run at every watched step.
+"""The table of chunks from which a GPU computes digests: built once, run at every watched step.
 
-There is one launch of `digest_kernel.hash_chunks` for each level: the first reads the tensors, the
-others read the lists of digests, which are small. Nothing here waits for the device.
+There is one launch of `digest_kernel.hash_chunks` for each level. The first level reads the
+tensors, the others read the lists of digests, which are small. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _START = (
     *(0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
-# dtype -> (exponent bits of an element, the lowest of them, bits of an element). The lowest bit
-# added to an exponent of all ones, which NaN and Inf have, carries into the sign's bit above.
+# dtype -> (exponent bits of an element, the lowest of them, bits of an element). NaN and Inf have
+# an exponent of all ones: adding the lowest bit to it carries into the bit above, the sign's.
 _FORMATS = {
     torch.float64: (0x7FF0000000000000, 0x0010000000000000, 64),
     torch.float32: (0x7F800000, 0x00800000, 32),
@@ -50,10 +50,10 @@ _FORMATS = {
 
 
 def secrets() -> NDArray[np.int64]:
-    """Return what the kernel reads of XXH3's constants, int64 [56].
+    """Return the constants of XXH3 that the kernel reads, int64 [56].
 
-    These are the secret's 24 words; 8 words each as the last stripe and the two merges read them,
-    from bytes 121, 11 and 117 of it; and the starts of the 8 lanes.
+    These are the secret's 24 words; 8 words for the last stripe and for each of the two merges,
+    from bytes 121, 11 and 117 of the secret; and the start values of the 8 lanes.
     """
     parts = [_SECRET[at : at + 64] for at in (121, 11, 117)]
     words = np.frombuffer(_SECRET + b"".join(parts), dtype="<u8")
@@ -61,7 +61,7 @@ def secrets() -> NDArray[np.int64]:
 
 
 class DigestTable:
-    """Computes the digests of `tensors`, all on one device, as long as `places` of them stays.
+    """Computes the digests of `tensors`, all on one device, while their `places` stay the same.
 
     `rows` is int64 [tensors, ROW_WORDS] on the device: the digest's low and high half; 1 if an
     element is NaN or Inf (in floating-point formats of 16 bits and more); and a word that is 0.
@@ -88,7 +88,7 @@ class DigestTable:
         """Fill `rows`, on the current stream, and return them.
 
         `per_program` is how many chunks a program of the kernel hashes, and `options` are Triton's
-        own; both are for benchmarks that look for faster ones.
+        own. Both are for benchmarks that look for faster ones.
         """
         if self._copies:
             torch._foreach_copy_(self._stages, self._copies)
@@ -109,10 +109,10 @@ class DigestTable:
         return self.rows
 
     def _stage(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Return the address and the number of words of each tensor, as the kernel reads it.
+        """Return the address and the number of words at which the kernel reads each tensor.
 
-        A tensor whose elements lie out of order, or that begins or ends in the middle of 16 bytes,
-        is read from a copy, which every run makes again.
+        A tensor is read from a copy if its elements lie out of order, or if it begins or ends in
+        the middle of 16 bytes. Every run makes these copies anew.
         """
         staged = [tensor for tensor in tensors if not _is_readable(tensor)]
         sizes = [_up(tensor.nbytes) for tensor in staged]
@@ -132,8 +132,8 @@ class DigestTable:
     def _level(self, chunks: list[NDArray[np.int64]]) -> tuple[Tensor, ...]:
         """Return the chunks of one launch on the device, as `hash_chunks` takes them.
 
-        These are the address, int64 [chunks], and as int32 [chunks] the number of words, the index
-        of the tensor whose flags a chunk sets, and the word of the arena that its digest goes to.
+        These are the address, int64 [chunks], and three int32 [chunks]: the number of words, the
+        index of the tensor whose flags a chunk sets, and the arena's word for the chunk's digest.
         """
         address, *rest = np.concatenate(chunks, axis=1)
         small = torch.from_numpy(np.stack(rest).astype(np.int32)).to(self._device)
@@ -141,10 +141,10 @@ class DigestTable:
 
 
 class _Lists:
-    """Where each list of digests lies in the arena: after the rows, aligned to 16 bytes.
+    """The places of all lists of digests in the arena: after the rows, aligned to 16 bytes.
 
-    A tensor's first list begins with its header. The digest of its last list goes to its row. The
-    arena has `num_words` words.
+    A tensor's first list begins with its header. The digest of its last list is stored in its row.
+    The arena has `num_words` words.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -178,7 +178,7 @@ class _Lists:
         """Return for each launch the chunks of each tensor that takes part, int64 [4, chunks].
 
         The four are address, number of words, index of the tensor whose flags are set (none for
-        lists), and slot of the digest. `sources` are (address, words) of the tensors, `arena` is an
+        lists), and slot of the digest. `sources` are (address, words) of the tensors, `arena` an
         address.
         """
         depth = 1 + max(map(len, self._of))
@@ -208,7 +208,7 @@ def _chunks(address: int, num_words: int, tensor: int, slot: int) -> NDArray[np.
 
 
 def places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """Return what must stay the same for a table of `tensors` to be right."""
+    """Return all that must stay the same for a table of `tensors` to remain valid."""
     return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
 
 

@@ -1,7 +1,7 @@
 """Send every rank's rows of numbers to every rank, without waiting for a GPU.
 
-Under NCCL rows travel on a stream of their own. They are received in the next step that is watched,
-when they have long arrived. With other backends they are received at once.
+Under NCCL, rows travel on a stream of their own and are received in the next watched step, long
+after they have arrived. With other backends they are received at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_shared() -> bool:
 
 
 def tell(own: Any) -> list[Any]:
-    """Return what each rank gave, by rank; a collective of all ranks."""
+    """Return every rank's object `own`, by rank; a collective of all ranks."""
     if not is_shared():
         return [own]
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -34,7 +34,7 @@ def tell(own: Any) -> list[Any]:
 class Exchange:
     """The exchange of up to `num_rows` rows of each rank, in the process group of all ranks.
 
-    With `waits` what `send` starts is in flight until `receive`, which may wait for it.
+    If `waits`, the rows of `send` are in flight until `receive`, which may wait for them.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Exchange:
         self.waits = device.type == "cuda" and self._device.type == "cuda"
 
     def send(self, rows: Tensor) -> None:
-        """Start to send `rows`, int64 [rows, words]; don't write to them before `receive`."""
+        """Start to send `rows`, int64 [rows, words], which must not change before `receive`."""
         if self._own is None:
             shape = (self._num_rows, rows.shape[1])
             self._own = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -88,7 +88,7 @@ class Exchange:
 def _transport(device: torch.device) -> torch.device:
     """Return the device from which the process group sends rows that are on `device`.
 
-    That is `device` itself under NCCL; else the CPU if a backend serves it.
+    That is `device` itself under NCCL. Otherwise it is the CPU, if a backend serves it.
     """
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     if device.type == "cuda" and backends.get("cuda") == "nccl":

@@ -1,6 +1,6 @@
 """Judge a watched step by the rows of all ranks: numbers in, findings out, no device, no wait.
 
-Every rank has all rows, and so finds the same.
+Every rank has all rows, and so comes to the same findings.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from entrenar_py.watch.exchange import Rows
 from entrenar_py.watch.ownership import Piece, holders
 from entrenar_py.wording import named
 
-# Formats whose NaN and Inf the digest sees on every device.
+# Formats in which NaN and Inf are recognised on every device.
 _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The looks at a `clause` by its `check`: in `steps`, with `comparisons` in all of them.
+    """The `steps` in which `check` looked at `clause`, with `comparisons` in all of them together.
 
-    `note` says what is not looked at, and why; "" for nothing.
+    `note` says what is not looked at, and why; "" if all is.
     """
 
     clause: str
@@ -39,7 +39,7 @@ class Watched:
 class Judge:
     """Judges a training in which rank r holds the pieces `ranks[r]`.
 
-    `clauses` are the ids of those to judge, by check. A tensor has `patience` steps to move.
+    `clauses` maps each check to the id of its clause. A tensor must move within `patience` steps.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Judge:
         self._comparisons: Counter[str] = Counter()
 
     def look(self, step: int, rows: Rows) -> list[WatchFinding]:
-        """Return what broke at `step`: at most one finding a clause, of the first tensor."""
+        """Return the findings at `step`: at most one a clause, about the first broken tensor."""
         judges = {IDENTITY: self._differing, FINITENESS: self._not_finite, LIVENESS: self._dead}
         findings = []
         for check in self._clauses:
@@ -74,13 +74,13 @@ class Judge:
         return findings
 
     def idle(self, rank: int) -> list[int]:
-        """Return the rows of `rank` that did not move, to be marked if they should have."""
+        """Return the rows of `rank` that did not move; the watch marks those that should have."""
         if LIVENESS not in self._clauses:
             return []
         return [int(row) for row in np.flatnonzero(self._idle[rank])]
 
     def watched(self) -> tuple[Watched, ...]:
-        """Return how often each clause was looked at, also where it could not be."""
+        """Return for each clause how often it was looked at, even if it never was."""
         notes = {IDENTITY: self._alone(), FINITENESS: self._unseen(), LIVENESS: ""}
         return tuple(
             Watched(id_, check, self._steps[check], self._comparisons[check], notes[check])

@@ -16,9 +16,9 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that a rank holds, or its shard of one; two ranks hold the same if these are equal.
+    """A tensor that a rank holds, or its shard; ranks with equal pieces must hold equal values.
 
-    `shard` is its place along each mesh dimension that doesn't replicate it: (dimension, place).
+    `shard` has a (dimension, place) for each mesh dimension that doesn't replicate the tensor.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Piece:
 class Parameters:
     """The parameters of a module, `names` first, found by their places in the module tree.
 
-    A script may put other objects there. Raises UsageError for a FullyShardedDataParallel.
+    A script may put other parameters there. Raises UsageError for a FullyShardedDataParallel.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -49,7 +49,7 @@ class Parameters:
             self.names.append(name)
 
     def now(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that stand there now; raises UsageError where one is gone."""
+        """Return the parameters that are there now; raises UsageError if one was removed."""
         current = [slot[key] for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
@@ -57,12 +57,12 @@ class Parameters:
         return [parameter for parameter in current if parameter is not None]
 
     def pieces(self) -> list[Piece]:
-        """Return what this rank holds of each parameter."""
+        """Return this rank's piece of each parameter."""
         return [_piece(name, p) for name, p in zip(self.names, self.now(), strict=True)]
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return what this process holds of `parameter`.
+    """Return this process's part of `parameter`.
 
     `to_local` does the same, but takes longer and is recorded by autograd.
     """

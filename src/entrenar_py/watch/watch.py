@@ -1,7 +1,7 @@
 """The watch of a training in production: weights are the same everywhere, finite, and moving.
 
-After every k-th step of the optimizer the digest of each tensor goes to all ranks, and `judge`
-looks at them. On a GPU nothing waits for that: they are looked at in the next step that is watched.
+After every k-th step of the optimizer, each rank sends the digests of its tensors to all ranks, and
+`judge` compares them. On a GPU nothing waits for that: they are judged in the next watched step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIVE = 3  # the word of a row that says that the tensor should have moved
 class Watch:
     """One rank's watch of a `model` without wrappers; all ranks watch the same steps.
 
-    `observe` says what the arguments mean, and has checked them.
+    `observe` documents the arguments, and has validated them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Watch:
         return self._judge.watched()
 
     def close(self) -> None:
-        """Look at what was not looked at yet, and watch no more."""
+        """Judge the rows that were not judged yet, and stop watching."""
         self._hook.remove()
         atexit.unregister(self._leave)
         self._look()
@@ -97,7 +97,7 @@ class Watch:
                 self._tell(finding)
 
     def _follow(self, held: Sequence[Tensor]) -> None:
-        """Build the digest table anew if tensors have been moved."""
+        """Build the digest table anew if tensors lie elsewhere now."""
         now = places(held)
         if now == self._places:
             return
@@ -112,7 +112,7 @@ class Watch:
         self._table = DigestTable(held) if on_gpu else None
 
     def _open(self) -> None:
-        """Gather what each rank holds, and log what will not be watched.
+        """Gather the pieces that each rank holds, and log what will not be watched.
 
         Raises UsageError if the ranks watch with different arguments.
         """
@@ -146,7 +146,7 @@ class Watch:
         return rows
 
     def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Mark in `rows` the tensors that were idle last time, and that this step should move."""
+        """Mark in `rows` tensors that did not move last time and that this step should move."""
         assert self._judge is not None
         idle = self._judge.idle(self._rank)
         if not idle:
@@ -160,8 +160,8 @@ class Watch:
             gradient = local(parameter.grad).detach()
             if not gradient.numel():
                 continue
-            # A parameter in no group has no rate: nothing says that it should not move. A rate on a
-            # device isn't read, as the host would have to wait for it.
+            # A parameter in no group has no rate, and is expected to move. A rate on a device isn't
+            # read, as the host would have to wait for it.
             rate = rates.get(parameter)
             if rate is None or isinstance(rate, Tensor) or rate > 0:
                 asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
@@ -185,9 +185,9 @@ class Watch:
         return self._index
 
     def _leave(self) -> None:
-        """Log what has arrived, as the process ends without `close`.
+        """Log findings of rows that have arrived, as the process ends without `close`.
 
-        Nothing can be stopped any more then, and nothing may hang.
+        At that point nothing can be stopped any more, and nothing may hang.
         """
         if self._pending is not None and self._exchange.has_arrived():
             self._tell = lambda finding: _LOG.error("%s", finding)
