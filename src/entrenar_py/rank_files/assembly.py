@@ -1,7 +1,7 @@
-"""The files of a run's ranks put together: the events of one run, as a trace has them.
+"""Put the files of a run's ranks together: the events of one run, as a trace has them.
 
-Each event is rebuilt at most twice: in `ordered`, from what its own rank recorded, and in
-`numbered`, with what all ranks show together.
+Each event is rebuilt at most twice: in `ordered`, from its own rank's file, and in `numbered`, with
+facts that only all files together show.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IN_ORDER = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
     """Read the files of all ranks in `folder`, one for each life of a rank.
 
-    Returns what could be read, and what is wrong with the rest.
+    Returns the records that could be read, and a problem for each file that could not.
     """
     ranks, problems = [], []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -47,7 +47,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 
 
 def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
-    """Say where a process observed again from a step on that it had already recorded."""
+    """Yield a problem for each process that observed again from a step it had already recorded."""
     made: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
     for life in sorted(ranks, key=lambda life: life.life):
         place = life.rank, int(life.header.get("pid", 0))
@@ -63,11 +63,11 @@ def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
-    """Return all ranks' events step by step, those of a life after those of the life before.
+    """Return the events of all ranks step by step, each life after the life before.
 
-    Of one step starts come first and updates after shards; a rank that died in it made no update.
-    Tensors that ranks hold in pieces are whole in them, and micro-batches that ranks share are one
-    event. Buffers that are local on one rank are in none.
+    Within a step, starts come first, and updates after shards; a rank that died in it has no
+    update. Tensors that ranks hold in pieces are made whole, and micro-batches that ranks share
+    become one event. Buffers that are local on one rank are left out on all.
     """
 
     def place(event: Event) -> tuple[int, int]:
@@ -88,10 +88,10 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 
 
 def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
-    """Yield the events of a rank as those of other ranks can be compared with them.
+    """Yield the events of a rank without what can't be compared with other ranks.
 
-    They lack the `local` buffers, or all where it isn't known which these are. A parameter that is
-    frozen at first and given a gradient later isn't frozen: the script thaws it.
+    The `local` buffers are left out, or all buffers if it is None. A parameter that is frozen at
+    first but has a gradient later isn't recorded as frozen: the script unfreezes it.
     """
     given = {
         name
@@ -116,9 +116,9 @@ def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
 
 
 def places(ranks: Sequence[RankTrace]) -> dict[int, int]:
-    """Return for each rank which part of a batch it draws, from 0.
+    """Return for each rank the index of the part of a batch that it draws, from 0.
 
-    Ranks that draw the same samples have the same part.
+    Ranks that draw the same samples have the same index.
     """
     layout = whole_events.layout_of(ranks)
     known = {rank.rank for rank in ranks}
@@ -135,11 +135,11 @@ def numbered(
     *,
     steps_per_epoch: int | None = None,
 ) -> list[Event]:
-    """Return `events` with what a rank alone doesn't know.
+    """Return `events` with facts that a rank alone doesn't know.
 
-    Shards are numbered through the `places` of the ranks that draw them, and updates have the
-    weight of all shards of their step. A rank that is started again counts epochs from 0: with
-    `steps_per_epoch` its shards have the epochs of the whole run.
+    Shards get numbers that are unique among all ranks, from the `places` of the ranks that draw
+    them. Updates get the weight of all shards of their step. A rank that is started again counts
+    epochs from 0: with `steps_per_epoch`, its shards get the epochs of the whole run.
     """
     weights: dict[int, float] = defaultdict(float)
     epochs_before: dict[int, int] = {}  # rank -> epochs before its life
@@ -149,7 +149,7 @@ def numbered(
             if steps_per_epoch is not None:
                 epochs_before[event.rank] = event.step // steps_per_epoch
             for step in [step for step in weights if step >= event.step]:
-                del weights[step]  # this rank goes on from here: these steps are made again
+                del weights[step]  # this rank resumes here, and these steps are made again
         elif isinstance(event, Shard):
             weights[event.step] += event.weight
             epoch = event.epoch + epochs_before.get(event.rank, 0)
@@ -165,9 +165,9 @@ def numbered(
 
 
 def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
-    """Return how many bytes of parameters each rank starts with.
+    """Return the number of bytes of parameters with which each rank starts.
 
-    Ranks whose layout doesn't spread parameters, or that recorded no values, are left out.
+    Ranks are left out if their layout doesn't spread parameters, or if they recorded no values.
     """
     found = []
     for rank in ranks:
@@ -191,11 +191,11 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
 
 
 class LastLives:
-    """The last life of each rank (`ranks`), and what all lives of all ranks came to.
+    """The last life of each rank (`ranks`), and facts about all lives of all ranks.
 
-    `num_steps` are the steps that each rank had made at its end, `struck` the kinds of the faults
-    that were planted, `problem` the first error that a rank ended by ("" for none), and `closed`
-    the ranks that came to the end of training without one.
+    `num_steps` are the steps that each rank had made at its end, `struck` the kinds of the planted
+    faults, `problem` the first error that ended a rank ("" for none), and `closed` the ranks that
+    came to the end of training without an error.
     """
 
     def __init__(self, ranks: Sequence[RankTrace], events: Iterable[Event]) -> None:
@@ -216,13 +216,13 @@ class LastLives:
 
     @property
     def met_a_planted_value(self) -> bool:
-        """True if a value that isn't finite was planted: training may stop on purpose then."""
+        """True if a NaN or infinity was planted: then training may stop on purpose."""
         return any(kind.startswith("non_finite") for kind in self.struck)
 
     def all_made_the_same(self, world_size: int) -> bool:
-        """Return whether a rank closed, and every rank has made as many steps as any other.
+        """Return whether a rank closed, and every rank has made the same number of steps.
 
-        The run is whole then: only taking it down failed, or hung.
+        Then the run is complete: only taking it down failed, or hung.
         """
         steps = {self.num_steps.get(rank, 0) for rank in range(world_size)}
         return bool(self.closed) and len(steps) == 1

@@ -1,6 +1,6 @@
 """The axes along which a run's ranks are arranged, and the part of a tensor that a rank holds.
 
-A rank declares both while it runs; its file gives them back, without torch.
+A rank declares both while it runs. Here they are read back from its file, without torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from entrenar_py.errors import UsageError, did_you_mean
 
-# Each rank along these draws samples of its own; along the others all draw the same.
+# Each rank along the DATA axes draws its own samples; along the others all draw the same.
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
 MODEL = ("tp", "sp", "pp", "cp", "ep")
-# Ranks along these hold parameters of other names. Along all other axes each rank has each
-# parameter, if only a piece of it.
+# Ranks along these axes hold different parameters. Along all other axes each rank has every
+# parameter, or a piece of it.
 STAGES = ("pp", "ep")
-# Along these a rank computes on a part of each sample: its gradient is a part of a sum.
+# Along these axes a rank computes on a part of each sample, so its gradient is a term of a sum.
 PARTIAL = ("sp", "cp")
-# Together the ranks along these hold one copy of the parameters.
+# The ranks along these axes together hold one copy of the parameters.
 SHARING = ("tp", "dp_shard", "fsdp")
 
 
@@ -28,37 +28,37 @@ SHARING = ("tp", "dp_shard", "fsdp")
 class Layout:
     """The arrangement of a run's ranks.
 
-    `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. `tied` are names
-    of one tensor of which several ranks hold copies.
+    `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. Each of the
+    `tied` has the names of one tensor of which several ranks hold copies.
     """
 
     axes: Mapping[str, int]
     tied: tuple[tuple[str, ...], ...] = ()
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` along each axis."""
+        """Return the position of `rank` along each axis."""
         places: dict[str, int] = {}
         for axis, size in reversed([*self.axes.items()]):
             rank, places[axis] = divmod(rank, size)
         return {axis: places[axis] for axis in self.axes}
 
     def data(self, rank: int) -> tuple[int, ...]:
-        """Return the place of `rank` along the axes of data.
+        """Return the position of `rank` along the DATA axes.
 
-        Ranks at the same place draw the same samples.
+        Ranks at the same position draw the same samples.
         """
         return tuple(place for axis, place in self.coordinates(rank).items() if axis in DATA)
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Return the place of `rank` along all axes but those of stages.
+        """Return the position of `rank` along all axes but the STAGES.
 
-        Ranks at the same place hold the parameters of all names between them.
+        Ranks at the same position together hold all parameters.
         """
         return tuple(place for axis, place in self.coordinates(rank).items() if axis not in STAGES)
 
     @property
     def num_parts(self) -> int:
-        """Number of ranks over which a parameter is to be spread; stages hold others."""
+        """The number of ranks over which each parameter is to be spread."""
         return math.prod(size for axis, size in self.axes.items() if axis in SHARING)
 
     def has(self, names: Iterable[str]) -> bool:
@@ -66,9 +66,9 @@ class Layout:
         return any(self.axes.get(name, 1) > 1 for name in names)
 
     def first_name(self, name: str) -> str:
-        """Return the name that a tensor is compared under: the first one of its tie, if any.
+        """Return the name under which a tensor is compared: the first one of its tie, if any.
 
-        `name` may also be that of optimizer state, `parameter/key`.
+        `name` may also be the name of optimizer state, `parameter/key`.
         """
         parameter, slash, key = name.partition("/")
         firsts = (tie[0] for tie in self.tied if parameter in tie)
@@ -83,7 +83,7 @@ def plain(world_size: int) -> Layout:
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
     """Return `axes` as sizes by name.
 
-    Raises UsageError, led by `where`, if they can't be those of `world_size` ranks.
+    Raises UsageError, led by `where`, if they can't be the axes of `world_size` ranks.
     """
     sizes: dict[str, int] = {}
     for axis, size in axes.items():
@@ -108,7 +108,7 @@ def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, i
 def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
     """Return `tied` as tuples of names.
 
-    Raises UsageError for a tie of fewer than two names, and for a name that stands in two ties.
+    Raises UsageError for a tie of fewer than two names, and for a name that occurs twice.
     """
     ties = tuple(tuple([tie] if isinstance(tie, str) else map(str, tie)) for tie in tied)
     names = [name for tie in ties for name in tie]
@@ -128,8 +128,8 @@ def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
 class Piece:
     """The block of a tensor that a rank holds.
 
-    It has `shape` and begins at `offset` of a tensor of shape `whole`; `ranks` together hold one
-    copy of that tensor.
+    It has `shape`, and begins at `offset` in the whole tensor, which has shape `whole`. The ranks
+    in `ranks` together hold one copy of the whole tensor.
     """
 
     offset: tuple[int, ...]
@@ -143,14 +143,14 @@ class Piece:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """The slices of the whole tensor that it fills."""
+        """The slices of the whole tensor that the piece fills."""
         return tuple(
             slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True)
         )
 
 
 def piece_from(parts: Any) -> Piece:
-    """Return the piece that `to_list` gave; raises ValueError or TypeError for anything else."""
+    """Return the piece that `to_list` wrote; raises ValueError or TypeError for anything else."""
     offset, shape, whole, ranks = (tuple(map(int, part)) for part in parts)
     fits = len(offset) == len(shape) == len(whole) and all(
         begin >= 0 and size >= 0 and begin + size <= full

@@ -1,10 +1,10 @@
 """The file in which one rank of a user's trainer records a run, as the rank writes it.
 
-It is JSON lines: a header, then an event a line. Between the events stand lines on how the ranks
-are arranged, which pieces of tensors this one holds, which buffers follow its own samples, and
+The file is JSON lines: a header, then an event a line. Lines between the events say how the ranks
+are arranged, which pieces of tensors this rank holds, which buffers follow its own samples, and
 whether the optimizer's constants or the compression of gradients have changed. The last line says
-that training came to its end. Each line is written at once, so it stays when the process dies.
-`rank_trace` reads the file back.
+that training ended. Each line is written at once, so it stays when the process dies. `rank_trace`
+reads the file back.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ STACK_SUFFIX = ".stack.txt"  # where the rank stands, if it is asked
 
 
 def line(kind: str, **fields: Any) -> str:
-    """Return a line of the file that is no event."""
+    """Return a line of the file other than an event."""
     return json.dumps({"kind": kind, **fields}) + "\n"
 
 
 class RankFile:
-    """A new file in `folder`, of life `life` of its rank; its stack is to be written to `stack`.
+    """A new file in `folder`, for life `life` of its rank; `stack` is the path for its stack.
 
     A rank that is started again, or observes twice, has a file for each life.
     """
@@ -43,28 +43,28 @@ class RankFile:
         self.note("rank", version=rank_header.VERSION, **header)
 
     def append(self, events: Iterable[trace.Event]) -> None:
-        """Write `events`; a process that is killed now loses none of them."""
+        """Write `events`; none of them is lost if the process is killed afterwards."""
         self._write(trace.dump_events(events).decode())
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Write a line between events; `rank_trace` says which kinds there are."""
+        """Write a line between events; `rank_trace` lists the kinds of these lines."""
         self._write(line(kind, **fields))
 
     def close(self, problem: str = "") -> None:
-        """Write that training is over, by an error if `problem` says so, and write no more."""
+        """Write that training is over, with the error `problem` if any, and close the file."""
         self.note("closed", problem=problem)
         self._file.close()
 
     def _write(self, text: str) -> None:
         if self._file.closed:
-            return  # training is over: what a script tells afterwards is no part of it
+            return  # training is over: later reports of the script don't belong to it
         rest = memoryview(text.encode())
         while rest.nbytes:
             rest = rest[self._file.write(rest) :]
 
 
 def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
-    """Create the file of the rank's next life, and return it with the number of that life."""
+    """Create the file of the rank's next life; return it and the number of that life."""
     for life in count():
         with suppress(FileExistsError):
             return FileIO(folder / f"{rank:05}-{life:03}{SUFFIX}", "x"), life
@@ -72,5 +72,5 @@ def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
 
 
 def environment_rank() -> tuple[int, int]:
-    """Return rank and world size as torchrun sets them; 0 and 1 where it didn't start this."""
+    """Return rank and world size as torchrun sets them, or 0 and 1 without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,6 +1,6 @@
 """The first line of a rank's file: its keys, and the values that each may have.
 
-A file may have been written by anybody: what reads it relies on these types.
+A file may come from anywhere: the code that reads it relies on the types checked here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether `value` can be an optimizer's constant: a number, a list of them, or null."""
+    """Return whether `value` can be an optimizer's constant: number, list of numbers, or null."""
     if isinstance(value, list):
         return all(map(_is_number, value))
     return value is None or _is_number(value)
@@ -52,7 +52,7 @@ def _are_groups(value: Any) -> bool:
 def _is_group(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    # These are computed with; the others are compared.
+    # These must be numbers, as they are computed with; the others are only compared.
     numbers = [value[name] for name in ("lr", "initial_lr") if name in value]
     decay = value.get("weight_decay")
     numbers += [] if decay is None else [decay]
@@ -86,8 +86,8 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return `record` if it is the header of a rank's file of this version.
 
-    Other keys are ignored: a later release may write more. Raises TraceError, led by `where`, for
-    anything else.
+    Other keys are ignored, as a later release may write more. Raises TraceError, led by `where`,
+    for anything else.
     """
     if record.get("kind") != "rank" or record.get("version") != VERSION:
         raise TraceError(f"{where}: no header of a rank's file of version {VERSION}")

@@ -22,7 +22,7 @@ from entrenar_py.rank_files.rank_file import SUFFIX, line
 from entrenar_py.trace import records
 from entrenar_py.untrusted import files
 
-# What a judge needs is all in memory: ten times what 1000 steps of 300 tensors take.
+# A check has the whole run in memory. This is ten times the size of 1000 steps of 300 tensors.
 FILE_BYTES_MAX = 2**30
 EVENTS_MAX = 2**20
 
@@ -34,14 +34,14 @@ _CLOSED_WELL = line("closed", problem="").encode()
 class RankTrace:
     """The record of one rank in its `life`, 0 for its first one.
 
-    - `header`: how it was launched, and what it declared.
+    - `header`: how the rank was launched, and what it declared.
     - `events`: in the order in which they were written.
-    - `ended`: training came to its end; `problem` is the error it ended by, "" for none.
-    - `layout`: how the ranks are arranged, None where it didn't say.
-    - `pieces`: by name, the place of each tensor of which it holds a part.
-    - `local`: buffers that follow its own samples, None where that isn't known.
-    - `changed`: the optimizer's constants are not those of the header; learning rates aside.
-    - `compression`: the format in which gradients were sent, "" for their own.
+    - `ended`: training came to its end; `problem` is the error that ended it, "" for none.
+    - `layout`: how the ranks are arranged, None if the file doesn't say.
+    - `pieces`: by name, the place of each tensor of which the rank holds a part.
+    - `local`: buffers that follow the rank's own samples, None if unknown.
+    - `changed`: the optimizer's constants, except learning rates, differ from the header.
+    - `compression`: the format in which gradients were sent, "" if uncompressed.
     """
 
     life: int
@@ -64,8 +64,8 @@ class RankTrace:
 def load(path: Path) -> RankTrace:
     """Read the file of one rank, a line in memory at a time.
 
-    A last line that was cut off when its writer died is left out. Raises TraceError, with the line,
-    for what no rank wrote, and for more than FILE_BYTES_MAX or EVENTS_MAX.
+    An incomplete last line, cut off when its writer died, is left out. Raises TraceError, with the
+    line's number, for a line that no rank writes, and for more than FILE_BYTES_MAX or EVENTS_MAX.
     """
     life = life_of(path)
     try:
@@ -77,7 +77,7 @@ def load(path: Path) -> RankTrace:
 
 
 def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
-    """Return the record that the whole of `file` holds; errors name the line by its number."""
+    """Return the record in `file`; errors name the number of the line."""
     rank: RankTrace | None = None
     events: list[trace.Event] = []
     for number, text in enumerate(files.lines(file), start=1):
@@ -130,11 +130,11 @@ def _layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
         pieces = {name: layout.piece_from(parts) for name, parts in record["pieces"].items()}
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(f"layout can't be read ({error!r})") from error
-    rank.pieces.update(pieces)  # in place: a file may have a line for each of very many
+    rank.pieces.update(pieces)  # in place: a file may have a line for each of many pieces
     return replace(rank, layout=arranged)
 
 
-# Kind of a line that is no event -> the rank's record with what the line says.
+# Kind of a line other than an event -> function that adds the line's content to the record.
 _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "closed": lambda rank, record: replace(
         rank, ended=True, problem=str(record.get("problem", ""))
@@ -149,7 +149,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
 def life_of(path: Path) -> int:
     """Return which life of its rank a file is of, from 0.
 
-    Raises TraceError for a file that isn't named as ranks name theirs.
+    Raises TraceError if the file isn't named as ranks name their files.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -161,9 +161,9 @@ def life_of(path: Path) -> int:
 
 
 def is_closed(path: Path) -> bool:
-    """Return whether the rank has said that training is over, and by no error.
+    """Return whether the rank has recorded that training ended without an error.
 
-    Reads the end of the file alone.
+    Reads only the end of the file.
     """
     try:
         with files.open_file(path) as file:

@@ -1,4 +1,4 @@
-"""The scenario and the traits that the files of a run's ranks show it had."""
+"""The scenario and the traits of a run, as its ranks' files show them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Up
 from entrenar_py.trace.traits import CONSTANTS
 
 SYSTEM = "command"
-# torch.optim's optimizers whose rule is known to the checks, and the one in a scenario's words.
+# torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
 
@@ -25,7 +25,7 @@ def of(
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits of a run of `world_size` ranks.
 
-    Its seed is 0, as no file tells it. `events` are what `assembly.ordered` gives for `ranks`.
+    The seed is 0, as no file has it. `events` are the result of `assembly.ordered` for `ranks`.
     """
     header: Mapping[str, Any] = ranks[0].header if ranks else {}
     shards = [event for event in events if isinstance(event, Shard)]
@@ -63,7 +63,7 @@ def trace_of(
     traits: Traits,
     ending: tuple[str, str],
 ) -> Trace:
-    """Return the trace of a run whose end had a status and a reason, as in `ending`."""
+    """Return the trace of a run; `ending` is the status and the reason of its end."""
     status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
     numbered = assembly.numbered(
@@ -85,8 +85,8 @@ def trace_of(
 
 
 def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what differs from the usual in how samples are drawn and computed."""
-    # Gradients are recorded as they are applied: a step is no sign of how they were clipped.
+    """Return the unusual traits of how samples are drawn and computed."""
+    # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
     traits: dict[str, Any] = {"clipping": "other"}
     traits |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
     if any(rank.layout is not None for rank in ranks):
@@ -104,10 +104,10 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
 def _optimizer(
     ranks: Sequence[RankTrace], header: Mapping[str, Any], updates: Sequence[Update]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a scenario's fields on the optimizer in `header`, and the traits that are unusual.
+    """Return the scenario's fields for the optimizer in `header`, and its unusual traits.
 
-    `rule: other` where no check knows what the optimizer makes of a gradient, `schedule: other`
-    where the learning rate changes, `decay: coupled` where decay is a part of the gradient.
+    `rule: other` if no check knows how it applies a gradient, `schedule: other` if the learning
+    rate changes, `decay: coupled` if weight decay is added to the gradient.
     """
     groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
     name, first = header.get("optimizer", ""), groups[0]
@@ -137,7 +137,7 @@ def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
 def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of a parameter group that differ from the usual ones.
 
-    Where one is nothing that torch.optim would take, no check knows the rule.
+    If torch.optim would not accept one of them, no check knows the rule.
     """
     constants = {name: group[name] for name in CONSTANTS if name in group}
     if isinstance(constants.get("nesterov"), int):
@@ -165,7 +165,7 @@ def _has_changed(ranks: Sequence[RankTrace]) -> bool:
 
 
 def _declared(rank: RankTrace) -> str:
-    """Return as text the optimizer that a rank declared when it began, but for its rates."""
+    """Return as text the optimizer that a rank declared at its start, without learning rates."""
     groups: Sequence[Mapping[str, Any]] = rank.header.get("groups") or ()
     constants = [[group.get(name) for name in (*CONSTANTS, "weight_decay")] for group in groups]
     return json.dumps([rank.header.get("optimizer", ""), constants])

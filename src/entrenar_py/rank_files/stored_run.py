@@ -1,6 +1,6 @@
-"""A run of which nothing but its ranks' files is left: one trace of it.
+"""The trace of a run of which only its ranks' files are left.
 
-Nothing watched it end: what is known of that is what its ranks wrote.
+No process observed the end of the run, so its ending is known only from those files.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from entrenar_py.untrusted import escaping
 
 
 def load(files: Iterable[Path]) -> trace.Trace:
-    """Return the trace of the run whose ranks' files these are, each in each of its lives.
+    """Return the trace of the run whose ranks' files these are, one for each life of a rank.
 
-    It ends `failed` where a rank is missing or came to no end. Raises TraceError for a file that
-    no rank wrote.
+    It ends `failed` if a rank is missing, or didn't come to its end. Raises TraceError for a file
+    that no rank wrote.
     """
     ranks = [rank_trace.load(path) for path in sorted(files)]
     events = assembly.ordered(ranks)
@@ -32,18 +32,18 @@ def load(files: Iterable[Path]) -> trace.Trace:
 
 
 def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:
-    """Return `scenario` with what went wrong on purpose, and where it was stopped and resumed."""
+    """Return `scenario` with the planted faults, and the steps where it was stopped and resumed."""
     injected = [event.fault for event in events if isinstance(event, Injected)]
     faults = tuple(dict.fromkeys(Fault.from_dict(fault) for fault in injected))
     begun = {event.step for event in events if isinstance(event, Start)}
     stops = sorted(step for step in begun if 0 < step < scenario.num_steps)
-    # A rank that was killed, or halted, before a step has not made it, and was to make it.
+    # A rank that was killed or halted did not make the step of the fault, but it was planned.
     num_steps = max([scenario.num_steps, *((fault.step or 0) + 1 for fault in faults)])
     return scenario.with_(faults=faults, num_steps=num_steps, stops=() if faults else tuple(stops))
 
 
 def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
-    """Return how the run ended, and why, as far as the files tell."""
+    """Return how the run ended, and why, as far as the files show."""
     if len(world_sizes) > 1:
         sizes = ", ".join(map(str, world_sizes))
         return "failed", f"files of runs with {sizes} workers: keep each run in a folder of its own"

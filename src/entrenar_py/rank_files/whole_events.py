@@ -1,6 +1,6 @@
 """The events of one life of all ranks, each with the tensors of the whole model.
 
-Ranks may hold a model in pieces, in stages, or share micro-batches: a `Layout` says how.
+Ranks may hold a model in pieces or in stages, or share micro-batches. A `Layout` says which.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from entrenar_py.rank_files.whole_tensors import Ranks
 from entrenar_py.trace import Event, Shard, Start, Update
 
 State = TypeVar("State", Start, Update)
-_IN_PIECES = ("weights", "optimizer", "buffers", "gradient")  # fields that ranks hold so
+_IN_PIECES = ("weights", "optimizer", "buffers", "gradient")  # fields that may be in pieces
 
 
 def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
-    """Return the layout that any rank declares; None where none does."""
+    """Return the first layout that a rank declares; None if none does."""
     return next((rank.layout for rank in ranks if rank.layout is not None), None)
 
 
 def of_life(life: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of one life of all ranks, in no order of steps."""
+    """Return the events of one life of all ranks, not ordered by step."""
     events = [event for rank in life for event in rank.events]
     layout = layout_of(life)
     if layout is None:
@@ -84,7 +84,7 @@ def _update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout: Layo
 
 
 def _of_replica(rank: int, by_rank: Mapping[int, State], layout: Layout) -> list[State]:
-    """Return the events of the ranks that hold the model together with `rank`."""
+    """Return the events of the ranks that together with `rank` hold one copy of the model."""
     replica = layout.replica(rank)
     return [event for other, event in sorted(by_rank.items()) if layout.replica(other) == replica]
 
@@ -92,7 +92,7 @@ def _of_replica(rank: int, by_rank: Mapping[int, State], layout: Layout) -> list
 def _tensors(
     rank: int, by_rank: Mapping[int, State], ranks: Ranks, layout: Layout
 ) -> dict[str, Any]:
-    """Return by field the tensors of the whole model, as `rank` sees them."""
+    """Return by field the tensors of the whole model, as `rank` has them."""
     return {
         part: whole_tensors.seen_by(
             rank, {other: getattr(event, part) for other, event in by_rank.items()}, ranks, layout
@@ -103,7 +103,7 @@ def _tensors(
 
 
 def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | None]:
-    """Return the norms of a whole gradient: `norm`, and what clipping left of it on a rank."""
+    """Return the norms of a whole gradient: `norm`, and that norm scaled as a rank clipped it."""
     kept = [
         update.applied_norm / update.grad_norm
         for update in updates
@@ -116,9 +116,9 @@ def _norms(updates: Sequence[Update], norm: float | None) -> dict[str, float | N
 
 
 def _shared(ranks: Ranks, layout: Layout) -> list[Event]:
-    """Return one Shard for each micro-batch of the ranks that draw the same samples.
+    """Return one Shard for each micro-batch of ranks that draw the same samples.
 
-    A rank that drew others than the first of them has a Shard of its own next to theirs.
+    If a rank drew other samples than the first of these ranks, it has a Shard of its own, too.
     """
     parts: dict[Any, dict[int, Shard]] = defaultdict(dict)
     for rank in sorted(ranks):
@@ -131,7 +131,7 @@ def _micro_batches(rank: RankTrace, layout: Layout) -> list[Shard]:
     shards = [event for event in rank.events if isinstance(event, Shard)]
     if not layout.has(["pp"]):
         return shards
-    # A pipeline's schedule cuts a batch further, as no sampler knows: a step is one.
+    # A pipeline's schedule splits a batch further, unknown to samplers: a step is one micro-batch.
     by_step: dict[int, list[Shard]] = defaultdict(list)
     for shard in shards:
         by_step[shard.step].append(shard)
@@ -139,7 +139,7 @@ def _micro_batches(rank: RankTrace, layout: Layout) -> list[Shard]:
 
 
 def _joined(shards: Sequence[Shard]) -> Shard:
-    """Return all that a rank computed in a step as one micro-batch."""
+    """Return all micro-batches that a rank computed in a step as one."""
     losses = [shard for shard in shards if shard.loss_sum is not None]
     return replace(
         shards[0],

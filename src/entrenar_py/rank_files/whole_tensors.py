@@ -18,8 +18,8 @@ Ranks = Mapping[int, RankTrace]
 def seen_by(rank: int, held: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the tensors of the whole model as `rank` has them.
 
-    These are what it holds itself, made whole, and what only ranks of other stages hold. A tensor
-    of which a piece is missing is left out.
+    These are the rank's own tensors, made whole, and tensors that only ranks of other stages hold.
+    A tensor with a missing piece is left out.
     """
     tensors: dict[str, TensorRecord] = {}
     replica = layout.replica(rank)
@@ -33,9 +33,9 @@ def seen_by(rank: int, held: Held, ranks: Ranks, layout: Layout) -> Tensors:
 def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> Tensors:
     """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
-    Ranks of one stage hold copies of it, and the first one's counts; those of several stages hold
-    terms, which are added. It is empty where ranks compute on parts of samples: a term can't be
-    told from a copy there.
+    Ranks of one stage hold copies of it, of which the first is taken. Ranks of several stages hold
+    terms, which are added. The result is empty if ranks compute on parts of samples, as a term
+    can't be told from a copy then.
     """
     if layout.has(PARTIAL):
         return {}
@@ -48,7 +48,7 @@ def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> 
 
 
 def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
-    """Return what `rank` holds, each tensor whole, without those of which a piece is missing."""
+    """Return the tensors of `rank`, each made whole, without those with a missing piece."""
     tensors = {name: _whole(name, rank, held, ranks) for name in held.get(rank, {})}
     return {name: record for name, record in tensors.items() if record is not None}
 
@@ -56,7 +56,7 @@ def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
 def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
     """Return `tensors` with tied ones under the first name of their tie.
 
-    A tensor keeps its own name where the first name is there, too.
+    A tensor keeps its own name if a tensor of that first name is there, too.
     """
     return {
         name if layout.first_name(name) in tensors else layout.first_name(name): record
@@ -75,7 +75,7 @@ def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
 
 
 def norm(tensors: Tensors) -> float | None:
-    """Return the L2 norm of all tensors together; None where values are unknown."""
+    """Return the L2 norm of all tensors together; None if some values are unknown."""
     values = [record.values() for record in tensors.values()]
     squares = [float(np.square(v, dtype=np.float64).sum()) for v in values if v is not None]
     return math.sqrt(math.fsum(squares)) if len(squares) == len(values) else None
@@ -92,7 +92,7 @@ def _sum(records: Sequence[TensorRecord]) -> TensorRecord | None:
 
 
 def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | None:
-    """Return a tensor of which `rank` holds all, or a piece; None where a piece is missing."""
+    """Return a tensor of which `rank` holds all or a piece; None if a piece is missing."""
     piece = ranks[rank].pieces.get(name)
     if piece is None:
         return held[rank][name]
@@ -107,7 +107,7 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
             return None
         parts.append((part.place, values.reshape(part.shape)))
     if sum(values.size for _, values in parts) < math.prod(piece.whole):
-        return None  # before there is room for it: a file may say any size
+        return None  # before memory is allocated: a file may give any size
     own = held[rank][name].values()
     whole = np.zeros(piece.whole, np.float32 if own is None else own.dtype)
     known = np.zeros(piece.whole, bool)
