@@ -1,4 +1,4 @@
 """A project's configuration: `[tool.entrenar-check]` in pyproject.toml, or entrenar-check.toml.
 
-Finds the file, reads it with the place of every problem, and lays it below the command line.
+Finds the file, reads it with the place of every problem, and merges it with the command line.
 """

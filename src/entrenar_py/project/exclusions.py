@@ -1,4 +1,4 @@
-"""Applies a configuration's exclusions to a contract: which clauses it leaves out today."""
+"""Apply a configuration's exclusions to a contract: which clauses are left out today."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from entrenar_py.reports.report import Excluded, NotApplying
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """The clauses that are left to try, and what becomes of the others. `notes` are by the ids of
-    clauses that are tried though the configuration names them.
+    """The clauses that are tried (`selected`), and the clauses that are left out.
+
+    `notes` has, by id, a text on each clause that is tried though the configuration excludes it.
     """
 
     selected: tuple[Invariant, ...]
@@ -33,8 +34,8 @@ def apply(
 ) -> Standing:
     """Apply `exclusions` to the clauses that were selected.
 
-    Those that were `asked` for by their ids on the command line are tried all the same. `today` is
-    this machine's date, unless given.
+    Clauses whose ids were given on the command line (`asked`) are tried all the same. `today` is
+    this machine's date by default.
     """
     day = today or datetime.date.today()
     by_clause = {one.clause: one for one in exclusions}
@@ -72,7 +73,7 @@ def apply(
 
 
 def require_known(exclusions: Sequence[Exclusion], ids: Collection[str]) -> None:
-    """Return if each names a clause of a contract, none twice; else raise ContractError."""
+    """Raise ContractError if an exclusion names an unknown clause, or one excluded twice."""
     problems = Problems()
     seen: dict[str, Exclusion] = {}
     for exclusion in exclusions:

@@ -1,6 +1,6 @@
-"""Makes a command that trains into one that can be checked: each change is told.
+"""Turn a command that trains into a command that can be checked, and report each change.
 
-Nothing is run. What may be another training (micro-batches, clipping) is pointed out, not changed.
+Nothing is run. Options that may change the training (micro-batches, clipping) are only reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from entrenar_py.project import launchers
 from entrenar_py.project import script as scripts
 from entrenar_py.project.script import Script
 
-# Placeholder -> the names of options, without dashes, that usually hold what it stands for.
+# Placeholder -> names of options, without dashes, that usually take its value.
 _PLACES = {
     "steps": (
         *("steps", "max_steps", "num_steps", "n_steps", "total_steps", "train_steps"),
@@ -27,7 +27,7 @@ _PLACES = {
     ),
     "seed": ("seed", "random_seed", "manual_seed"),
 }
-# The same for knobs: turning one must leave the training as it is, which no name can promise.
+# The same for knobs, which are only suggested, as a name can't promise that training is the same.
 _KNOBS = {
     "accumulation": (
         *("accumulation", "grad_accum", "gradient_accumulation_steps", "accum_steps"),
@@ -44,8 +44,9 @@ _WORKERS_MAX = 64
 
 @dataclass
 class Guess:
-    """`command` with its placeholders, `folder` where it will run. `taken` are the guesses, `look`
-    what only its author can say.
+    """The `command` with its placeholders, and the `folder` where it will run.
+
+    `taken` are the guesses that were made. `look` are questions that only the author can answer.
     """
 
     command: list[str]
@@ -57,7 +58,7 @@ class Guess:
 
 
 def guess(command: Sequence[str], folder: Path) -> Guess:
-    """Return what is made of `command`, which is to run in `folder`."""
+    """Return `command`, which will run in `folder`, with the placeholders that can be guessed."""
     found = Guess(command=launchers.split(command), folder=folder)
     if launchers.sets_variable(found.command):
         found.command.insert(0, "env")
@@ -96,7 +97,7 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
 
 
 def _guess_workers(found: Guess, end: int) -> None:
-    """Puts {world_size} where the launcher, among the words before `end`, is told how many."""
+    """Put {world_size} where the launcher, among the words before `end`, takes that number."""
     command = found.command
     found.restarts = _restarts(command, end)
     nodes = launchers.num_nodes(command, end)
@@ -128,7 +129,7 @@ def _guess_workers(found: Guess, end: int) -> None:
 
 
 def _restarts(command: Sequence[str], end: int) -> bool:
-    """Return whether the launcher is told to start ranks again."""
+    """Return whether the launcher is told to restart ranks."""
     for at, word in enumerate(command[:end]):
         name, _, value = word.partition("=")
         if name in _RESTARTS:
@@ -137,14 +138,14 @@ def _restarts(command: Sequence[str], end: int) -> bool:
 
 
 def _guess_options(found: Guess, script: Script, name: str) -> None:
-    """Put in what the script is told by its own options; name what a person has to look at."""
+    """Put in placeholders for the script's own options; list what a person has to look at."""
     _put_placeholders(found, script, name)
     _tell_of_steps_and_folders(found, script, name)
     _tell_of_knobs(found, script)
 
 
 def _put_placeholders(found: Guess, script: Script, name: str) -> None:
-    """Put in each placeholder for which one option's name leaves no doubt."""
+    """Put in each placeholder for which exactly one of the script's options fits by name."""
     known = (*script.options, *(one for one in _given(found.command) if one not in script.options))
     for placeholder, names in _PLACES.items():
         told = "{" + placeholder + "}"
@@ -165,7 +166,7 @@ def _put_placeholders(found: Guess, script: Script, name: str) -> None:
 
 
 def _tell_of_steps_and_folders(found: Guess, script: Script, name: str) -> None:
-    """Name what no option was seen for: how many steps to make, and where to save."""
+    """Report if no option was found for the number of steps, or for the folder to save to."""
     if not any("{steps}" in word for word in found.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         told = f"; {epochs[0]} counts epochs: make these few" if epochs else ""
@@ -181,7 +182,7 @@ def _tell_of_steps_and_folders(found: Guess, script: Script, name: str) -> None:
 
 
 def _tell_of_knobs(found: Guess, script: Script) -> None:
-    """Name the options that another number of workers, or a knob, asks about."""
+    """Report the options that matter when the number of workers, or a knob, changes."""
     batches = [one for one in script.options if "batch_size" in _plain(one)]
     if batches:
         found.look.append(
@@ -198,7 +199,7 @@ def _tell_of_knobs(found: Guess, script: Script) -> None:
 
 
 def _given(command: Sequence[str]) -> list[str]:
-    """The options behind the script, some of which it may read without argparse."""
+    """Return the options after the script, some of which it may read without argparse."""
     words = command[launchers.script(command, Path())[0] + 1 :]
     return list(dict.fromkeys(word.partition("=")[0] for word in words if word[:2] == "--"))
 

@@ -1,4 +1,4 @@
-"""`entrenar-check init`: writes a configuration, and says what was guessed and what to look at."""
+"""`entrenar-check init`: write a configuration, and report what was guessed and must be checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Writes the configuration of the current folder; 0. Raises UsageError where it can't."""
+    """Write the configuration of the current folder and return 0; raises UsageError if it can't."""
     own, command = split(arguments)
     given = _parser().parse_args(own)
     folder = Path.cwd()
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _file(folder: Path) -> tuple[Path, str | None]:
-    """Return where to write, and what is there already; UsageError for a configuration."""
+    """Return the path to write to and its text so far; raises UsageError if already configured."""
     for name in (location.OWN, location.SHARED):
         path = folder / name
         if not path.exists():
@@ -88,7 +88,7 @@ def _file(folder: Path) -> tuple[Path, str | None]:
 
 
 def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
-    """The keys, each with what a reader has to know of it."""
+    """Return the lines of the keys, with a comment where a reader needs one."""
     lines = [
         f"# Written by `{PROG} {NAME}`; all keys: docs/configuration.md of entrenar-py.",
         f"contract = {_toml(list(chosen) if len(chosen) > 1 else chosen[0])}",
@@ -112,7 +112,7 @@ def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """A text where that reads well, else a list of words."""
+    """Return the TOML value of a command: one text if it is short enough, else a list of words."""
     text = _typed(words)
     if len(text) <= _LINE_CHARS_MAX:
         return _toml(text)
@@ -125,12 +125,12 @@ def _typed(words: Sequence[str]) -> str:
 
 
 def _toml(value: str | list[str]) -> str:
-    """A string, or a list of such, whose escapes are those of JSON but for one character."""
+    """Return a string or a list of strings in TOML: as in JSON, but for one character's escape."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
-    """Adds `lines` at the end of the file, with its line ends; what is there stays as it is."""
+    """Append `lines` to the file with the line ends that it has; its content stays as it is."""
     end = "\r\n" if before and "\r\n" in before else "\n"
     text = end.join("\n".join(lines).split("\n")) + end
     if before:
@@ -155,7 +155,7 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
 
 
 def _tell(path: Path, found: Guess | None) -> None:
-    """Says what was written, what was guessed, and what its author has to look at."""
+    """Print what was written, what was guessed, and what the author has to look at."""
     shared = path.name == location.SHARED
     printing.say(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
     if found is None:

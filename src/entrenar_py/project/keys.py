@@ -1,7 +1,7 @@
-"""The keys of a configuration: what each holds and means. `reading` reads them, the docs show them.
+"""The keys of a configuration: type and meaning of each. `reading` reads them, the docs show them.
 
-A key is named as the option that it stands for, without the dashes; `options.parser` says what its
-value may be. Few have no option: `command`, `exclude`.
+A key is named as the option that it stands for, without the dashes, and takes the values that
+`options.parser` allows. A few have no option, such as `command` and `exclude`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Form -> what a value of it is, in words.
+# Form -> a description of its values.
 HOLDS: Mapping[str, str] = {
     "text": "text",
     "texts": "text, or list of texts",
@@ -30,7 +30,7 @@ HOLDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Key:
-    """`form` names a row of HOLDS; `usual` is what holds where the key is left out."""
+    """A key: `form` names a row of HOLDS, and `usual` is the default."""
 
     form: str
     usual: str
@@ -92,7 +92,7 @@ KEYS: Mapping[str, Key] = {
     "quiet": Key("flag", "`false`", "show only what did not hold"),
 }
 
-# Of one entry of `exclude`.
+# The keys of an entry of `exclude`.
 EXCLUSION: Mapping[str, Key] = {
     "clause": Key("texts", "required", "ids of clauses"),
     "reason": Key("text", "required", "why; every report repeats it"),
@@ -108,7 +108,7 @@ EXCLUSION: Mapping[str, Key] = {
         '`"not-applicable"`: the clause says nothing of this trainer, ever; it has no end date',
     ),
 }
-# Of one entry of `suppress`.
+# The keys of an entry of `suppress`.
 SUPPRESSION: Mapping[str, Key] = {
     "rule": Key("text", "required", "the id of the rule"),
     "file": Key("text", "all", "the contract: its name, the end of its path, or a pattern"),

@@ -1,4 +1,4 @@
-"""What starts the workers of a command: torchrun, accelerate, mpirun, srun and others like them."""
+"""The programs that start a command's workers: torchrun, accelerate, mpirun, srun and others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 _TORCH = ("--nproc_per_node", "--nproc-per-node")
 _ACCELERATE = ("--num_processes", "--num-processes")
 _MPI = ("-n", "-np", "--np")
-# Launcher -> its options for the number of workers, the first of which is added where none is.
+# Launcher -> its options for the number of workers; if none is given, the first one is added.
 _OPTIONS = {
     "torchrun": _TORCH,
     "torch.distributed.run": _TORCH,
@@ -32,7 +32,7 @@ _MODULE = ("-m", "--module")
 
 
 def split(command: Sequence[str]) -> list[str]:
-    """Return the words of a command that is given as one text, as it would stand in a shell."""
+    """Return the words of a command; one given as a single text is split as in a shell."""
     if len(command) == 1 and len(command[0].split()) > 1 and shutil.which(command[0]) is None:
         try:
             return shlex.split(command[0])
@@ -42,19 +42,19 @@ def split(command: Sequence[str]) -> list[str]:
 
 
 def sets_variable(command: Sequence[str]) -> bool:
-    """Return whether it begins as in a shell, with the value of an environment variable."""
+    """Return whether the command begins with `NAME=value`, as it may in a shell."""
     return _VARIABLE.match(command[0]) is not None
 
 
 def is_for_shell(command: Sequence[str]) -> bool:
-    """Return whether a shell is given all of it as one text (`sh -c TEXT`)."""
+    """Return whether the command gives its whole text to a shell (`sh -c TEXT`)."""
     return Path(command[0]).name in _SHELLS and any(
         re.fullmatch(r"-[a-z]*c", word) for word in command[1:-1]
     )
 
 
 def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Return where the script or module stands, and its file; behind the end if there is none."""
+    """Return the index of the script or module and its file; the index is the length if none."""
     for at, word in enumerate(command):
         if word.endswith(".py"):
             return at, folder / word
@@ -66,7 +66,7 @@ def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
 
 
 def launcher(command: Sequence[str], end: int) -> tuple[int, Sequence[str]] | None:
-    """Return the place of the launcher next to the script, which is at `end`, and its options."""
+    """Return the index of the launcher nearest to the script at `end`, and its options."""
     for at in reversed(range(end)):
         options = _OPTIONS.get(Path(command[at]).name)
         if options is None or (command[at] == "launch" and _before(command, at) != "accelerate"):
@@ -87,7 +87,7 @@ def replace(
     start: int = 0,
     end: int | None = None,
 ) -> str | None:
-    """Give the first of `options` in the command the value `text`; what it was, or None."""
+    """Set the first of `options` in the command to `text`; return its old value, or None."""
     for at in range(start, len(command) if end is None else end):
         name, equals, value = command[at].partition("=")
         short = re.fullmatch(r"(-[a-z])(\d+)", command[at])  # -n2
@@ -104,6 +104,6 @@ def replace(
 
 
 def num_nodes(command: Sequence[str], end: int) -> str | None:
-    """Return how many machines the launcher is told to use, where these are several."""
+    """Return the number of machines that the launcher is to use, or None if it is one."""
     told = replace(list(command), ("--nnodes", "--num_machines", "--nodes"), "", end=end)
     return None if told in (None, "1", "1:1") else told

@@ -1,6 +1,6 @@
-"""Finds a project's configuration: from the current folder upwards, as far as the project.
+"""Find a project's configuration: from the current folder upwards, up to the project's root.
 
-Imports nothing heavy: a command line without a configuration pays for a few calls of the system.
+Imports nothing heavy, so that a call without a configuration costs only a few system calls.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ROOT_MARKS = (".git", ".hg", ".svn", ".jj")  # above such a folder another proje
 
 
 def find(start: Path) -> Path | None:
-    """The configuration that counts in the folder `start`; None if there is none.
+    """Return the configuration that applies in the folder `start`, or None if there is none.
 
     That is the first entrenar-check.toml, or pyproject.toml with a table for this command, in
-    `start` or a folder above it, up to the root of a repository. Raises UsageError where a folder
-    has both, and for a file above `start` that belongs to another user: it names a command to run.
+    `start` or a folder above it, up to the root of a repository. Raises UsageError if a folder has
+    both, and if another user owns a file above `start`: it can name a command to run.
     """
     for folder in (start, *start.parents):
         found = [path for path in (folder / OWN, folder / SHARED) if _counts(path)]
@@ -42,7 +42,7 @@ def find(start: Path) -> Path | None:
 
 
 def read(path: Path) -> str:
-    """The text of a configuration; UsageError if it is no regular file, too large or no UTF-8."""
+    """Return a configuration's text; UsageError if no regular file, too large, or not UTF-8."""
     try:
         with files.open_file(path, bytes_max=BYTES_MAX) as file:
             return file.read(BYTES_MAX).decode("utf-8")
@@ -53,7 +53,7 @@ def read(path: Path) -> str:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The tables of a TOML text; ValueError, which ends with the place, for what is none."""
+    """Return the tables of a TOML text; raises ValueError, ending with the place, if invalid."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -67,9 +67,9 @@ def parse(text: str) -> dict[str, Any]:
 def _counts(path: Path) -> bool:
     """Return whether `path` configures this command.
 
-    A pyproject.toml that can't be read may be of no concern here; one that names this command and
-    is no TOML is: reading it says what is wrong. So does reading a file of this command's own name
-    that is a pipe, a folder or a link to itself.
+    A pyproject.toml that can't be read is ignored. If it is not valid TOML but contains this
+    command's name, it counts, so that reading it reports the error. For the same reason a file with
+    this command's own name counts even if it is a pipe, a folder or a link to itself.
     """
     try:
         if path.name == OWN:

@@ -1,4 +1,4 @@
-"""The configuration laid below a command line: what was typed wins."""
+"""Merge the configuration with the command line: options that were typed take precedence."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from entrenar_py.options import modes, outputs
 from entrenar_py.project import location
 
 SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a workflow; elsewhere its reports have no reader
-# What chooses a trainer of this package: typed, it puts the configuration's command aside.
+# The option that chooses a trainer of this package, instead of the configuration's command.
 _CHOOSES = "system"
 
 
 def configured(typed: argparse.Namespace) -> argparse.Namespace:
-    """Return `typed` with the configuration's values where nothing was typed.
+    """Return `typed` with the configuration's values for options that were not typed.
 
-    `project` becomes the configuration, None where there is none; `used` the keys that count in
-    this call, `overruled` those that would have, had nothing been typed. Raises ContractError for a
-    wrong configuration, UsageError for options that don't go together.
+    `project` is set to the configuration, or None; `used` to its keys that have an effect in this
+    call; `overruled` to those that were typed instead. Raises ContractError for an invalid
+    configuration, UsageError for options that don't go together.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
     path = _path(typed)
@@ -40,7 +40,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
 
 
 def _take_command(typed: argparse.Namespace) -> str:
-    """Make the configuration's command the mode, if nothing else is; return what to call that."""
+    """Make the configuration's command the mode if none was typed; return its name, or ""."""
     project = typed.project
     if not project.command or typed.mode is not None or _CHOOSES in typed.typed:
         return ""
@@ -53,7 +53,7 @@ def _take_command(typed: argparse.Namespace) -> str:
 
 
 def located(error: UsageError, given: argparse.Namespace) -> EntrenarError:
-    """Return `error` with its place, if the configuration gave the value that is wrong."""
+    """Return `error` with its place in the configuration, if the wrong value is from there."""
     if error.field.replace("_", "-") not in given.used:
         return error
     return ContractError([f"{given.project.places[error.field]}: error: {error}"])
@@ -72,7 +72,7 @@ def _path(typed: argparse.Namespace) -> Path | None:
 
 
 def _lay_below(typed: argparse.Namespace) -> None:
-    """Set each option that was not typed and has an effect in this mode."""
+    """Set each option that was not typed, and that has an effect in this mode."""
     project, mode = typed.project, typed.mode
     used: list[str] = []
     overruled: list[str] = []

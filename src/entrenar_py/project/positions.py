@@ -1,6 +1,6 @@
-"""Finds the place of each key and element of a TOML text. `tomllib` reads, but gives no places.
+"""Find the place of each key and element of a TOML text, which `tomllib` doesn't report.
 
-Takes for granted that `tomllib` has read the text: what is wrong with it is not seen here.
+The text must be one that `tomllib` has read: errors in it are not detected here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Mapping
 
-# Keys of tables and numbers of elements, from the root.
+# Keys of tables and indices of elements, from the root.
 Path = tuple[str | int, ...]
 Place = tuple[int, int]  # line and column, both from 1
 
@@ -27,7 +27,7 @@ _STRINGS = (
 
 
 def scan(text: str) -> Mapping[Path, Place]:
-    """Path -> where it stands: a key, a table's last key in its header, an element of an array."""
+    """Return path -> place of each key (in a table's header, of the last one) and array element."""
     return _Scan(text).places
 
 
@@ -51,7 +51,7 @@ class _Scan:
         return self._at
 
     def _take(self, *patterns: re.Pattern[str]) -> str:
-        """Take what one of `patterns` matches here; a character that none does is passed over."""
+        """Take and return what one of `patterns` matches here; if none does, skip a character."""
         for pattern in patterns:
             if found := pattern.match(self._text, self._at):
                 self._at = found.end()
@@ -90,7 +90,7 @@ class _Scan:
         self._value(path)
 
     def _keys(self) -> list[tuple[str, int]]:
-        """The parts of a dotted key, each with where it stands."""
+        """Return the parts of a dotted key, each with its offset in the text."""
         keys = []
         while True:
             start = self._skip(_SPACE)

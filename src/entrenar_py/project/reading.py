@@ -1,4 +1,4 @@
-"""A configuration read: every key known and of its type, all problems at once, by place."""
+"""Read a configuration: check all keys and their types, report all problems with their places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entrenar_py.project import location, positions, tables
 from entrenar_py.project.keys import HOLDS, KEYS
 from entrenar_py.project.tables import Exclusion, Table
 
-# A key that no option stands for has a reader of its own, and a field of Project, by its form.
+# Form -> the reader of keys without an option; each of these keys has a field of Project.
 _PARTS: Mapping[str, Callable[[Table, str, Any], Any]] = {
     "command": tables.command,
     "knobs": tables.knobs,
@@ -31,9 +31,10 @@ _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A configuration. `values` are by the names that parsed options have (`world_size`),
-    as these have them; paths in them are seen from the current folder. `places` says where each
-    stands. `folder` is the file's, `command` empty where it names none.
+    """A configuration as it was read, from a file in `folder`; `command` is empty if it has none.
+
+    `values` are keyed by the names of parsed options (`world_size`), and paths in them are relative
+    to the current folder. `places` has the place of each.
     """
 
     place: Position
@@ -88,7 +89,7 @@ def _undecodable(file: str, text: str, message: str) -> str:
 
 
 def _project(table: Table, keys: Mapping[str, Any], folder: Path) -> Project:
-    """Read every key; where one is wrong the problem is noted, and the rest read."""
+    """Read every key; a key with a wrong value is reported as a problem and left out."""
     table.require_known(keys, KEYS)
     options = {action.dest: action for action in parser.build()._actions}
     values: dict[str, Any] = {}
@@ -110,12 +111,12 @@ def _project(table: Table, keys: Mapping[str, Any], folder: Path) -> Project:
 
 
 def _dest(name: str) -> str:
-    """Return how parsed options call a key."""
+    """Return the name that a key has in parsed options."""
     return name.replace("-", "_")
 
 
 def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -> None:
-    """Note what would have no effect beside the command, or without one."""
+    """Report keys that have no effect with the command, or none without one."""
     for name in keys:
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
@@ -131,7 +132,7 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
 def _value(
     table: Table, name: str, given: Any, folder: Path, options: Mapping[str, argparse.Action]
 ) -> Any:
-    """Return `given` as the option of this name has it; None, and a problem, where it can't be."""
+    """Return `given` as its option would parse it; if it is wrong, note a problem, return None."""
     form = KEYS[name].form
     words = _words(given, form)
     if words is None:
@@ -163,7 +164,7 @@ def _has_nul(given: Any) -> bool:
 
 
 def _words(given: Any, form: str) -> list[str] | None:
-    """Return `given` as words that the option of this form takes; None if of another type."""
+    """Return `given` as words for an option of this form; None if it has another type."""
     if form == "flag":
         return [] if isinstance(given, bool) else None
     members = given if form in ("texts", "counts", "paths") and isinstance(given, list) else [given]
@@ -174,11 +175,11 @@ def _words(given: Any, form: str) -> list[str] | None:
 
 
 def _seen(folder: Path, name: str) -> Path:
-    """Return a path of the file, seen from the current folder."""
+    """Return a path from the file, relative to the current folder."""
     return Path(os.path.relpath(folder / name))
 
 
 def _contract(folder: Path, name: str) -> str:
-    """Return a contract of the file's folder, seen from the current one; else a shipped name."""
+    """Return a contract's path relative to the current folder, or else its name, a shipped one."""
     is_path = os.sep in name or (folder / name).exists()
     return str(_seen(folder, name)) if is_path else name

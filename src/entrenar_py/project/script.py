@@ -1,6 +1,6 @@
-"""Reads a training script without running it: its options, and whether it is observed.
+"""Read a training script without running it: its options, and whether it calls `observe`.
 
-Options that a library adds, or that are put together at run time, are not seen.
+Options that a library adds, or whose names are built at run time, are not found.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BYTES_MAX = 2**22
-_OBSERVES = ("observe", "ObserveCallback")  # what is called in entrenar_py, or in its integrations
+_OBSERVES = ("observe", "ObserveCallback")  # of entrenar_py, and of its integrations
 
 _SAVES = ("save", "save_checkpoint", "save_state")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """`options` are the long options that it gives to argparse, or click, by name with dashes;
-    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it calls `save`,
-    as of torch.
+    """Facts of a script: `options` are the long options that it declares to argparse or click.
+
+    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it calls a `save`.
     """
 
     options: tuple[str, ...]
@@ -29,7 +29,7 @@ class Script:
 
 
 def read(path: Path) -> Script | None:
-    """Read what the script at `path` says of itself; None where it can't be read as Python."""
+    """Return the facts of the script at `path`; None if it can't be read as Python."""
     try:
         if not path.is_file() or path.stat().st_size > BYTES_MAX:
             return None
@@ -64,7 +64,7 @@ def _options(calls: list[ast.Call]) -> Iterator[str]:
 
 
 def _name(function: ast.expr) -> str:
-    """The last part of what is called."""
+    """Return the last part of a called function's name."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""

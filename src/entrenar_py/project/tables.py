@@ -1,8 +1,7 @@
-"""Reads the parts of a configuration that no option stands for: the command and its knobs, what is
-excluded, levels of rules and suppressions.
+"""Readers of the keys of a configuration that have no option: command, knobs, exclusions, levels.
 
-Each reader takes the table, a key of it and the key's value. A problem is noted at its place, and
-what is wrong is left out.
+Each reader takes the table, a key of it and the key's value. It reports a problem with its place,
+and leaves wrong entries out.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from entrenar_py.untrusted import escaping
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """A clause that the configuration leaves out, where it says so, and why.
+    """A clause that the configuration leaves out, with the place and the reason.
 
-    `until` is the last day of it; None where the clause says nothing of this trainer at all.
+    `until` is the last day of the exclusion; None if the clause can never apply to this trainer.
     """
 
     clause: str
@@ -35,13 +34,13 @@ class Exclusion:
     place: Position
 
     def is_void(self, today: datetime.date) -> bool:
-        """Return whether its end date has passed."""
+        """Return whether the exclusion's end date has passed."""
         return self.until is not None and self.until < today
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The table of a configuration, which is at `path` in `file`; `places` are of all its keys."""
+    """The table of a configuration at `path` in `file`; `places` has the places of all keys."""
 
     file: str
     path: positions.Path
@@ -49,20 +48,20 @@ class Table:
     problems: Problems
 
     def at(self, *path: str | int) -> Position:
-        """Return where `path` of the table stands, or else the nearest thing around it."""
+        """Return the place of `path` in the table, or else of the nearest key that contains it."""
         whole = (*self.path, *path)
         while whole and whole not in self.places:
             whole = whole[:-1]
         return Position(self.file, *self.places.get(whole, (1, 1)))
 
     def error(self, message: str, *path: str | int) -> None:
-        """Note a problem of what stands at `path`."""
+        """Note a problem at `path`."""
         self.problems.error(self.at(*path), message)
 
     def require_known(
         self, given: Collection[str], known: Collection[str], *path: str | int, of: str = ""
     ) -> None:
-        """Note each key among `given`, of the table at `path`, that is not `known`."""
+        """Note a problem for each key in `given`, of the table at `path`, that isn't `known`."""
         for key in given:
             if key not in known:
                 hint = self.problems.hint(key.replace("_", "-"), known)
@@ -70,13 +69,13 @@ class Table:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as it is shown in messages."""
+    """Return a value of the configuration as messages show it."""
     text = repr(value) if isinstance(value, str) else str(value)
     return escaping.shortened(text, chars_max=80)
 
 
 def command(table: Table, key: str, value: Any) -> tuple[str, ...]:
-    """Return the words of a command, a text being split as in a shell."""
+    """Return the words of a command; a text is split as in a shell."""
     words: list[Any] = value if isinstance(value, list) else []
     try:
         words = shlex.split(value) if isinstance(value, str) else words
@@ -90,9 +89,9 @@ def command(table: Table, key: str, value: Any) -> tuple[str, ...]:
 
 
 def knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
-    """Return knob -> value -> what stands for it in the command.
+    """Return knob -> value -> its text in the command.
 
-    Which knobs there are is looked at with the command.
+    Whether these knobs exist is checked together with the command.
     """
     if not isinstance(value, dict):
         form = f'{key}.strategy = {{on = "ddp", off = "none"}}'
@@ -169,7 +168,7 @@ def exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
 
 
 def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> None:
-    """Require a last day of an exclusion that ends, and none of one that never does."""
+    """Require an end date for an exclusion, and none for a clause that can never apply."""
     until, kind = entry.get("until"), entry.get("kind", KINDS[0])
     if kind not in KINDS:
         hint = table.problems.hint(str(kind), KINDS)
@@ -187,7 +186,7 @@ def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> No
 
 
 def _tables(table: Table, key: str, value: Any, first: str) -> list[dict[str, Any] | None]:
-    """Return the entries of a list of tables; None, and a problem, in place of anything else.
+    """Return the entries of a list of tables; others are reported as problems, and are None.
 
     `first` is the first key of an entry, with an example of its value.
     """
