@@ -12,8 +12,8 @@ from entrenar_py.observing import Observation, observe
 class ObserveCallback(Callback):
     """Observes the model while it is trained: `Trainer(..., callbacks=[ObserveCallback()])`.
 
-    `options` are those of `observe`. Tell `observation` what no hook can see, such as the loss and
-    its weight from `training_step`.
+    `options` are those of `observe`. Use `observation` to report what no hook can see, such as the
+    loss and its weight from `training_step`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -23,16 +23,16 @@ class ObserveCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Observe once the strategy is given the training loader.
 
-        Model and optimizers are there already. The loader is made next, and iterated before any
-        other callback is called.
+        Model and optimizers exist by then. The loader is created afterwards, and iterated before
+        any other callback is called.
         """
         strategy = trainer.strategy
         process = strategy.process_dataloader
 
         def observed(loader: Any) -> Any:
             processed = process(loader)
-            if trainer.training:  # not those of the sanity check before it
-                del strategy.process_dataloader  # the instance's: the class's is there again
+            if trainer.training:  # not the loaders of the sanity check before
+                del strategy.process_dataloader  # restores the method of the class
                 optimizers = trainer.optimizers
                 self.observation = observe(
                     pl_module,
@@ -46,5 +46,5 @@ class ObserveCallback(Callback):
         strategy.process_dataloader = observed
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell that training is over."""
+        """Report that training is over."""
         self.observation.close()

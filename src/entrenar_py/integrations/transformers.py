@@ -13,8 +13,8 @@ from entrenar_py.observing.samplers import InOrder
 class ObserveCallback(TrainerCallback):
     """Observes the model while it is trained: `Trainer(..., callbacks=[ObserveCallback()])`.
 
-    `options` are those of `observe`. Tell `observation` what no hook can see, such as the loss and
-    its weight from `compute_loss_func`.
+    `options` are those of `observe`. Use `observation` to report what no hook can see, such as the
+    loss and its weight from `compute_loss_func`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -22,7 +22,7 @@ class ObserveCallback(TrainerCallback):
         self.observation = Observation()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Observe: model, optimizer and loader are there, and a checkpoint is loaded."""
+        """Observe: model, optimizer and loader exist by now, and a checkpoint is loaded."""
         self.observation = observe(
             objects["model"],
             objects["optimizer"],
@@ -33,5 +33,5 @@ class ObserveCallback(TrainerCallback):
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Tell that training is over."""
+        """Report that training is over."""
         self.observation.close()
