@@ -1,7 +1,7 @@
-"""The pytest plugin: a test that a clause of a contract must hold for, and a contract as tests.
+"""The pytest plugin: marks a test with a clause that must hold, and turns a contract into tests.
 
-Imports nothing of the harness until a test asks for it: pytest loads this in every run. Falsified
-fails; so does inconclusive, unless `contract_allow_inconclusive` makes it a skip.
+Imports nothing of the harness before a test needs it, as pytest loads this in every run. Falsified
+fails a test. So does inconclusive, unless `contract_allow_inconclusive` makes it a skip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from entrenar_py.verdict import Finding
 
 MARK = "contract"
-_KNOWN: pytest.StashKey[dict[Any, Any]] = pytest.StashKey()  # what was judged in this session
+_KNOWN: pytest.StashKey[dict[Any, Any]] = pytest.StashKey()  # the results of this session
 EXAMPLES = 20
 ALLOW = "contract_allow_inconclusive"
 _USAGE = (
@@ -28,7 +28,7 @@ _USAGE = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options, and the setting that lets inconclusive be skipped."""
+    """Add the options, and the setting that makes inconclusive tests skip."""
     group = parser.getgroup("entrenar-py")
     group.addoption(
         "--contract",
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark; raises UsageError for an option without effect."""
+    """Register the mark; raises UsageError for an option that has no effect."""
     config.addinivalue_line("markers", _USAGE)
     for option in ("--contract-system", "--contract-examples"):
         if config.getoption("--contract") is None and config.getoption(option) is not None:
@@ -88,14 +88,14 @@ def pytest_collection_modifyitems(
         item.add_marker(pytest.mark.contract(clause.id, contract=wish.contract))
         added.append(item)
     items += added
-    # Else those that -k and -m leave out would be more than were collected.
+    # Without this, pytest would count more deselected tests than collected ones.
     found = pytest.CollectReport(file.nodeid, "passed", None, [*added])
     config.hook.pytest_collectreport(report=found)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Fail or skip a marked test for what was found of its clause, before its body runs."""
+    """Judge the clauses of a marked test, and fail or skip it accordingly before its body runs."""
     for judged in _judged(item):
         if judged.notes:
             item.add_report_section("call", "contract", judged.notes)
@@ -104,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def finding(request: pytest.FixtureRequest) -> Finding:
-    """Return the finding of the clause that the test is marked with; of several, the nearest."""
+    """Return the finding of the clause of the test's mark; with several marks, of the nearest."""
     for judged in _judged(request.node):
         return judged.entry.finding
     raise pytest.UsageError(
@@ -116,18 +116,18 @@ class ContractFile(pytest.File):
     """A contract, whose clauses are tests."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Return nothing: the clauses are added once all else was collected."""
+        """Return nothing: the clauses are added after all other tests were collected."""
         return iter(())
 
 
 class ContractItem(pytest.Item):
-    """One clause as a test; its mark has it judged, and it has no body."""
+    """One clause as a test without a body: its mark has the clause judged."""
 
     wish: Wish
     line: int
 
     def runtest(self) -> None:
-        """Do nothing: the clause has held, or this would not be called."""
+        """Do nothing: this is called only if the clause has held."""
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """Return the place of the clause."""
@@ -135,9 +135,9 @@ class ContractItem(pytest.Item):
 
 
 def _judged(item: pytest.Item) -> Iterator[Judged]:
-    """Yield what was found of each clause that `item` is marked with, judged once a session.
+    """Yield the result for each clause in the marks of `item`, each judged once a session.
 
-    A bare mark is somebody else's.
+    A mark without arguments belongs to another plugin, and is ignored.
     """
     marks = [mark for mark in item.iter_markers(MARK) if mark.args or mark.kwargs]
     if not marks:

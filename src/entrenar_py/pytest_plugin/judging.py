@@ -1,4 +1,4 @@
-"""A clause judged for a pytest test: the same search as `entrenar-check --only`, and its words."""
+"""Judge a clause for a pytest test, with the search and the wording of `entrenar-check --only`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONFIGURABLE = ("system", "world_size", "seed", "examples")  # what a mark may 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """A clause to judge, with the options that `entrenar-check` would be given."""
+    """A clause to judge, with the options that `entrenar-check` would get."""
 
     clause: str
     contract: str
@@ -36,11 +36,11 @@ class Wish:
     seed: int = 0
     examples: int = 20
     bind: tuple[Path, ...] = ()
-    note: str = ""  # of the configuration, beside the verdict
+    note: str = ""  # a note of the configuration, shown with the verdict
     left_out: str = ""  # why the project's configuration has it skipped
 
     def plan(self) -> plan.Plan:
-        """Return the plan of its runs; raises UsageError for what can't be run."""
+        """Return the plan of the clause's runs; raises UsageError if they are impossible."""
         return plan.Plan(
             system=self.system,
             world_sizes=self.world_size,
@@ -49,7 +49,7 @@ class Wish:
         )
 
     def command(self) -> str:
-        """Return the command that does the same in a shell."""
+        """Return the shell command that does the same."""
         words = ["entrenar-check", "--contract", self.contract, "--only", self.clause]
         words += [word for path in self.bind for word in ("--bind", str(path))]
         words += ["--system", self.system] if self.system else []
@@ -61,13 +61,13 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The entry of one clause, and the report that it stands in."""
+    """The entry of one clause, and the report that contains it."""
 
     entry: Entry
     report: Report
 
     def settle(self, *, allow_inconclusive: bool) -> None:
-        """Return if it held; else fail, or skip what is inconclusive where that is allowed."""
+        """Fail the test if the clause didn't hold; skip if inconclusive and that is allowed."""
         if self.entry.verdict is Verdict.INCONCLUSIVE and allow_inconclusive:
             pytest.skip(evidence.one_line(f"inconclusive: {self.entry.finding.reason}"))
         if self.entry.verdict is not Verdict.HELD:
@@ -75,7 +75,7 @@ class Judged:
 
     @property
     def notes(self) -> str:
-        """The notes beside any verdict, on scenarios that were left out, say."""
+        """The notes that are shown with any verdict, such as on scenarios that were left out."""
         return "\n".join(evidence.note_lines(self.entry))
 
     def text(self) -> str:
@@ -94,10 +94,10 @@ class Judged:
 
 
 def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
-    """Read what a mark asks for; a wrong mark fails.
+    """Return the wish that a mark expresses; an invalid mark fails the test.
 
-    `usual` is the contract where it names none. Without that, the configuration of the project at
-    `root` says what the mark leaves open.
+    `usual` is the contract for marks that name none. If it is None too, the configuration of the
+    project at `root` provides what the mark leaves open.
     """
     names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
@@ -116,7 +116,7 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
 
 
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
-    """Return what the project's configuration says of the clause, as keywords of Wish."""
+    """Return the clause's options in the project's configuration, as keywords of Wish."""
     try:
         path = location.find(root)
         if path is None:
@@ -149,7 +149,7 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
 
 
 def judge(wish: Wish) -> Judged:
-    """Judge the clause; where it can't be tried, the test fails with the reason."""
+    """Judge the clause; if it can't be tried, the test fails with the reason."""
     if wish.left_out:
         pytest.skip(evidence.one_line(f"{wish.clause} {wish.left_out}"))
     started = time.monotonic()
@@ -182,7 +182,7 @@ def judge(wish: Wish) -> Judged:
 
 
 def require_possible(wish: Wish) -> None:
-    """Return if every clause of the contract can be tried so; raises UsageError with the place."""
+    """Raise UsageError, with the place, unless every clause of the contract can be tried so."""
     plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
 
 
