@@ -1,4 +1,4 @@
-"""What this machine has, and what of the shipped contracts can be exercised on it."""
+"""The records of `entrenar doctor`: this machine's parts, and the clauses that it can exercise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SCHEMA = "entrenar-doctor/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One backend as `--backend` names it: it serves, or `reason` says why not.
+    """One backend as `--backend` names it: it works here, or `reason` says why not.
 
-    `facts` are what its library says of it: limits, features, memory in bytes.
+    `facts` are reported by its library: limits, features, memory in bytes.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Where a trainer can compute here: names of backends, and what limits it on one."""
+    """The backends on which a trainer can compute here, and their limits for it."""
 
     system: str
     backends: tuple[str, ...]
@@ -37,8 +37,8 @@ class Trainer:
 class Reach:
     """How much of a clause's own scenarios can be exercised here.
 
-    `can` of `planned` run on what they ask for; `lacking` says what the others, or parts of them,
-    lack. `state` is yes, partly or no.
+    `can` of the `planned` scenarios can run. `lacking` lists what the others, or parts of them,
+    need. `state` is yes, partly or no.
     """
 
     contract: str
@@ -50,7 +50,7 @@ class Reach:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The reach in one word."""
         if not self.can:
             return "no"
         return "partly" if self.lacking or self.can < self.planned else "yes"
@@ -58,7 +58,7 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """All that was found; each version is text, `not installed` where there is none."""
+    """The result of an examination; a version is text, `not installed` if the part is missing."""
 
     versions: dict[str, str]
     backends: Sequence[Found]
@@ -66,7 +66,7 @@ class Examination:
     clauses: Sequence[Reach]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the examination as JSON can hold it."""
         record = asdict(self)
         for clause, one in zip(record["clauses"], self.clauses, strict=True):
             clause["state"] = one.state

@@ -1,4 +1,4 @@
-"""Versions of what computes here, and every backend: opened, and seen to multiply."""
+"""Versions of the libraries that compute here, and all backends, each opened and tested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrenar_py.systems import environment
 
 NONE = "not installed"
 PACKAGES = ("triton", "wgpu", "transformers", "peft", "accelerate", "lightning")
-# Of an adapter's limits those that decide what a step may be; in bytes, invocations and workgroups.
+# The limits of an adapter that bound the size of a step; in bytes, invocations and workgroups.
 LIMITS = (
     "max-buffer-size",
     "max-storage-buffer-binding-size",
@@ -29,7 +29,7 @@ LIMITS = (
 
 
 def versions() -> dict[str, str]:
-    """What each part calls its version."""
+    """Return the version of each part, as the part itself reports it."""
     found = dict(environment.describe())
     found.pop("wgpu_adapter", None)
     found |= {name: _version(name) for name in PACKAGES}
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def found() -> list[Found]:
-    """The CPU, every GPU that torch sees, every adapter; or why there is none of a kind."""
+    """Return the CPU, every GPU of torch and every adapter, or why there is none of a kind."""
     return [*_examined("cpu", {}), *_cuda(), *_wgpu()]
 
 
@@ -89,7 +89,7 @@ def _wgpu() -> Iterator[Found]:
 
 
 def _examined(name: str, facts: dict[str, Any]) -> Iterator[Found]:
-    """Opened, and tried with a product that float64 confirms."""
+    """Yield a backend after opening it and verifying a product against float64."""
     backend = None
     try:
         backend = backends.open_backend(name)

@@ -1,4 +1,4 @@
-"""Which trainers can compute where, and which clauses of the shipped contracts can be exercised."""
+"""Find the backends on which each trainer can compute, and the clauses that can be exercised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROC = Path("/proc/self/clear_refs")
 
 
 def trainers(found: Sequence[Found]) -> list[Trainer]:
-    """Every trainer, with the backends that it can be asked for and that serve here."""
+    """Return every trainer, with the backends that it supports and that work here."""
     made = []
     for name, system in SYSTEMS.items():
         if not system.trains:
@@ -34,7 +34,7 @@ def trainers(found: Sequence[Found]) -> list[Trainer]:
 
 
 def clauses(found: Sequence[Found]) -> list[Reach]:
-    """Every clause of every shipped contract, as its own scenarios are planned."""
+    """Return the reach of every clause of every shipped contract, with its own scenarios."""
     known = session.vocabulary()
     made = []
     for path in shipped.shipped_contracts():
@@ -65,7 +65,7 @@ def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:
 
 
 def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[str]]:
-    """What keeps `scenario` from running here; and what it runs without."""
+    """Return what keeps `scenario` from running here, and the parts that it runs without."""
     serving = {_kind(one.name) for one in found if one.serves} | {systems.AUTO}
     named = {one.name for one in found if one.serves}
     missing = [
@@ -84,7 +84,7 @@ def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[
 
 
 def _too_few(scenario: Scenario, found: Sequence[Found]) -> Iterator[str]:
-    """Ranks on CUDA have a GPU each in torch's own trainers."""
+    """Yield a lack of GPUs: torch's own trainers need one for each rank on CUDA."""
     num_gpus = sum(one.serves and _kind(one.name) == "cuda" for one in found)
     own = bool(SYSTEMS[scenario.system].only) and scenario.backends[0] == "cuda"
     if own and scenario.world_size > num_gpus:

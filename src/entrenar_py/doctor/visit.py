@@ -1,4 +1,4 @@
-"""`entrenar doctor`: examines, shows what it found in tables, and writes it."""
+"""`entrenar doctor`: examine this machine, print the results in tables, and write them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 
 
 def run(path: Path | None, *, color: bool) -> None:
-    """Print the examination of this machine, and write it to `path` as JSON if there is one.
+    """Print the examination of this machine, and write it to `path` as JSON if that is given.
 
-    Raises UsageError if that can't be written.
+    Raises UsageError if `path` can't be written.
     """
     if path is not None:
         output_file.require_writable(path, "json")
@@ -32,7 +32,7 @@ def run(path: Path | None, *, color: bool) -> None:
 
 
 def examine() -> Examination:
-    """Return what is here; opens every device that it finds."""
+    """Return the examination of this machine; opens every device that it finds."""
     found = machine.found()
     return Examination(
         versions=machine.versions(),
@@ -43,7 +43,7 @@ def examine() -> Examination:
 
 
 def show(examined: Examination, console: Console) -> None:
-    """Print the tables of all that was found, and how many clauses are exercised."""
+    """Print the tables of the examination, and how many clauses can be exercised."""
     for table in (_versions(examined), _backends(examined), _trainers(examined)):
         terminal.print_table(console, table)
         console.print()
@@ -61,7 +61,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    """Add a row; devices and drivers name themselves."""
+    """Add a row; the cells are escaped, as devices and drivers choose their own names."""
     table.add_row(*map(escaping.line, cells))
 
 
