@@ -1,4 +1,4 @@
-"""The command `entrenar-check`: reads the command line, calls the harness, renders, exits.
+"""The command `entrenar-check`: read the command line, call the harness, render, exit.
 
 Exit codes: 0 held · 1 falsified · 2 contract or command line invalid, nothing ran · 3 the harness
 itself failed · 4 inconclusive · 5 nothing selected.
@@ -22,12 +22,12 @@ INIT = "init"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
-# Whoever ends a job sends one of these first; what was launched must not outlive it.
+# A job is ended by one of these signals first; the launched processes must not outlive it.
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
+    """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None):

@@ -1,4 +1,4 @@
-"""Standard output as a console that outlives its reader and prints any text."""
+"""Standard output as a console that survives a closed pipe and can print any text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from entrenar_py.untrusted import escaping, printing
 
 
 class PatientConsole(Console):
-    """Goes on in silence when the reader (`head`, `less`) has gone, or the disk is full.
+    """A console that goes on silently when its reader (`head`, `less`) closes, or the disk is full.
 
-    The exit code then still tells the verdict, and files that were asked for are still written.
-    What is printed is visible, wherever it comes from: escapes are this console's own.
+    The exit code then still gives the verdict, and requested files are still written. Control
+    characters in printed texts are made visible; only this console's own escapes have an effect.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Prints; `printing.lost` tells afterwards of what could not be written."""
+        """Print; `printing.lost` tells afterwards whether something could not be written."""
         try:
             super().print(*objects, **options)
         except OSError as error:
@@ -29,14 +29,14 @@ class PatientConsole(Console):
             printing.give_up(error)
 
     def on_broken_pipe(self) -> None:
-        """Turns standard output into a sink, also for what the interpreter flushes at its end."""
+        """Discard further output, including what the interpreter flushes when it exits."""
         self.quiet = True
         printing.give_up(BrokenPipeError())
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """The pieces of `renderable`, their texts visible."""
+        """Yield the pieces of `renderable`, with control characters in their texts made visible."""
         for piece in super().render(renderable, options):
             if piece.control or piece.text == (shown := escaping.text(piece.text)):
                 yield piece
@@ -45,10 +45,10 @@ class PatientConsole(Console):
 
 
 def standard_output(*, color: bool) -> Console:
-    """A console on standard output; `color` False leaves out colours and styles.
+    """Return a console on standard output; with `color` False it has no colours and styles.
 
-    Nothing in a text is taken for markup. What the encoding of standard output lacks is spelled
-    out (`\\u03b1`): a name in a contract may be in any script.
+    No text is interpreted as markup. Characters that the encoding of standard output lacks are
+    escaped (`\\u03b1`), as a name in a contract may be in any script.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

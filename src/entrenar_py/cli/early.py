@@ -1,4 +1,4 @@
-"""Finds what is wrong with a call by its options and the ids of its contracts, importing little."""
+"""Check a call by its options and the ids of its contracts, before the heavy imports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _UNKNOWN = contract.Vocabulary(checks=None, mutants=lambda: None)
 def require_possible(options: argparse.Namespace) -> None:
     """Raise UsageError for an unknown system, backend, contract or id.
 
-    A contract that is wrong is told of later, with all its problems at once. One that comes through
-    a pipe can be read once, and so is not looked at here.
+    An invalid contract is reported later, with all its problems at once. A contract from a pipe is
+    not read here, as it can be read only once.
     """
     require_trainer(options.system, options.backend)
     contracts = []
@@ -35,7 +35,7 @@ def require_possible(options: argparse.Namespace) -> None:
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:
-    """Return the ids in all contracts; raise UsageError for one asked for that none of them has."""
+    """Return the ids in all contracts; raise UsageError if an id of the options is in none."""
     ids = {name: None for loaded in contracts for name in selection.ids_of(loaded)}
     where = contracts[0].name if len(contracts) == 1 else "the contracts"
     selection.require_ids(options.only, ids, where, field="only")
@@ -46,7 +46,7 @@ def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> d
 def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
     """Return the options of each contract, with its own bindings.
 
-    Raises UsageError if there is no contract, and for a pipe of bindings that several would read.
+    Raises UsageError if there is no contract, and if several would read bindings from one pipe.
     """
     if not options.contract:
         names = ", ".join(path.name for path in shipped.shipped_contracts())

@@ -1,4 +1,4 @@
-"""The work of one call done, contract by contract, and reported in every format asked for."""
+"""Do the work of one call, contract by contract, and report it in every requested format."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _WORST_FIRST = (EXIT_FALSIFIED, EXIT_INCONCLUSIVE, EXIT_NOTHING_SELECTED, EXIT_H
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The source of a report's entries, and what the report says about where they come from.
+    """The source of a report's entries, and the facts that the report states about them.
 
-    `environment` is asked for after the entries: only then is it known which devices were opened.
+    `environment` is called after `entries`, as only then the opened devices are known.
     """
 
     entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
@@ -58,7 +58,7 @@ class Work:
 
 
 class Interrupted(Exception):
-    """Raised by a job that was interrupted, with its exit code, once it has told what it knows."""
+    """Raised by an interrupted job, with its exit code, after it has reported what it knows."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -66,7 +66,7 @@ class Interrupted(Exception):
 
 
 def run_all(jobs: Sequence[Job]) -> int:
-    """The worst exit code of all; of what comes after a job that was interrupted none is begun."""
+    """Return the worst exit code of all jobs; no job is started after an interrupted one."""
     codes = []
     for number, job in enumerate(jobs, start=1):
         try:
@@ -89,7 +89,7 @@ def report(
     standing: exclusions.Standing,
     output: Console,
 ) -> int:
-    """Has the work done, renders what is known of it in every format, and gives the exit code."""
+    """Do the work, render its results in every format, and return the exit code."""
     started = time.monotonic()
     entries: list[Entry] = []
     interrupted = False
@@ -127,7 +127,7 @@ def report(
 
 
 def _noted(entry: Entry, notes: Mapping[str, str]) -> Entry:
-    """`entry`, with what there is to say of its clause."""
+    """Return `entry` with notes on its clause added."""
     binding = entry.invariant.binding
     told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
     if (note := notes.get(entry.invariant.id)) is not None:
@@ -180,7 +180,7 @@ def checkout(options: argparse.Namespace) -> Path:
 def write_files(
     options: argparse.Namespace, formats: Mapping[str, Callable[[], str | dict[str, Any]]]
 ) -> None:
-    """Write each format that was asked for, by the name of its option."""
+    """Write each requested format to the path in the option of its name."""
     for name, render in formats.items():
         path = getattr(options, name)
         if path is not None:

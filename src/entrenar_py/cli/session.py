@@ -1,6 +1,6 @@
-"""One call of `entrenar-check`: everything checked that a person can get wrong, then done.
+"""One call of `entrenar-check`: validate everything that a user can get wrong, then run.
 
-Decides which of the harness's functions a command line means, and what its report says.
+This module decides which functions of the harness a command line calls, and what its report has.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from entrenar_py.untrusted import printing
 from entrenar_py.verdict import Verdict
 from entrenar_py.wording import counted
 
-# The names that contracts may use, without those of the planted bugs: these bring torch.
+# The names that contracts may use, without the planted bugs, whose names take an import of torch.
 _LIGHT = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
 _WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
-    """What is left to do, and then gives the exit code, once everything was looked at.
+    """Return the job of this call, which returns the exit code, once everything was validated.
 
-    Raises ContractError and UsageError; what goes wrong later is the harness's own failure.
+    Raises ContractError and UsageError; a later failure is the harness's own.
     """
     output = console.standard_output(color=not options.no_color)
     if options.mode == "mutants":
@@ -62,7 +62,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
 
 
 def _look(options: argparse.Namespace) -> None:
-    """Raise UsageError for a call that can't be made, whatever its contracts say."""
+    """Raise UsageError for a call that is invalid, whatever its contracts contain."""
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
@@ -71,7 +71,7 @@ def _look(options: argparse.Namespace) -> None:
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Return the command that repeats this call, with the configuration by its name."""
+    """Return the command that repeats this call, with the path of the configuration."""
     named = options.project is not None and "config" not in options.typed
     told = ("--config", options.project.place.file) if named else ()
     return shlex.join((PROG, *told, *arguments))
@@ -80,7 +80,7 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 def _prepared(
     options: argparse.Namespace, called: str, loaded: Contract, output: Console
 ) -> reporting.Job:
-    """Return what is left to do for one contract."""
+    """Return the job for one contract."""
     if options.mode == "suggest":
         return partial(_suggested, loaded)
     selected = plan.select(
@@ -107,7 +107,7 @@ def _prepared(
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
-    """Each contract, with its own options; the problems of all contracts at once."""
+    """Return each contract with its own options; raises the problems of all contracts at once."""
     found, problems = [], []
     for own in early.each_contract(options):
         try:
@@ -122,10 +122,10 @@ def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contr
 def _chosen(
     options: argparse.Namespace, loaded: Sequence[tuple[argparse.Namespace, Contract]]
 ) -> Iterator[tuple[argparse.Namespace, Contract]]:
-    """Yield the contracts that have a clause which was asked for by its id, with these ids.
+    """Yield the contracts that have a requested clause, with their part of the requested ids.
 
-    Raises UsageError for an id that none has, and ContractError for one that the configuration of
-    these contracts excludes.
+    Raises UsageError for an id that is in no contract, and ContractError if the configuration
+    excludes a clause that none of its contracts has.
     """
     ids = early.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration knows these, and all of them
@@ -147,8 +147,8 @@ def _chosen(
 
 def _load(options: argparse.Namespace) -> Contract:
     path = shipped.contract_path(options.contract)
-    # The names in a shipped contract were looked at before it was shipped: loading all planted bugs
-    # again takes longer than importing torch. --validate and --mutants do it.
+    # The names in a shipped contract need no check here: loading all planted bugs takes longer than
+    # importing torch. --validate and --mutants check them.
     known = _LIGHT if path in shipped.shipped_contracts() and not options.bind else vocabulary()
     loaded = contract.load(path, vocabulary=known, strict=options.strict, bind=options.bind)
     for line in _told(loaded):
@@ -157,9 +157,9 @@ def _load(options: argparse.Namespace) -> Contract:
 
 
 def _told(loaded: Contract) -> Iterator[str]:
-    """Yield the first warnings about the file, and how to get all.
+    """Yield the first warnings about the file, and how to see all.
 
-    Contracts that were written for other tools may give rise to hundreds of lines.
+    A contract that was written for another tool may cause hundreds of them.
     """
     yield from loaded.warnings[:_WARNINGS_MAX]
     left = ((len(loaded.warnings[_WARNINGS_MAX:]), "more warning"), (len(loaded.notes), "note"))
@@ -170,12 +170,12 @@ def _told(loaded: Contract) -> Iterator[str]:
 
 
 def vocabulary() -> contract.Vocabulary:
-    """The names that a contract may use beside its own: of checks, and of planted bugs."""
+    """Return the names that a contract may use: those of checks and of planted bugs."""
     return contract.Vocabulary(checks=checks.terms(), mutants=_planted_bugs)
 
 
 def _planted_bugs() -> Collection[str] | None:
-    """What a clause may name as its mutants; None where the bugs are not installed."""
+    """Return the mutants that a clause may name; None if the planted bugs are not installed."""
     try:
         return kill_matrix.planted_bugs()
     except UsageError:
@@ -183,13 +183,13 @@ def _planted_bugs() -> Collection[str] | None:
 
 
 def _suggested(loaded: Contract) -> int:
-    """Prints bindings for what no check tries, to be read and corrected by a person."""
+    """Print draft bindings for clauses without a check, for a person to correct."""
     printing.say_lines(suggestions.draft(loaded, checks.terms()).rstrip("\n"))
     return 0
 
 
 def _list(standing: exclusions.Standing, output: Console) -> int:
-    """Prints one line per invariant, in columns, then those left out; no line is wrapped."""
+    """Print a line per clause, in columns, then the clauses left out; no line is wrapped."""
     selected = standing.selected
     rows: list[tuple[str, ...]] = [("id", "name", "severity", "check", "place")]
     for clause in selected:
@@ -285,9 +285,9 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work
 
 
 def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
-    """Somebody's own trainer: its runs, then what the checks find on them.
+    """Return the work on a user's own trainer: its runs, then the findings of the checks on them.
 
-    Clauses that probes of the harness decide say nothing of it, and are left out.
+    Clauses that are decided by probes of the harness don't apply, and are left out.
     """
     tasks = judging.tasks(selected)
     runs.require_program(options.command[0], options.command_folder)
@@ -328,7 +328,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
 
 
 def _environment() -> dict[str, str]:
-    """Versions, and the devices of this machine that can be used."""
+    """Return versions, and the devices of this machine that can be used."""
     from entrenar_py.systems import environment  # brings torch
 
     described = environment.describe()

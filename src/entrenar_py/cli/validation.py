@@ -1,4 +1,4 @@
-"""`entrenar-check --validate`: the rules applied to contracts, told in every format asked for."""
+"""`entrenar-check --validate`: apply the rules to contracts, report in every requested format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrenar_py.reports import validation as report
 from entrenar_py.reports import validation_sarif
 from entrenar_py.untrusted import printing
 
-FILES = ("json", "sarif")  # a validation may be written as
+FILES = ("json", "sarif")  # the formats of a validation's files
 
 
 def prepare(
@@ -28,10 +28,10 @@ def prepare(
     command: str,
     output: Console,
 ) -> Callable[[], int]:
-    """Return what is left to do. It gives the exit code: 0 where all contracts are valid, else 2.
+    """Return the job of the validation. Its exit code is 0 if all contracts are valid, else 2.
 
-    `contracts` are paths, each with its files of bindings.
-    Raises UsageError for unknown rules, levels and suppressions, and files that can't be written.
+    `contracts` are paths, each with its files of bindings. Raises UsageError for unknown rules,
+    levels and suppressions, and files that can't be written.
     """
     wish = policy(options)
     reporting.require_writable(options, FILES)
@@ -45,9 +45,9 @@ def prepare(
 
 
 def policy(options: argparse.Namespace) -> Policy:
-    """Return the policy of configuration and command line; UsageError for what is wrong.
+    """Return the policy of configuration and command line; raises UsageError for wrong options.
 
-    A level that was typed counts before the configuration's; suppressions add up.
+    A typed level overrides the configuration's. Suppressions of both apply.
     """
     project = options.project
     rules = {} if project is None else dict(project.levels)
@@ -62,7 +62,7 @@ def policy(options: argparse.Namespace) -> Policy:
 
 
 def _unrunnable(clause: Invariant) -> str:
-    """Return why a scenario of `clause` could not be run; "" if all can."""
+    """Return why a scenario of `clause` can't be run; "" if all can."""
     try:
         plan.require_runnable([clause])
     except UsageError as error:
