@@ -1,6 +1,6 @@
 """The canonical all-reduce: DistributedDataParallel whose weights do not depend on the world size.
 
-Doors only; nothing of torch is imported before one is opened.
+Importing this module doesn't import torch. Calling its functions does.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 def canonical_all_reduce(
     model: DistributedDataParallel, *, micro_batches: int, symmetric_memory: bool | None = None
 ) -> Reducer:
-    """Switches `model` to gradients with the same bits on 1, 2, 4, 8 ... ranks; once, on all ranks.
+    """Make `model` compute gradients with the same bits on 1, 2, 4, 8 ... ranks.
 
-    A global batch is `micro_batches` micro-batches of one shape, however many ranks there are: rank
-    r of W has the r-th run of `micro_batches / W` of them. Training goes through what comes back:
+    Call it once, on all ranks. A global batch has `micro_batches` micro-batches of one shape on
+    any number of ranks. Rank r of W gets the r-th block of `micro_batches / W` of them:
 
         for inputs, targets in reducer.fold(batches):      # micro_batches / W of them
             loss_fn(model(inputs), targets).backward()     # the micro-batch's mean, not divided
         optimizer.step()                                   # .grad: the mean of all micro-batches
 
-    Micro-batch gradients are added along one binary tree over the global batch. While a rank goes
-    through m of them it holds up to log2(m) + 1 gradients, where adding them up in order holds one.
+    Micro-batch gradients are added along one binary tree over the global batch. A rank with m
+    micro-batches holds up to log2(m) + 1 gradients at a time. Plain accumulation holds one.
 
-    GPUs of one host that can reach each other's memory exchange gradients through it, all others
-    through NCCL; `symmetric_memory` says which, whatever they can. The bits are the same.
+    GPUs of one host exchange gradients through each other's memory if they can reach it, others
+    through NCCL. `symmetric_memory` overrides this choice. The bits are the same both ways.
 
-    UsageError if the numbers are no powers of two, the model holds what can't be the same on
-    another world size, or kernels may differ from run to run (see `require_deterministic`).
+    Raises UsageError if `micro_batches` or the world size is no power of two, if the model has
+    parts that depend on the world size, or if `require_deterministic` would raise.
     """
     from entrenar_py.canonical.reducer import Reducer
 
@@ -40,11 +40,11 @@ def canonical_all_reduce(
 
 
 def require_deterministic() -> None:
-    """Returns if this process runs kernels that give the same bits each time; UsageError if not.
+    """Raise UsageError unless this process's settings select kernels that repeat their bits.
 
-    What is checked: deterministic algorithms, not only warned of; no cuDNN autotuning; and, where
-    there is a CUDA device, cuBLAS's workspace. That the workspace was set before cuBLAS started
-    can't be seen from inside: set it where the process is started.
+    Checks that torch enforces deterministic algorithms (warn_only=False) and that cuDNN autotuning
+    is off. With a CUDA device, also checks CUBLAS_WORKSPACE_CONFIG. Set that variable before the
+    process starts: whether cuBLAS started without it can't be checked.
     """
     from entrenar_py.canonical.settings import require_deterministic as require
 

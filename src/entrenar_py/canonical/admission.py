@@ -1,4 +1,4 @@
-"""Admission to the canonical all-reduce: what it can't promise is refused before training."""
+"""Checks before training that the canonical all-reduce supports a model and the world size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def require_wrapped(model: object) -> None:
-    """Returns if it is the wrapper whose hook is used; UsageError for any other model."""
+    """Raise UsageError unless `model` is a DistributedDataParallel."""
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(
             f"model is a {type(model).__name__}: wrap it first, "
@@ -21,7 +21,7 @@ def require_wrapped(model: object) -> None:
 
 
 def require_numbers(*, micro_batches: int, world_size: int) -> None:
-    """Returns if the tree divides evenly; UsageError if not."""
+    """Raise UsageError unless ranks can share the tree over the micro-batches evenly."""
     if not _is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
@@ -40,7 +40,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
 
 
 def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
-    """The parameters whose gradients are reduced, and their names; UsageError for the rest."""
+    """Return the trainable parameters with their names; UsageError if `model` isn't supported."""
     parameters = {}
     for name, one in model.module.named_parameters():
         if not one.requires_grad:
@@ -96,5 +96,5 @@ def _is_power_of_two(number: object) -> bool:
 
 
 def _is_dense(one: Tensor) -> bool:
-    """No gaps and no overlaps, in whatever order its dimensions lie."""
+    """Return whether the elements lie in memory without gaps or overlaps, in any dim order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(one))

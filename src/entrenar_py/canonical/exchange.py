@@ -1,7 +1,7 @@
-"""The exchange after which all ranks hold the tree's sum of their buffers.
+"""An all-reduce that adds the ranks' buffers along a fixed binary tree.
 
-`all_reduce` is the algorithm, readable and blocking: it is what runs on CPUs, and the reference for
-`pipeline.py`, which does the same on GPUs without ever waiting.
+`all_reduce` is the plain, blocking algorithm. It runs on CPUs and is the reference for
+`pipeline.py` and `symmetric.py`, which do the same on GPUs without blocking the host.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A chunk is a multiple of this, so that a GPU reads each in words of sixteen bytes.
+# The length of a chunk is a multiple of this, so that a GPU can read it in words of 16 bytes.
 ALIGNMENT = 16  # elements
 
-# Renamed in torch 2.13, where the older name warns.
+# torch 2.13 renamed this function and warns on the old name.
 all_gather: Callable[..., dist.Work] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -25,16 +25,16 @@ all_gather: Callable[..., dist.Work] = (
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces that divide evenly among ranks, in order, and the tail that is left: elements."""
+    """A buffer's elements as pieces that divide evenly among ranks, and the remaining tail."""
 
     pieces: tuple[range, ...]
     tail: range
 
 
 def cut(num_elements: int, *, world_size: int, piece_max: int) -> Cut:
-    """`num_elements` in as few pieces as `piece_max` elements allow, each nearly as long.
+    """Cut `num_elements` into the fewest pieces of up to `piece_max` elements, of similar lengths.
 
-    A piece is a multiple of `world_size * ALIGNMENT`, and never empty; the tail is shorter.
+    A piece's length is a positive multiple of `world_size * ALIGNMENT`. The tail is shorter.
     """
     unit = world_size * ALIGNMENT
     num_units = num_elements // unit
@@ -46,10 +46,10 @@ def cut(num_elements: int, *, world_size: int, piece_max: int) -> Cut:
 
 
 def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
-    """Puts `scale` times the tree's sum of `rows` [num_rows, n] into `out` [n].
+    """Write `scale` times the sum of `rows` [num_rows, n] along the tree to `out` [n].
 
-    `num_rows` is a power of two. Every addition rounds to the dtype: a node is a tensor like any
-    other, with the same bits whether it was added here or came from another rank.
+    `num_rows` is a power of two. Every addition rounds to the dtype of `rows`, so a node has the
+    same bits whether this rank or another one computed it.
     """
     while len(rows) > 1:
         rows = rows[0::2] + rows[1::2]
@@ -57,9 +57,9 @@ def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
 
 
 def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.ProcessGroup) -> None:
-    """Leaves in `buffer` [n] of every rank `scale` times the tree's sum of all ranks' buffers.
+    """Replace `buffer` [n], on every rank, by `scale` times the tree's sum of all ranks' buffers.
 
-    Rank r adds up the r-th chunk of each piece for everyone; the tail is added by everyone.
+    Rank r adds the r-th chunk of each piece for all ranks. Every rank adds the whole tail itself.
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     if world_size == 1:

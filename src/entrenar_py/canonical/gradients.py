@@ -1,7 +1,7 @@
-"""The gradients of one rank's micro-batches, folded along the tree while they come.
+"""Adds the gradients of one rank's micro-batches along the tree, one micro-batch after another.
 
-A binary counter: after k of them it holds one node for every bit that is set in k, over as many
-micro-batches as that bit is worth. The last one of a power of two finds a node on every level.
+Works as a binary counter. After k micro-batches it holds one tree node for each bit set in k, the
+sum of as many micro-batches as the bit's value. Before the last of 2^i, every level has a node.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Gradients = dict[Tensor, Tensor]  # parameter -> gradient
 
 
 class Counter:
-    """The nodes that wait for their siblings, leaves first; empty at the start of a batch."""
+    """The tree nodes whose right sibling is not computed yet, from the leaves up."""
 
     def __init__(self) -> None:
         self._levels: list[Gradients] = []
 
     def push(self, node: Gradients) -> None:
-        """Take over the next micro-batch's gradients; the counter adds to them in place."""
+        """Add the next micro-batch's gradients. The counter owns `node` and changes it in place."""
         for level, older in enumerate(self._levels):
             if not older:
                 self._levels[level] = node
@@ -31,20 +31,20 @@ class Counter:
         self._levels.append(node)
 
     def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add all that waits to the last micro-batch's `gradients`, shaped as `parameters`."""
+        """Add all pending nodes to `gradients`, those of `parameters` in the last micro-batch."""
         parameters = list(parameters)
         for waiting in self._levels:
             add(gradients, [waiting.pop(one) for one in parameters])
 
     def clear(self) -> None:
-        """Drop what waits."""
+        """Drop all pending nodes."""
         self._levels.clear()
 
 
 def take(parameters: Iterable[Tensor]) -> Gradients:
-    """Take the `.grad` of `parameters` from them, so that the next one is its own micro-batch's.
+    """Return the gradients of `parameters` and reset each `.grad` to None.
 
-    A parameter without one is left out.
+    Parameters without a gradient are left out.
     """
     taken = {}
     for one in parameters:
@@ -54,7 +54,7 @@ def take(parameters: Iterable[Tensor]) -> Gradients:
 
 
 def add(into: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-    """`into += others`, tensor by tensor, in few launches: those of one dtype at once."""
+    """Add `others` to `into` in place, pair by pair, with one fused call for each dtype."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for one, other in zip(into, others, strict=True):
         ours, theirs = by_dtype.setdefault(one.dtype, ([], []))

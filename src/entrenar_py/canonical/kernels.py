@@ -1,7 +1,7 @@
-"""The tree's additions on a GPU: rows that came from the ranks, added in one pass over memory.
+"""Triton kernels that add the ranks' rows along the tree, in one pass over memory.
 
-The same bits as `exchange.add_tree`, which is what to read: the kernel loads an element of each
-row, adds along the tree, rounds to the rows' dtype after every addition, scales, and stores.
+They give the same bits as `exchange.add_tree`, the readable version. A kernel loads an element of
+each row, adds along the tree, rounds to the rows' dtype after each addition, scales, and stores.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 1024  # of one program, a row: eight or sixteen bytes a thread
+_ELEMENTS = 1024  # of each row, for one program: 8 or 16 bytes a thread
 
 
 def add_tree(rows: Tensor, *, scale: float, out: Tensor) -> None:
-    """Put `scale` times the tree's sum of `rows` [num_rows, n] into `out` [n], both contiguous.
+    """Write `scale` times the sum of `rows` [num_rows, n] along the tree to `out` [n].
 
-    `num_rows` is a power of two. Runs on the current stream; the host does not wait.
+    Both are contiguous, and `num_rows` is a power of two. Asynchronous, on the current stream.
     """
     num_rows, num_columns = rows.shape
     grid = (triton.cdiv(num_columns, _ELEMENTS),)
@@ -43,10 +43,10 @@ def _add_tree(
 
 
 def add_tree_of_put(put: Tensor, *, mine: Tensor, rank: int, scale: float, sums: Tensor) -> None:
-    """Put the scaled tree's sum into `mine` and into `sums`, [n] each.
+    """Write `scale` times the sum of all ranks' rows along the tree to `mine` and `sums`, [n] each.
 
-    The row of `rank` is `mine`; those of the other ranks are the heads of the rows of `put`, uint8
-    [num_ranks, row_bytes]. All are aligned to 16 bytes.
+    The row of `rank` is `mine`. Each other rank's row is the first n elements of its row in `put`,
+    uint8 [num_ranks, row_bytes]. All tensors are aligned to 16 bytes.
     """
     rows = put.view(mine.dtype)
     grid = (triton.cdiv(len(mine), _ELEMENTS),)
@@ -58,8 +58,8 @@ def add_tree_of_put(put: Tensor, *, mine: Tensor, rank: int, scale: float, sums:
 
 @triton.jit
 def _add_tree_of_put(
-    rows,  # [NUM_ROWS, stride], of which the row RANK is not read
-    mine,  # [num_columns], in its place
+    rows,  # [NUM_ROWS, stride]; row RANK is not read
+    mine,  # [num_columns], read and written
     sums,  # [num_columns]
     stride,
     num_columns,
@@ -87,9 +87,9 @@ def _node(
     FIRST: tl.constexpr,  # noqa: N803
     SPAN: tl.constexpr,  # noqa: N803
 ):
-    """The node over rows FIRST to FIRST + SPAN - 1: its left child plus its right child.
+    """Return the sum of rows FIRST to FIRST + SPAN - 1 along the tree: left child + right child.
 
-    The row RANK, if there is one of that number, is `mine`.
+    Row RANK is read from `mine`, the others from `rows`. No row is RANK if RANK is NUM_ROWS.
     """
     if SPAN == 1:
         if FIRST == RANK:

@@ -1,8 +1,8 @@
-"""`exchange.all_reduce`, on GPUs over NCCL: pieces overlap, and the host never waits.
+"""`exchange.all_reduce` on GPUs over NCCL, asynchronous and pipelined.
 
-Three things happen at once: chunks of piece i + 1 travel to those who add them, chunks of piece i
-are added, and sums of piece i - 1 travel back. A NCCL communicator does one thing at a time, so
-each direction has one of its own.
+Three stages overlap: the chunks of piece i + 1 are sent to the ranks that add them, the chunks of
+piece i are added, and the sums of piece i - 1 are gathered. A NCCL communicator runs one operation
+at a time, so sending and gathering use a communicator each.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from torch.futures import Future
 from entrenar_py.canonical import kernels
 from entrenar_py.canonical.exchange import all_gather, cut
 
-# One is received into, one added, one to spare: a link never waits for memory.
+# One slot receives and one is added. The third keeps a link from waiting for memory.
 _NUM_SLOTS = 3
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Memory that one piece is received in; `free` comes true on the GPU once that was added."""
+    """Receive memory for one piece. The event `free` is recorded after the piece was added."""
 
     memory: Tensor  # uint8
     free: torch.cuda.Event
 
     @classmethod
     def open(cls, num_bytes: int, device: torch.device) -> _Slot:
-        """Memory of its own, free at once."""
+        """Allocate a slot that is free."""
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return cls(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def like(self, one: Tensor, *, times: int = 1) -> Tensor:
-        """`times` as many elements as `one` has, of its dtype: [times * n]."""
+        """Return the slot's first `times * one.numel()` elements of the dtype of `one`, 1-d."""
         return self.memory[: times * one.numel() * one.element_size()].view(one.dtype)
 
 
 class Pipeline:
-    """Calls follow each other on every rank in the same order."""
+    """The asynchronous all-reduce. All ranks make the same calls in the same order."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, scale: float, device: torch.device, piece_bytes: int
@@ -51,7 +51,7 @@ class Pipeline:
         self._gather = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
         self._world_size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scale, self._device, self._piece_bytes = scale, device, piece_bytes
-        # Ahead of the backward pass's kernels: those are many, and links stand idle meanwhile.
+        # High priority: behind the many kernels of the backward pass, the links would stand idle.
         self._sending, self._adding, self._ending = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(3)
@@ -59,9 +59,9 @@ class Pipeline:
         self._slots = deque(_Slot.open(piece_bytes, device) for _ in range(_NUM_SLOTS))
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
-        """Start the sum of `buffer` over all ranks, in place; wait before you touch it again.
+        """Start to sum `buffer` over all ranks in place. Don't use it before the future is done.
 
-        Every piece is as long on all ranks: all make the same calls, in the same order.
+        `buffer` must have the same length on all ranks.
         """
         piece_max = self._piece_bytes // buffer.element_size()
         plan = cut(len(buffer), world_size=self._world_size, piece_max=piece_max)
@@ -72,13 +72,13 @@ class Pipeline:
         self._ending.wait_stream(self._adding)
         with torch.cuda.stream(self._ending):
             for work in works:
-                work.wait()  # `ending` waits, not the host
+                work.wait()  # makes the stream `_ending` wait, not the host
             future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(buffer)
         return future
 
     def _reduce(self, piece: Tensor) -> dist.Work:
-        """Rank r's chunk of `piece` summed on rank r, and on its way back to everyone."""
+        """Add this rank's chunk of `piece`, and start to gather the sums of all ranks."""
         slot = self._next_slot()
         rows, mine = slot.like(piece), piece.view(self._world_size, -1)[self._rank]
         with torch.cuda.stream(self._sending):
@@ -87,11 +87,11 @@ class Pipeline:
         with torch.cuda.stream(self._adding):
             sent.wait()
             self._add(rows, out=mine, slot=slot)
-            # In place: NCCL sees that a rank's own chunk stands where it belongs.
+            # In place: NCCL doesn't copy a rank's own chunk, which is in its place already.
             return all_gather(piece, mine, group=self._gather, async_op=True)
 
     def _reduce_tail(self, tail: Tensor) -> None:
-        """All of `tail`, from everyone to everyone, summed by everyone."""
+        """Gather the tail of all ranks, and add the whole tail on every rank."""
         slot = self._next_slot()
         rows = slot.like(tail, times=self._world_size)
         with torch.cuda.stream(self._sending):

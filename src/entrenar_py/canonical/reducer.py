@@ -1,4 +1,4 @@
-"""One model's canonical all-reduce: the fold of a rank's micro-batches, and torch's hook."""
+"""The canonical all-reduce of one model: its loop over micro-batches and its DDP hook."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 Exchange = Callable[[Tensor], Future[Tensor]]
 
-# Large enough that starting it is nothing beside it, small enough that pieces overlap: measured on
-# four H200s (docs/benchmarks.md), where 32 MiB take a quarter longer.
+# Large enough to hide launch overhead, small enough for pieces to overlap. Measured on four H200s
+# (docs/benchmarks.md), where 32 MiB takes a quarter longer.
 PIECE_BYTES = 128 << 20
 
 
 class Reducer:
-    """The result of `canonical_all_reduce`; see there.
+    """The result of `canonical_all_reduce`, which describes its use.
 
-    `shards` are the global indices of this rank's micro-batches, in order. What is random in one
-    must be drawn from (seed, step, `shard`), or it depends on the world size.
+    `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
+    a micro-batch from (seed, step, `shard`). Otherwise it depends on the world size.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Reducer:
         settings.require_same({**facts, **settings.surroundings(device)}, group)
         share = micro_batches // world_size
         self.shards = range(rank * share, (rank + 1) * share)
-        self._shard: int | None = None  # in hand
+        self._shard: int | None = None  # the current micro-batch
         self._model, self._counter = model, gradients.Counter()
         self._reduced: set[Tensor] = set()  # parameters, in this batch
         scale = 1 / micro_batches
         if symmetric_memory is None:
             symmetric_memory = settings.share_memory(device, group)
         self._exchange = _exchange(group, device, scale=scale, symmetric=symmetric_memory)
-        # A lambda, for torch reads a function's annotations and knows no postponed ones.
+        # torch reads a hook's annotations and rejects postponed ones. A lambda has none.
         try:
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
         except RuntimeError as error:
@@ -66,7 +66,7 @@ class Reducer:
 
     @property
     def shard(self) -> int:
-        """The global index of the micro-batch in hand; UsageError where there is none."""
+        """The global index of the current micro-batch; UsageError outside of a loop over `fold`."""
         if self._shard is None:
             raise UsageError(
                 "reducer.shard outside of the loop over fold(): no micro-batch is in hand"
@@ -74,11 +74,11 @@ class Reducer:
         return self._shard
 
     def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The next `len(self.shards)` of `batches`, one at a time; forward and backward each.
+        """Yield the next `len(self.shards)` of `batches`. Run forward and backward on each.
 
-        Gradients left from before are dropped first. After the last one `.grad` is the mean over
-        all micro-batches of all ranks. UsageError where there are too few batches, a backward pass
-        was left out, or a setting was changed since the reducer was made.
+        Drops all gradients first. After the loop, each `.grad` is the mean over all micro-batches
+        of all ranks. Raises UsageError if there are too few batches, if a micro-batch had no
+        backward pass, or if a setting in `settings.switches` changed since the reducer was made.
         """
         settings.require_unchanged(self._switches)
         gradients.take(self._parameters)
@@ -97,7 +97,7 @@ class Reducer:
             self._counter.clear()
 
     def _keep(self, shard: int) -> None:
-        """Micro-batch `shard` is over; the last one's gradients went through the hook."""
+        """Check that every parameter has a gradient, and keep those of all but the last shard."""
         last = shard == self.shards[-1]
         node = {} if last else gradients.take(self._parameters)
         missing = self._parameters.keys() - (self._reduced if last else node.keys())
@@ -113,7 +113,7 @@ class Reducer:
             self._counter.push(node)
 
     def _reduce(self, bucket: Any) -> Future[Tensor]:
-        """DistributedDataParallel's hook: `bucket` holds the last micro-batch's gradients."""
+        """Reduce a bucket of the last micro-batch's gradients: DistributedDataParallel's hook."""
         if self._shard != self.shards[-1]:
             raise UsageError(
                 "a backward pass outside of the loop over fold(): with the canonical all-reduce "
@@ -158,10 +158,10 @@ def _exchange(
 
 
 def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Each parameter's gradient in a bucket's `buffer`, laid out as the parameter is.
+    """Return each parameter's gradient as a view of a bucket's `buffer`.
 
-    `bucket.gradients()` has the sizes, but not the strides: of a channels-last weight it would name
-    elements that stand elsewhere.
+    `bucket.gradients()` can't be used: it ignores the parameters' strides, so its elements are in
+    another order for channels-last weights.
     """
     views, start = [], buffer.storage_offset()
     for one in parameters:

@@ -1,4 +1,4 @@
-"""Settings that decide which kernels run, and so which bits come out: checked, never assumed."""
+"""Checks of the settings that select kernels, and with them the bits of a result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from entrenar_py.errors import UsageError
 
-# NVIDIA names these two as the ones with which cuBLAS gives the same bits in every run.
+# The values with which cuBLAS gives the same bits in every run, by NVIDIA's documentation.
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACES = (":4096:8", ":16:8")
 
 
 def require_deterministic() -> None:
-    """Returns if kernels give the same bits in every run; UsageError naming all that is missing."""
+    """Raise UsageError, with a list of all problems, unless kernels repeat their bits."""
     problems = []
     if not torch.are_deterministic_algorithms_enabled():
         problems.append(
@@ -45,7 +45,7 @@ def require_deterministic() -> None:
 
 
 def switches() -> dict[str, object]:
-    """Return this process's settings that decide between kernels; cheap enough for every step."""
+    """Return the settings of this process that select kernels. Cheap enough for every step."""
     backends: Any = torch.backends  # half of it has no types
     cuda, cudnn, matmul = backends.cuda, backends.cudnn, backends.cuda.matmul
     return {
@@ -71,7 +71,7 @@ def switches() -> dict[str, object]:
 
 
 def surroundings(device: torch.device) -> dict[str, object]:
-    """Return what else decides between kernels, and is fixed while a process lives."""
+    """Return the versions and the hardware that select kernels. A process can't change them."""
     found: dict[str, object] = {
         "torch.__version__": str(torch.__version__),
         "torch.version.cuda": torch.version.cuda,
@@ -89,7 +89,7 @@ def surroundings(device: torch.device) -> dict[str, object]:
 
 
 def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
-    """Returns if `facts` are those of every rank of `group`; UsageError, on all ranks, if not."""
+    """Raise UsageError, on all ranks of `group`, unless `facts` are the same on all of them."""
     everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, facts, group=group)
     for rank, theirs in enumerate(everyone):
@@ -102,9 +102,9 @@ def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
 
 
 def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of `group` have GPUs of one host, each reached by every other.
+    """Return whether all ranks of `group` have GPUs of one host that can access each other.
 
-    All ranks get the same answer.
+    The result is the same on all ranks.
     """
     if device.type != "cuda" or dist.get_world_size(group) == 1:
         return False
@@ -114,14 +114,14 @@ def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
     everyone: list[tuple[str, int, set[int]]] = [own for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, own, group=group)
     indices = {index for _, index, _ in everyone}
-    # Who sees its own GPU alone, as the first, can't tell which the others have.
+    # If each rank sees only its own GPU, all have index 0, and access can't be determined.
     told_apart = len(indices) == len(everyone)
     one_host = len({host for host, _, _ in everyone}) == 1
     return one_host and told_apart and all(indices <= found for _, _, found in everyone)
 
 
 def require_unchanged(facts: dict[str, object]) -> None:
-    """Returns if `switches` are still what they were; UsageError if one has been moved since."""
+    """Raise UsageError unless `switches` returns the values in `facts`, taken earlier."""
     now = switches()
     for name, value in facts.items():
         if now[name] != value:

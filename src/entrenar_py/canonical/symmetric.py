@@ -1,8 +1,8 @@
-"""`exchange.all_reduce`, on GPUs of one host that see each other's memory: copy engines carry it.
+"""`exchange.all_reduce` on GPUs of one host that can access each other's memory.
 
-Each rank puts the other ranks' chunks of a piece into their memory, adds along the tree what was
-put into its own, and takes the sums from theirs. The processors that compute only add: what travels
-is copied by engines that do nothing else, beside the backward pass.
+Each rank puts the other ranks' chunks of a piece into their memory, adds the chunks that it got
+along the tree, and takes the other ranks' sums from their memory. Copy engines do all transfers in
+parallel with the backward pass.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.futures import Future
 from entrenar_py.canonical import kernels
 from entrenar_py.canonical.exchange import ALIGNMENT
 
-# One is put into while the other is added, then taken from.
+# Ranks put a piece into one slot while the sums of the other are computed and taken.
 _NUM_SLOTS = 2
-_TIMEOUT_MS = 600_000  # of a rank that waits for the others, as NCCL's usual one
+_TIMEOUT_MS = 600_000  # of a barrier: the default of NCCL's process group
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A piece's place on every rank: rows put there by the ranks, and the sum of its chunk.
+    """Shared memory for one piece: `put[r]` and `sums[r]` are on rank r.
 
-    `put` is uint8 [num_ranks, chunk_bytes] and `sums` uint8 [chunk_bytes], of each rank.
+    `put[r]` gets the ranks' chunks, uint8 [num_ranks, chunk_bytes], `sums[r]` their sum.
     """
 
     put: list[Tensor]
@@ -38,22 +38,22 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The work for a piece of a buffer: pairs (to, from) that are copied, and what is added."""
+    """The work for a piece of a buffer: pairs (to, from) to copy, and the rows to add."""
 
     puts: list[tuple[Tensor, Tensor]]
     takes: list[tuple[Tensor, Tensor]]
     rows: Tensor  # uint8 [num_ranks, chunk_bytes], this rank's
-    mine: Tensor  # this rank's chunk, in its place; may be empty
-    sums: Tensor  # where the others take it from
+    mine: Tensor  # this rank's chunk, a view of the buffer; may be empty
+    sums: Tensor  # a copy of the sum, for the other ranks to take
 
 
 @dataclass
 class _Plan:
-    """The work for a bucket, and the call in which it was done last.
+    """The work for a bucket, and the number of the call that did it last.
 
-    The first time it is started piece by piece, the second time recorded, and from then on the
-    recording is started: that is one thing for the host to do instead of fifty, and a small bucket
-    takes no longer than that.
+    The first call launches the work piece by piece. The second call records it as a CUDA graph,
+    which all calls from then on replay. A replay is one launch instead of some fifty, which would
+    take longer than the work itself for a small bucket.
     """
 
     pieces: list[_Piece]
@@ -63,7 +63,7 @@ class _Plan:
 
 
 class Symmetric:
-    """Calls follow each other on every rank in the same order."""
+    """The asynchronous all-reduce. All ranks make the same calls in the same order."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, scale: float, device: torch.device, piece_bytes: int
@@ -79,20 +79,20 @@ class Symmetric:
         ]
         self._slots = [self._slot(everyone, index) for index in range(_NUM_SLOTS)]
         self._next = 0  # slot
-        # The next rank first: no two ranks put to the same one, or take from it, at a time.
+        # Each rank starts with the next one, so that no two ranks access the same one at a time.
         self._others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
-        # One stream copies: what is put and what is taken would share the links anyway, and ranks
-        # whose copies come in another order meet at the same one's door.
+        # One stream for puts and takes. With two, they would share the links without a gain, and
+        # in an order that lets several ranks access the same one at a time.
         self._copying, self._adding = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
-        # Buckets come again in every step; to cut them anew takes longer than to start the copies.
+        # Buckets come again in every step, and planning one takes longer than starting its copies.
         self._plans: OrderedDict[tuple[int, int, torch.dtype, int], _Plan] = OrderedDict()
         self._calls = 0
 
     def __call__(self, buffer: Tensor) -> Future[Tensor]:
-        """Start the sum of `buffer` over all ranks, in place; wait before you touch it again."""
+        """Start to sum `buffer` over all ranks in place. Don't use it before the future is done."""
         self._copying.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copying):
             plan = self._plan(buffer)
@@ -108,7 +108,7 @@ class Symmetric:
         return future
 
     def _recorded(self, pieces: Sequence[_Piece]) -> torch.cuda.CUDAGraph:
-        """Record what `_start` would start. Other threads go on as if nothing were recorded."""
+        """Record the work of `_start` as a CUDA graph. Other threads may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
@@ -118,12 +118,12 @@ class Symmetric:
         return graph
 
     def _start(self, pieces: Sequence[_Piece]) -> None:
-        """On the copying stream, which is the current one."""
+        """Launch the work of `pieces`. The current stream must be the copying stream."""
         waiting: _Piece | None = None
         for piece in pieces:
             _copy(piece.puts)
             self._meet()
-            # Beside the copies that follow: of the sums before, and of what is put next.
+            # Overlaps the next copies: the takes of the previous piece and the next piece's puts.
             self._add(piece)
             if waiting is not None:
                 _copy(waiting.takes)
@@ -133,7 +133,7 @@ class Symmetric:
             _copy(waiting.takes)
 
     def _meet(self) -> None:
-        """On the GPUs: every rank has put, taken and added all that it was told to by now."""
+        """Make the GPUs wait until all ranks have done all copies and additions launched so far."""
         self._adding.wait_stream(self._copying)
         with torch.cuda.stream(self._adding):
             self._handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
@@ -159,7 +159,7 @@ class Symmetric:
         )
 
     def _plan(self, buffer: Tensor) -> _Plan:
-        """Return the work for `buffer`, in slots that follow those of the call before."""
+        """Return the work for `buffer`, starting with the slot after the previous call's last."""
         self._calls += 1
         key = (buffer.data_ptr(), buffer.numel(), buffer.dtype, self._next)
         if key not in self._plans:
@@ -177,15 +177,16 @@ class Symmetric:
         return plan
 
     def _forget(self) -> None:
-        """Lets go of a buffer that did not come again for two steps: torch makes new buckets after
-        the first step, and a plan keeps what it is of.
+        """Drop the plan of a buffer that was not reduced for two steps.
+
+        torch makes new buckets after the first step, and a plan keeps the memory of its buffer.
         """
         key, oldest = next(iter(self._plans.items()))
         if self._calls - oldest.call > 2 * len(self._plans):
             del self._plans[key]
 
     def _piece(self, piece: Tensor, slot: _Slot) -> _Piece:
-        """`piece` cut in a chunk for each rank; the last ones may be short, or empty."""
+        """Cut `piece` into one chunk for each rank. The last ones may be shorter, or empty."""
         size = -(-len(piece) // (self._world_size * ALIGNMENT)) * ALIGNMENT
         chunks = [piece[rank * size : (rank + 1) * size] for rank in range(self._world_size)]
         mine, others = chunks[self._rank], [rank for rank in self._others if len(chunks[rank])]
@@ -210,5 +211,5 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _as_chunk(memory: Tensor, chunk: Tensor) -> Tensor:
-    """The head of `memory` as long as `chunk`, of its dtype."""
+    """Return the start of `memory`, with the length and the dtype of `chunk`."""
     return memory[: chunk.numel() * chunk.element_size()].view(chunk.dtype)
