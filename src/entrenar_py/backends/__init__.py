@@ -1,6 +1,6 @@
 """The backends that arithmetic runs on: `cpu`, `cuda` and `wgpu` behind one interface.
 
-Tensors are float32 on the CPU on both sides of the interface; a backend moves them itself.
+Callers pass and receive float32 tensors on the CPU. A backend copies them to its device and back.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Pair = tuple["Tensor", "Tensor"]
 
 
 class Backend(Protocol):
-    """A device that computes steps of training, and multiplies matrices.
+    """A device that computes training steps and multiplies matrices.
 
-    `name` is what it was asked for by, `device` its name for people. `software` is true for an
-    emulated GPU. `unit_roundoff` is the largest relative error of one float32 operation: 2^-24
-    where results round to nearest, 2^-23 where the direction is the device's choice.
+    `name` is the name that selects it, such as `wgpu:1`. `device` describes the hardware.
+    `software` is true for an emulated GPU. `unit_roundoff` is the largest relative error of one
+    float32 operation: 2^-24 if results round to nearest, 2^-23 if a device may round up or down.
     """
 
     @property
@@ -37,8 +37,8 @@ class Backend(Protocol):
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
         """Return a function that computes the loss and the gradients of `workload` at `tensors`.
 
-        The caller changes `tensors` between steps, but for the frozen ones. The function raises
-        BackendUnavailable, in the device library's words, when the device fails.
+        The caller may change all tensors but the frozen ones between steps. If the device fails,
+        the function raises BackendUnavailable with the device library's message.
         """
         ...
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """`matmul` of each pair, together: on wgpu one submission and one read-back."""
+        """Return `matmul` of each pair. On wgpu, all share one submission and one read-back."""
         ...
 
 
@@ -76,7 +76,7 @@ def _open_wgpu(index: int | None = None) -> Backend:
     return wgpu.open_wgpu(index)
 
 
-# Those a machine may have several of: `wgpu:1` is the second.
+# Kinds of which a machine may have several devices: `wgpu:1` is the second.
 INDEXED: dict[str, Callable[[int | None], Backend]] = {"cuda": _open_cuda, "wgpu": _open_wgpu}
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "cuda": _open_cuda,
@@ -86,10 +86,10 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def open_backend(name: str) -> Backend:
-    """Open the backend called `name`, and never another one.
+    """Open the backend called `name`, without a fallback to another one.
 
-    Raises UsageError for an unknown name, BackendUnavailable (in the device library's own words)
-    when it is not there or does not start.
+    Raises UsageError for an unknown name, and BackendUnavailable with the device library's message
+    if the device is missing or does not start.
     """
     kind = kind_of(name)
     if name == kind:
@@ -100,7 +100,7 @@ def open_backend(name: str) -> Backend:
 def kind_of(name: str) -> str:
     """Return the kind of backend that `name` selects: `wgpu` for `wgpu` and `wgpu:1`.
 
-    Raises UsageError for a name that can't be one.
+    Raises UsageError for an unknown or malformed name.
     """
     kind, colon, index = name.partition(":")
     known = kind in INDEXED if colon else kind in BACKENDS

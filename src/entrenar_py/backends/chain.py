@@ -1,7 +1,7 @@
-"""The fallback chain CUDA -> wgpu -> CPU: the first backend that yields a finite result serves.
+"""The fallback chain CUDA -> wgpu -> CPU: use the first backend that gives a finite result.
 
-Decides only whether a result is finite; `auto` also passes over a software adapter. A backend asked
-for by name never comes here.
+`auto` also checks the result's accuracy and skips software adapters. A backend that the user
+selects by name doesn't go through the chain.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from entrenar_py.errors import BackendUnavailable, UsageError
 
 ORDER = ("cuda", "wgpu", "cpu")
 
-# What device libraries raise. torch.OutOfMemoryError and torch.AcceleratorError are
-# RuntimeErrors, wgpu's out-of-memory error is a MemoryError. Anything else is a bug, not a
-# missing device, and is not swallowed.
+# The exceptions of device libraries. torch.OutOfMemoryError and torch.AcceleratorError are
+# RuntimeErrors, and wgpu's out-of-memory error is a MemoryError. Any other exception is a bug and
+# is not caught.
 FAILURES = (BackendUnavailable, MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One backend was tried: it served, or failed with `reason`. `device` is empty if unopened."""
+    """One try of a backend, with the `reason` if it failed. `device` is "" if it didn't open."""
 
     backend: str
     served: bool
@@ -42,10 +42,10 @@ def first_finite(
     order: Sequence[str] = ORDER,
     table: Mapping[str, Callable[[], Backend]] = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """The first backend of `order` whose `compute(backend)` is finite, and that result.
+    """Return the first backend of `order` for which `compute(backend)` is finite, and the result.
 
-    `on_attempt` hears of every try, in order. Raises UsageError for a name that `table` lacks,
-    BackendUnavailable naming every backend and its reason when none served.
+    `on_attempt` is called after each try. Raises UsageError for a name that `table` lacks, and
+    BackendUnavailable with the reason of every backend if all of them fail.
     """
     unknown = [name for name in order if name not in table]
     if unknown:
@@ -78,8 +78,8 @@ def first_finite(
 def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
     """Return the first backend of the chain that multiplies two small matrices correctly.
 
-    A software adapter, which computes on the CPU slower than torch does, is passed over.
-    Raises BackendUnavailable when none serves.
+    Software adapters are skipped: they compute on the CPU, and slower than torch does.
+    Raises BackendUnavailable if all backends fail.
     """
     return first_finite(_probe_hardware, on_attempt=on_attempt)[0]
 
@@ -90,7 +90,7 @@ def is_finite(result: Tensor) -> bool:
 
 
 def probe(backend: Backend) -> Tensor:
-    """A product that float64 confirms; BackendUnavailable if rounding does not explain it."""
+    """Return a small product; raise BackendUnavailable if its error is larger than rounding's."""
     a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
     b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)
     result = backend.matmul(a, b)
@@ -113,7 +113,7 @@ def _probe_hardware(backend: Backend) -> Tensor:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """Return why backend `name` failed, for a message that names it already."""
+    """Describe `error` without the prefix `backend NAME: `, for a message that has the name."""
     if isinstance(error, BackendUnavailable):
         return str(error).removeprefix(f"backend {name}: ")
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The CPU through torch: the slow, readable reference of the other backends."""
+"""The CPU through torch: the slow and simple reference for the other backends."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class CpuBackend:
     unit_roundoff: float = 2.0**-24
 
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """The workload's own gradients: autograd's, or by hand where that is quicker."""
+        """Return a function that calls `workload.gradients`."""
         return lambda ids, drop: workload.gradients(tensors, ids, drop=drop, scale=scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's own linear layer."""
+        """Call `torch.nn.functional.linear`."""
         return F.linear(x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """torch's own product."""
+        """Multiply with torch's `@`."""
         check_operands(a, b, backend=self.name)
         return a.detach() @ b.detach()
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """One product after the other."""
+        """Compute the products one after another."""
         return [self.matmul(a, b) for a, b in pairs]
 
 
 def open_cpu() -> CpuBackend:
-    """The CPU; always there."""
+    """Return the CPU backend, which every machine has."""
     return CpuBackend(f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}")

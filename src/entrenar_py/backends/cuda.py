@@ -18,7 +18,7 @@ from entrenar_py.errors import BackendUnavailable
 
 @dataclass(frozen=True)
 class CudaBackend:
-    """See `Backend`. `index` is the GPU's among those torch sees, `device` its name."""
+    """See `Backend`. `index` is the GPU's index in torch, and `device` its name."""
 
     device: str
     index: int
@@ -27,39 +27,41 @@ class CudaBackend:
     unit_roundoff: float = 2.0**-24
 
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """The whole step on the GPU."""
+        """Return a function that computes the whole step on the GPU."""
         return ResidentStep(self, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Three products on the GPU; the bias is added on the CPU."""
+        """Compute the products of forward and backward on the GPU. Add the bias on the CPU."""
         return linear.apply(self.products, x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """torch's own product on the GPU."""
+        """Multiply with torch's `@` on the GPU."""
         linear.check_operands(a, b, backend=self.name)
         return (a.detach().to(self.place) @ b.detach().to(self.place)).cpu()
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """One product after the other."""
+        """Compute the products one after another."""
         return [self.matmul(a, b) for a, b in pairs]
 
     @property
     def place(self) -> torch.device:
-        """The device of its tensors."""
+        """The GPU as a torch device."""
         return torch.device("cuda", self.index)
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Turns what torch raises inside into BackendUnavailable, with its words."""
+        """Convert a RuntimeError of torch into BackendUnavailable with the same message."""
         try:
             yield
-        except RuntimeError as error:  # torch.OutOfMemoryError and AcceleratorError are of it
+        except RuntimeError as error:  # also OutOfMemoryError and AcceleratorError
             raise BackendUnavailable(f"backend {self.name} on {self.device}: {error}") from error
 
 
 class ResidentStep:
-    """A `Stepper`. All tensors have a copy on the GPU; those that training changes are copied there
-    anew for each step, and one vector of the loss and all gradients comes back.
+    """A `Stepper` that keeps a copy of all tensors on the GPU.
+
+    Each call uploads the tensors that training changes, and downloads loss and gradients as one
+    vector.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ResidentStep:
         return float(loss[0]), gradients
 
     def _on_device(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """The loss and all gradients in one vector on the GPU."""
+        """Return the loss and all gradients as one vector on the GPU."""
         with torch.no_grad():
             for name, tensor in self._moving.items():
                 self._held[name].copy_(tensor)
@@ -101,10 +103,10 @@ class ResidentStep:
 
 
 def open_cuda(index: int | None = None) -> CudaBackend:
-    """The GPU of that index, torch's current one where none is given.
+    """Open the GPU with this index, or torch's current GPU for None.
 
-    Turns TF32 off for the whole process: it rounds operands to 11 bits. Raises BackendUnavailable
-    with torch's own words, or listing the GPUs there are.
+    Turns TF32, which rounds operands to 11 bits, off for the whole process. Raises
+    BackendUnavailable with torch's message, or with a list of the GPUs if none has this index.
     """
     name = "cuda" if index is None else f"cuda:{index}"
     try:

@@ -1,6 +1,6 @@
-"""A linear layer whose three products run on a device, and the check of a product's operands.
+"""A linear layer that computes its products on a device, and the check of a product's operands.
 
-Autograd sees CPU tensors only, so backward runs in the calling thread on every backend.
+Autograd sees only CPU tensors, so backward runs in the calling thread on every backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def apply(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def check_operands(a: Tensor, b: Tensor, *, backend: str) -> None:
-    """Raises UsageError unless `a @ b` is a non-empty float32 product of matrices on the CPU."""
+    """Raise UsageError unless `a @ b` is a non-empty float32 product of matrices on the CPU."""
     product = f"product of {list(a.shape)} and {list(b.shape)} on backend {backend}"
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise UsageError(f"{product}: use two matrices [m, k] and [k, n]")
@@ -42,7 +42,7 @@ def check_operands(a: Tensor, b: Tensor, *, backend: str) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """rows [batch, in], weight [out, in] -> [batch, out]."""
+    """`rows @ weight.T`: [batch, in], [out, in] -> [batch, out]."""
 
     @staticmethod
     def forward(ctx: Any, products: Products, rows: Tensor, weight: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        """Gradients of `rows` and `weight`: as many products as needed, one submission."""
+        """Compute the gradients that autograd needs, of `rows` and `weight`, in one submission."""
         rows, weight = ctx.saved_tensors
         _, wants_rows, wants_weight = ctx.needs_input_grad
         pairs = []

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FLUSHED = 2.0**-126  # the smallest normal float32: what is below may become zero on a GPU
+FLUSHED = 2.0**-126  # the smallest normal float32: a GPU may round smaller numbers to zero
 FLOAT64_ROUNDOFF = sys.float_info.epsilon / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A product against float64, at the element that uses up the largest part of its bound.
+    """The error of a product at its worst element: the one with the largest error / bound.
 
-    `element` is its index in C order; the first non-finite one if there is any, and then `error`
-    is nan. `bound` is the largest |error| that rounding explains there.
+    `element` is its index in C order, and `bound` the largest |error| that rounding explains
+    there. If elements are not finite, `element` is the first of them, and `error` is nan.
     """
 
     finite: bool
@@ -35,7 +35,7 @@ class Comparison:
 
 
 def gamma(length: int, unit_roundoff: float) -> float:
-    """The largest relative error of a sum of `length` products: k u / (1 - k u).
+    """Return the largest relative error of a sum of `length` products: k u / (1 - k u).
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1 and (3.5).
     """
@@ -43,10 +43,10 @@ def gamma(length: int, unit_roundoff: float) -> float:
 
 
 def bound(a: Tensor, b: Tensor, *, unit_roundoff: float) -> Tensor:
-    """The largest |float32 product - float64 product| that rounding explains, float64 [m, n].
+    """Return the largest |float32 product - float64 product| that rounding explains.
 
     Holds for every order of summation, with or without fused multiply-add, and on devices that
-    flush subnormal numbers. float32 [m, k], [k, n].
+    flush subnormal numbers. float32 [m, k], [k, n] -> float64 [m, n].
     """
     size_a, size_b = a.double().abs(), b.double().abs()
     length = a.shape[1]
@@ -56,7 +56,7 @@ def bound(a: Tensor, b: Tensor, *, unit_roundoff: float) -> Tensor:
 
 
 def compare(result: Tensor, a: Tensor, b: Tensor, *, unit_roundoff: float) -> Comparison:
-    """`result` against the float64 product of `a` and `b`. float32 [m, n], [m, k], [k, n]."""
+    """Compare `result` with the float64 product of `a` and `b`: float32 [m, n], [m, k], [k, n]."""
     allowed = bound(a, b, unit_roundoff=unit_roundoff).reshape(-1)
     finite = torch.isfinite(result).reshape(-1)
     if not finite.all():

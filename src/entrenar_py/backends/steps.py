@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "NDArray[np.float32]"
 
-# (x [rows, in], weight [out, in], bias [out] or None) -> [rows, out]: the backend's `F.linear`.
+# (x [rows, in], weight [out, in], bias [out] or None) -> [rows, out], as `F.linear`.
 LinearFunction: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None], Tensor]"
-# x of any shape -> the same shape: dropout where a model has it, or the identity.
+# x of any shape -> the same shape: dropout, or the identity.
 DropFunction: TypeAlias = "Callable[[Tensor], Tensor]"
-# All tensors of a model by name, on one device; the samples of a step, on any.
+# All tensors of a model by name, on one device.
 Tensors: TypeAlias = "Mapping[str, Tensor]"
-Batch: TypeAlias = "Sequence[Tensor]"
+Batch: TypeAlias = "Sequence[Tensor]"  # the samples of a step
 
-# (sample ids, never empty; drop) -> the summed loss, and the scaled gradient of each trainable
-# tensor in the order and shapes of the specs, float32 on the host.
+# (sample ids, at least one; drop) -> the summed loss, and the scaled gradient of each trainable
+# tensor, in the order and with the shapes of the specs, float32 on the host.
 Stepper: TypeAlias = "Callable[[Sequence[int], DropFunction], tuple[float, list[Array]]]"
 
 
@@ -35,7 +35,7 @@ class Spec(Protocol):
 
 
 class Model(Protocol):
-    """The part of a workload that a backend uses (`training.workload.Workload` says more)."""
+    """The part of a `training.workload.Workload` that a backend uses."""
 
     @property
     def specs(self) -> Sequence[Spec]: ...
@@ -46,9 +46,9 @@ class Model(Protocol):
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
-        """The SUM of the loss over a batch, 0-d."""
+        """Return the loss summed over a batch, 0-d."""
 
     def gradients(
         self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
-        """The loss, and `scale` times its gradient for each trainable tensor, on the CPU."""
+        """Return the loss, and `scale` times its gradient for each trainable tensor, on the CPU."""
