@@ -1,10 +1,11 @@
 """Bounds on the error of a float32 device, for every output of a captured graph.
 
-The graph is walked with three numbers an element: its value in float64, and the smallest and the
-largest float32 that a conforming device may hold. `intervals` has the arithmetic of such pairs,
-`rules` one rule for each operation, `accuracies` what WGSL says of each function, `sensitivity` a
-first-order bound for whole steps, where intervals grow too wide. A comparison whose operands
-overlap is undecided; a value that depends on it has both outcomes in its interval.
+`bound` computes three numbers for each element: its value in float64, and the smallest and the
+largest float32 that a conforming device may hold. If the intervals of a comparison's operands
+overlap, the comparison is undecided, and values that depend on it cover both outcomes.
+`intervals` has the arithmetic, `rules` a rule for each operation, `accuracies` the accuracy of each
+function in WGSL. `sensitivity` has first-order bounds for whole steps, for which intervals grow too
+wide.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from entrenar_py.errors import UsageError
 
 
 def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
-    """The bounds of every output of `graph` for these inputs, float32 or whole numbers.
+    """Return the bounds of every output of `graph` for these inputs, float32, integer or bool.
 
-    Raises UsageError for an operation whose accuracy is not known here, and for one that needs a
-    whole number or a truth value that rounding leaves undecided.
+    Raises UsageError for an operation without a rule in `rules`, and for an integer operand that
+    rounding leaves undecided.
     """
     with torch.no_grad():
         return list(Walk(graph).run(*(given(one.detach()) for one in inputs)))
 
 
 class Walk(Interpreter):
-    """Each node's `Bounded`."""
+    """Runs a graph on `Bounded` values."""
 
     def run_node(self, n: Node) -> Any:
-        """Refuses by operation and line."""
+        """Run a node; UsageError with its operation and line for unsupported results."""
         if n.op == "call_function":
             result = n.meta["val"]
             dtypes = {one.dtype for one in pytree.tree_leaves(result)}
@@ -46,11 +47,11 @@ class Walk(Interpreter):
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Bounded:
-        """A constant."""
+        """Return a constant of the graph."""
         return given(super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Bounded:
-        """Value and interval of one operation."""
+        """Return the value and the interval of one operation's result."""
         is_float = self._node.meta["val"].is_floating_point()
         value = rules.evaluate(target, args, kwargs, lambda one: one.value)
         operands = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Bounded)]
@@ -64,7 +65,7 @@ class Walk(Interpreter):
 
 
 def given(tensor: Tensor) -> Bounded:
-    """An input or a constant: exact, unless a device flushes it."""
+    """Return the bounds of an input or a constant: exact, or zero if a device flushes it."""
     if not tensor.is_floating_point():
         return Bounded(tensor, tensor, tensor)
     interval = intervals.exactly(tensor.double())

@@ -1,9 +1,9 @@
 """The accuracy of each function on a device that conforms to WGSL, as a rule for intervals.
 
-Accuracies are those of the WGSL specification, section "Floating Point Accuracy" (table "Accuracy
-of concrete floating point operations" and the one of built-in functions); u = 2^-23 >= 1 ULP. Where
-WGSL has no such function, the formula that the bound is of stands beside it, and kernels must be
-no worse. Derivations: docs/numerics.md.
+Source: the WGSL specification, section "Floating Point Accuracy" (table "Accuracy of concrete
+floating point operations" and the table of built-in functions); u = 2^-23 >= 1 ULP. For a function
+that WGSL lacks, the bound is that of the formula in its docstring or comment, and kernels must be
+at least as accurate. Derivations: docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _increasing(
     relative: Callable[[Tensor], Tensor | float],
     absolute: Callable[[Tensor], Tensor | float] = lambda x: 0.0,
 ) -> Rule:
-    """A function that never falls, with an error that depends on its argument."""
+    """Return the rule for a non-decreasing `function`, with errors that depend on its argument."""
 
     def rule(x: Interval) -> Interval:
         low, high = function(x.low), function(x.high)
@@ -39,49 +39,51 @@ def _increasing(
 
 
 def _exp_error(x: Tensor) -> Tensor:
-    """WGSL: exp is within 3 + 2|x| ULP. Beyond 200 it is zero or infinite anyhow."""
+    """Return the relative error of exp: 3 + 2|x| ULP by WGSL, and 0 or infinity for |x| > 200."""
     return (3 + 2 * x.abs().clamp(max=200)) * UNIT
 
 
 def _log_error(x: Tensor) -> Tensor:
-    """WGSL: 2^-21 absolute in [0.5, 2], beside 3 ULP elsewhere."""
+    """Return the absolute error of log: 2^-21 in [0.5, 2] by WGSL, in addition to 3 ULP."""
     return torch.where((x > 0.49) & (x < 2.01), 2.0**-21, 0.0)
 
 
 def _sigmoid_error(x: Tensor) -> Tensor:
-    """The error of 1 / (1 + e) with e = exp(-x), or e / (1 + e) with e = exp(x): exp, add, divide.
+    """Return the relative error of 1 / (1 + e) with e = exp(-x), or e / (1 + e) with e = exp(x).
 
-    A relative error of e counts by the factor sigmoid(-x) in both.
+    In both formulas, a relative error of e is multiplied by sigmoid(-x).
     """
     return _exp_error(x) * torch.sigmoid(-x) + 4 * UNIT
 
 
 def _tanh_error(x: Tensor) -> Tensor:
-    """The absolute error of 1 - 2 / (exp(2x) + 1), or (1 - e) / (1 + e) with e = exp(-2|x|).
+    """Return the error of 1 - 2 / (exp(2x) + 1), or (1 - e) / (1 + e) with e = exp(-2|x|).
 
-    WGSL's own tanh may be off by 1e-5, and is NaN for large x on some drivers.
+    Kernels don't use WGSL's own tanh: it may be off by 1e-5, and NaN for large x.
     """
     e = torch.exp(-2 * x.abs())
     return 2 * e / (1 + e).square() * _exp_error(2 * x) + 9 * UNIT
 
 
 def _wave(function: Callable[[Tensor], Tensor], x: Interval) -> Interval:
-    """WGSL: sin and cos are within 2^-11, but in [-pi, pi] only: kernels must reduce x to that,
-    which costs some roundings of |x|. What drivers give is far better (docs/numerics.md)."""
+    """Return the interval of sin or cos: 2^-11 absolute by WGSL, in [-pi, pi].
+
+    Kernels reduce other x to this range, which costs some roundings of |x|.
+    """
     middle, radius = (x.low + x.high) / 2, (x.high - x.low) / 2
     value, error = function(middle), radius + (2.0**-11 + 4 * UNIT * x.size)
     return intervals.within(value - error, value + error)
 
 
 def _rsqrt(x: Interval) -> Interval:
-    """WGSL: inverseSqrt is within 2 ULP."""
+    """Return the interval of 1 / sqrt(x): 2 ULP by WGSL."""
     high = torch.where(x.low <= 0, torch.inf, x.low.clamp(min=0).rsqrt())
     low = torch.where(x.high < 0, torch.nan, x.high.clamp(min=0).rsqrt())
     return intervals.near(low, high, relative=2 * UNIT, absolute=0.0)
 
 
 def _sqrt(x: Interval) -> Interval:
-    """WGSL: inherited from 1 / inverseSqrt(x): 2 + 2.5 ULP."""
+    """Return the interval of sqrt: 1 / inverseSqrt(x) by WGSL, so 2 + 2.5 ULP."""
     low = torch.where(x.high < 0, torch.nan, x.low.clamp(min=0).sqrt())
     return intervals.near(low, x.high.clamp(min=0).sqrt(), relative=5 * UNIT, absolute=0.0)
 
@@ -97,7 +99,7 @@ def _absolute(x: Interval) -> Interval:
 
 
 def _power(x: Interval, exponent: float) -> Interval:
-    """Small whole powers by multiplication, halves by (inverse) square roots; else WGSL's pow."""
+    """Return the interval of x**exponent: by products, by square roots, or by WGSL's pow."""
     if exponent == int(exponent) and abs(exponent) <= 8:
         return _whole_power(x, int(exponent))
     if exponent == 0.5:
@@ -122,7 +124,10 @@ def _whole_power(x: Interval, exponent: int) -> Interval:
 
 
 def _general_power(x: Interval, exponent: float) -> Interval:
-    """WGSL: inherited from exp2(y * log2(x)): the error of the exponent is relative here."""
+    """Return the interval of pow: exp2(y * log2(x)) by WGSL.
+
+    An absolute error of exp2's argument is a relative error of the result.
+    """
     low = torch.where(x.low < 0, torch.nan, x.low)
 
     def error(x: Tensor) -> Tensor:
@@ -143,7 +148,7 @@ def _general_power(x: Interval, exponent: float) -> Interval:
 FUNCTIONS: dict[Any, Rule] = {
     _ATEN.abs.default: _absolute,
     _ATEN.cos.default: partial(_wave, torch.cos),
-    # WGSL has no erf. Absolute: 1.5e-7 of Abramowitz and Stegun 7.1.26, and its evaluation.
+    # WGSL has no erf. The absolute error is 1.5e-7 of Abramowitz and Stegun 7.1.26, plus rounding.
     _ATEN.erf.default: _increasing(torch.erf, lambda x: 0.0, lambda x: 2.0**-19),
     _ATEN.exp.default: _increasing(torch.exp, _exp_error),
     _ATEN.log.default: _log,

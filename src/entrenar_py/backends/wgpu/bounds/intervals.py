@@ -1,8 +1,8 @@
-"""Intervals of the float32 values that a device may hold where exact arithmetic has one value.
+"""Intervals of the float32 values that a device may hold in place of an exact value.
 
-An operation on intervals gives one that holds the result of every conforming device, whichever way
-it rounds, in whatever order it adds, whether or not it contracts `a * b + c` or flushes subnormals.
-Endpoints are float32 numbers, kept as float64.
+The result of an operation on intervals contains the result of every conforming device. Devices may
+round up or down, add in any order, contract `a * b + c`, and flush subnormal numbers. Endpoints are
+float32 numbers, stored as float64.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Interval:
-    """`low <= what a device holds <= high`, float64, or bool where nobody knows which.
+    """The values from `low` to `high` that a device may hold, float64 or bool.
 
-    Infinite on both sides: nothing is known, not even that it is a number.
+    [-inf, inf] means that nothing is known: the value may even be NaN.
     """
 
     low: Tensor
@@ -33,25 +33,25 @@ class Interval:
 
     @property
     def size(self) -> Tensor:
-        """The largest absolute value in it."""
+        """The largest absolute value in the interval."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
     @property
     def terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The low ends, high ends, sizes, and ones where it is not exactly zero: see `total`."""
+        """Return low, high, size, and 1.0 where not exactly zero: `total` takes sums of these."""
         return self.low, self.high, self.size, (self.size > 0).double()
 
     @property
     def decided(self) -> Tensor:
-        """Return where an interval holds one value only, bool."""
+        """True where the interval is a single value."""
         return self.low == self.high
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """`value` in float64 (whole numbers and truth values as they are), and what a device may hold.
+    """A `value` and the interval that a device may hold, three tensors of one shape.
 
-    Three tensors of one shape.
+    Floats are float64. Integers and bools keep their dtype.
     """
 
     value: Tensor
@@ -64,7 +64,7 @@ class Bounded:
 
     @property
     def error(self) -> Tensor:
-        """The largest distance from `value`, float64; infinite where nothing is known."""
+        """The largest distance of the interval's ends from `value`, float64; inf if unknown."""
         low, value, high = self.low.double(), self.value.double(), self.high.double()
         distance = torch.maximum(high - value, value - low)
         distance = torch.where(low == high, (value - low).nan_to_num(0.0), distance)
@@ -72,15 +72,15 @@ class Bounded:
 
 
 def exactly(x: Tensor) -> Interval:
-    """Return `x` itself; a subnormal number may be zero."""
+    """Return the interval of an exact `x`, with zero in it if `x` is subnormal."""
     return flush(Interval(x, x))
 
 
 def rounded(low: Tensor, high: Tensor) -> Interval:
-    """Results of one correctly rounded operation whose exact results lie in [low, high].
+    """Return the interval of a correctly rounded operation with exact results in [low, high].
 
-    WGSL: `x + y`, `x - y`, `x * y` are correctly rounded, up or down. A result that is a float32
-    number is exact.
+    In WGSL `x + y`, `x - y` and `x * y` are correctly rounded, up or down. A result that is a
+    float32 number is exact.
     """
     below, above = low.float(), high.float()
     infinity = torch.tensor(torch.inf)
@@ -90,8 +90,8 @@ def rounded(low: Tensor, high: Tensor) -> Interval:
 
 
 def within(low: Tensor, high: Tensor) -> Interval:
-    """The float32 numbers in [low, high], where rounding is accounted for already."""
-    low, high = low.clamp(max=_LARGEST), high.clamp(min=-_LARGEST)  # what overflows may round to it
+    """Return the float32 numbers in [low, high], which includes rounding errors already."""
+    low, high = low.clamp(max=_LARGEST), high.clamp(min=-_LARGEST)  # overflow may round to it
     above, below = low.float(), high.float()
     infinity = torch.tensor(torch.inf)
     above = torch.where(above.double() < low, torch.nextafter(above, infinity), above)
@@ -99,7 +99,7 @@ def within(low: Tensor, high: Tensor) -> Interval:
     below = torch.where(rounded_up, torch.nextafter(below, -infinity), below)
     above = torch.where(low < -_LARGEST, -infinity, above)
     below = torch.where(high > _LARGEST, infinity, below)
-    # Where no float32 number lies between, a mistake of ours must not become an empty interval.
+    # Never return an empty interval: without a float32 number in [low, high], return these ends.
     empty = above > below
     low, high = torch.where(empty, low, above.double()), torch.where(empty, high, below.double())
     return flush(_known(low, high))
@@ -108,19 +108,19 @@ def within(low: Tensor, high: Tensor) -> Interval:
 def near(
     low: Tensor, high: Tensor, *, relative: Tensor | float, absolute: Tensor | float
 ) -> Interval:
-    """Return [low, high], widened at each end by a relative and an absolute error."""
+    """Return [low, high] widened at each end by a relative and an absolute error."""
     return within(low - _slack(low, relative, absolute), high + _slack(high, relative, absolute))
 
 
 def _slack(x: Tensor, relative: Tensor | float, absolute: Tensor | float) -> Tensor:
     size = torch.where(x.isfinite(), x.abs(), 0.0)
-    # ULPs of a subnormal number are those of the smallest normal one.
+    # The ULP of a subnormal number is that of the smallest normal number.
     floor = torch.where((size > 0) & (size < FLUSHED), FLUSHED, size)
     return floor * (torch.as_tensor(relative) + 4 * FLOAT64_ROUNDOFF) + absolute
 
 
 def flush(given: Interval) -> Interval:
-    """WGSL: "inputs or outputs of operations ... may be flushed to zero" where subnormal."""
+    """Extend subnormal ends to zero: WGSL lets devices flush inputs and outputs of operations."""
     if not given.low.is_floating_point():
         return given
     low = torch.where((given.low > 0) & (given.low < FLUSHED), 0.0, given.low)
@@ -129,23 +129,23 @@ def flush(given: Interval) -> Interval:
 
 
 def _known(low: Tensor, high: Tensor) -> Interval:
-    """Make an interval unknown where an end is NaN."""
+    """Return [low, high], or [-inf, inf] where an end is NaN."""
     unknown = low.isnan() | high.isnan()
     return Interval(low.masked_fill(unknown, -torch.inf), high.masked_fill(unknown, torch.inf))
 
 
 def hull(*corners: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of several; NaN where one is NaN."""
+    """Return the elementwise minimum and maximum of `corners`; NaN where one is NaN."""
     return reduce(torch.minimum, corners), reduce(torch.maximum, corners)
 
 
 def add(a: Interval, b: Interval) -> Interval:
-    """WGSL: correctly rounded."""
+    """Add: correctly rounded by WGSL."""
     return rounded(_sum_below(a.low, b.low), -_sum_below(-a.high, -b.high))
 
 
 def _sum_below(a: Tensor, b: Tensor) -> Tensor:
-    """a + b, or the float64 number below where that was rounded up (Knuth's TwoSum)."""
+    """Return a + b in float64, rounded down (Knuth's TwoSum finds sums that were rounded up)."""
     total = a + b
     virtual = total - a
     error = (a - (total - virtual)) + (b - virtual)
@@ -153,12 +153,12 @@ def _sum_below(a: Tensor, b: Tensor) -> Tensor:
 
 
 def negate(a: Interval) -> Interval:
-    """Exact."""
+    """Negate, which is exact."""
     return Interval(-a.high, -a.low)
 
 
 def multiply(a: Interval, b: Interval) -> Interval:
-    """WGSL: correctly rounded. The product of two float32 numbers is exact in float64."""
+    """Multiply: correctly rounded by WGSL. Products of float32 numbers are exact in float64."""
     return rounded(*hull(a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high))
 
 
@@ -169,7 +169,7 @@ def square(a: Interval) -> Interval:
 
 
 def divide(a: Interval, b: Interval) -> Interval:
-    """WGSL: 2.5 ULP for |b| in [2^-126, 2^126]; a larger one's reciprocal may be flushed."""
+    """Divide: 2.5 ULP by WGSL for |b| in [2^-126, 2^126]. Larger b may give 0 (flushed 1 / b)."""
     low, high = hull(a.low / b.low, a.low / b.high, a.high / b.low, a.high / b.high)
     crosses = (b.low <= 0) & (b.high >= 0)
     low = torch.where(crosses, torch.nan, low)
@@ -180,27 +180,28 @@ def divide(a: Interval, b: Interval) -> Interval:
 
 
 def gamma(count: Tensor) -> Tensor:
-    """k u / (1 - k u): the largest relative error after k roundings (Higham, section 3.1)."""
+    """Return the largest relative error of k roundings, k u / (1 - k u) (Higham, section 3.1)."""
     unit = UNIT + 2 * FLOAT64_ROUNDOFF
     product = count.clamp(min=0) * unit
     return torch.where(product < 1, product / (1 - product), torch.inf)
 
 
 def total(low: Tensor, high: Tensor, size: Tensor, count: Tensor) -> Interval:
-    """Sums whose exact values lie in [low, high], of `count` terms with absolute sum `size`.
+    """Return the interval of sums with exact values in [low, high], added in any order.
 
-    In any order: every term passes through at most count - 1 additions (Higham, section 4.2).
-    Terms that are exactly zero need not be counted. What is flushed on the way is 2^-126 each.
+    `size` is the sum of the terms' absolute values, `count` the number of terms that aren't exactly
+    zero. A term goes through at most count - 1 additions (Higham, section 4.2). Each of them may
+    flush up to 2^-126.
     """
     error = gamma(count - 1) * size
     error = error + torch.where(size > 0, 4 * FLOAT64_ROUNDOFF * count * size, 0.0)
-    small = (size > 0) & (size < FLUSHED / UNIT)  # else no partial sum's loss is seen
+    small = (size > 0) & (size < FLUSHED / UNIT)  # for larger sums, gamma covers it
     error = error + torch.where(small, count * FLUSHED, 0.0)
     return within(low - error, high + error)
 
 
 def sum_over(a: Interval, dims: Sequence[int], *, keepdim: bool) -> Interval:
-    """Along `dims`; all of them if empty."""
+    """Add along `dims`, or along all dims if empty."""
     dims = list(dims) or list(range(a.low.ndim))
     if not dims:
         return a
@@ -215,7 +216,7 @@ def matmul(a: Interval, b: Interval) -> Interval:
     radius = middle_a.abs() @ radius_b + radius_a @ (middle_b.abs() + radius_b)
     size = a.size @ b.size
     count = (a.size > 0).double() @ (b.size > 0).double()
-    # What is flushed is a product or a partial sum, 2^-126 each.
+    # Each product and each partial sum may be flushed, with an error of 2^-126.
     error = gamma(count) * size + 4 * FLOAT64_ROUNDOFF * count * size + 2 * FLUSHED * count
     error = radius + torch.where(count > 0, error, 0.0)
     return within(middle - error, middle + error)

@@ -1,7 +1,6 @@
-"""The interval of an operation's result from those of its operands, for each kind there is.
+"""Rules that compute the interval of an operation's result from the intervals of its operands.
 
-What only moves elements, compares, selects or adds is here; functions of one number are in
-`accuracies`.
+Functions of one number are in `accuracies`, all other operations here.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _ATEN = torch.ops.aten
 
 
 def is_exact(one: Bounded) -> bool:
-    """Return whether `one` is whole numbers or truth values that rounding has not touched."""
+    """Return whether `one` holds integers or bools that no rounding error can change."""
     return not one.value.is_floating_point() and bool((one.low == one.high).all())
 
 
 def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tensor]) -> Tensor:
-    """`target` of what `pick` takes of each operand; float32 becomes float64."""
+    """Run `target` on the tensors that `pick` returns for its operands, with float32 as float64."""
 
     def take(one: Any) -> Any:
         if isinstance(one, Bounded):
@@ -35,14 +34,14 @@ def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tens
         return torch.float64 if one is torch.float32 else one
 
     args, kwargs = pytree.tree_map(take, (args, kwargs))
-    if target is _ATEN.view.default:  # the ends may lie in memory as the graph's tensors don't
+    if target is _ATEN.view.default:  # an end's strides may differ from those of the graph's tensor
         target = torch.reshape
     result: Tensor = target(*args, **kwargs)
     return result
 
 
 def _number(one: Any) -> Interval:
-    """An operand: what it is, or a number in the program as float32 holds it."""
+    """Return the interval of an operand. A Python number is rounded to float32."""
     if not isinstance(one, Bounded):
         exact = torch.tensor(float(one), dtype=torch.float64)
         return intervals.rounded(exact, exact)
@@ -52,7 +51,7 @@ def _number(one: Any) -> Interval:
 
 
 def _each_end(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Moves elements, or never falls and is exact: ends go to ends."""
+    """Apply the operation to each end: it moves elements, or is exact and non-decreasing."""
     for one in pytree.tree_leaves(args):
         whole = isinstance(one, Bounded) and not one.value.is_floating_point()
         if whole and one.value.dtype != torch.bool and not is_exact(one):
@@ -85,9 +84,9 @@ def _multiply(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Quotients rounded to whole numbers: exact up to 2^21, and some ULP off where they are larger.
+    """Return the interval of a quotient rounded to an integer: exact below 2^21, else some ULP off.
 
-    Of operands that are off nothing is known: they may be on either side of a multiple.
+    Unknown if an operand is inexact: the quotient may be on either side of an integer.
     """
     value = evaluate(target, args, kwargs, lambda one: one.value)
     slack = torch.where(value.abs() < 2.0**21, 0.0, 8 * intervals.UNIT)
@@ -95,7 +94,7 @@ def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _remainder(target: Any, args: Any, kwargs: Any) -> Interval:
-    """fmod is exact; its sign is mended by one addition."""
+    """Return the interval of a remainder: an exact fmod, and one addition to correct its sign."""
     value = evaluate(target, args, kwargs, lambda one: one.value)
     return _if_decided(intervals.rounded(value, value), args)
 
@@ -118,7 +117,7 @@ def _cumsum(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _index_put(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Elements written over, or added in any order to what is there."""
+    """Return the interval of elements that are overwritten, or added to in any order."""
     base, indices, source, *accumulate = args
     if not (accumulate and accumulate[0]):
         return _each_end(target, args, kwargs)
@@ -142,7 +141,7 @@ def _scatter_value(target: Any, args: Any, kwargs: Any) -> Interval:
     )
 
 
-# Comparisons: true or false where every value in both intervals says so, undecided elsewhere.
+# Comparisons: decided where all values in both intervals give the same result.
 
 
 def _less(a: Interval, b: Interval) -> Interval:
@@ -163,12 +162,12 @@ def _flip(one: Interval) -> Interval:
 
 
 def _of_two(interval: Callable[[Interval, Interval], Interval]) -> Rule:
-    """The rule that `interval` is of the operands' intervals."""
+    """Return the rule that applies `interval` to the intervals of two operands."""
     return lambda target, args, kwargs: interval(_number(args[0]), _number(args[1]))
 
 
 def _where(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Both branches' hull where the condition is undecided."""
+    """Return the interval of `where`: the hull of both branches if the condition is undecided."""
     condition = args[0]
     a, b = _number(args[1]), _number(args[2])
     decided = condition.interval.decided
@@ -180,7 +179,7 @@ def _where(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _logical(target: Any, args: Any, kwargs: Any) -> Interval:
-    """And, or, any, all: none is made false by one more that is true."""
+    """Apply the operation to each end: and, or, any are monotonic in their operands."""
     return Interval(
         evaluate(target, args, kwargs, lambda one: one.low.bool()),
         evaluate(target, args, kwargs, lambda one: one.high.bool()),
@@ -192,7 +191,7 @@ def _not(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Known where all operands are; both outcomes elsewhere."""
+    """Return the result where all operands are decided, and both outcomes elsewhere."""
     operands = [one for one in args if isinstance(one, Bounded)]
     value = evaluate(target, args, kwargs, lambda one: one.value)
     decided = torch.stack([one.interval.decided.expand(value.shape) for one in operands]).all(0)
@@ -200,7 +199,7 @@ def _known_truth(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
-    """The index of an extreme element: any index, unless all elements are known."""
+    """Return the index of an extreme element, or all indices if any element is inexact."""
     value = evaluate(target, args, kwargs, lambda one: one.value)
     if bool(args[0].interval.decided.all()):
         return Interval(value, value)
@@ -210,12 +209,12 @@ def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
 def _convert(target: Any, args: Any, kwargs: Any) -> Interval:
     one = args[0]
     if not evaluate(target, args, kwargs, lambda one: one.value).is_floating_point():
-        return _each_end(target, args, kwargs)  # towards zero, which never falls
+        return _each_end(target, args, kwargs)  # rounds towards zero, which is non-decreasing
     return _number(one)
 
 
 def _range(target: Any, args: Any, kwargs: Any) -> Interval:
-    """start + i * step, each rounded."""
+    """Return the interval of start + i * step: exact integers, or two rounded operations."""
     values = evaluate(target, args, kwargs, lambda one: one.value)
     if bool((values == values.round()).all()) and bool((values.abs() <= 2**24).all()):
         return Interval(values, values)

@@ -1,8 +1,8 @@
 """First-order bounds on the error of a whole training step's gradients.
 
-Intervals (`bounds`) hold for every element and every kink, but they forget that errors cancel what
-they came from: after some layers they hold nothing. Here each operation's own error is weighed by
-its exact effect on the result, which float64's derivative of the graph gives.
+Each operation's own error is weighted by its effect on the result, a derivative of the graph in
+float64. Intervals (`bounds`) are rigorous, but ignore that errors are correlated: after some layers
+they are too wide to be of use.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch.fx import GraphModule
 from entrenar_py.backends.wgpu import bounds
 from entrenar_py.backends.wgpu.bounds import intervals, rules
 
-# Second-order terms, and that an operand which is off may round the other way.
+# Allows for second-order terms, and for operands whose error changes how a result rounds.
 SAFETY = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """One output of a device against float64: the L1 norm of its error and what explains it.
+    """The error of one output of a device, and the largest error that rounding explains.
 
-    `size` is the L1 norm of the output, `num_elements` how many it has. `element`, in C order, is
-    the one that is furthest off, by `element_error`, of which rounding explains `element_bound`.
+    `error` and `bound` are L1 norms over the output, `size` is the output's L1 norm. `element` is
+    the index, in C order, of the element with the largest error, `element_error`. Rounding explains
+    up to `element_bound` there.
     """
 
     output: int
@@ -42,20 +43,20 @@ class Deviation:
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains the output, and the element that is furthest off."""
+        """True if rounding explains the error of the whole output and that of `element`."""
         return self.error <= self.bound and self.element_error <= self.element_bound
 
 
 def deviations(
     outputs: Sequence[Tensor], graph: GraphModule, inputs: Sequence[Tensor]
 ) -> list[Deviation]:
-    """Compare each output of a device with its largest error to first order.
+    """Compare each output of a device with float64, and bound its error to first order.
 
-    The L1 norm of an output's error is its product with the error's own signs s. To first order
-    the error of s . output is the sum, over all operations, of what the operation itself is off
-    by, times the derivative of s . output by its result (Linnainmaa 1976): each at most its bound
-    times the derivative's absolute value. Comparisons are taken to come out as in float64.
-    The same with a single element in the place of s . output bounds that element.
+    With s the signs of an output's error, the error's L1 norm is the error of s . output. To first
+    order that is a sum over all operations: the operation's own error, times the derivative of
+    s . output with respect to its result (Linnainmaa 1976). Each term is at most the operation's
+    bound times the derivative's absolute value. The bound of a single element follows in the same
+    way. Comparisons are assumed to have the same results as in float64.
     Raises UsageError as `bounds.bound` does.
     """
     walk = _Local(graph)
@@ -87,7 +88,7 @@ def _deviation(index: int, got: Tensor, exact: Tensor, walk: _Local) -> Deviatio
 
 
 def _explained(exact: Tensor, weights: Tensor, walk: _Local) -> float:
-    """Return the largest error of weights . exact: each operation's error times its effect."""
+    """Bound the error of weights . exact: the sum of each operation's error times its effect."""
     if not exact.requires_grad:
         return 0.0
     effects = torch.autograd.grad(
@@ -101,7 +102,7 @@ def _explained(exact: Tensor, weights: Tensor, walk: _Local) -> float:
 
 
 def _weighed(effect: Tensor, error: Tensor) -> float:
-    """Return the sum of |effect| * error; an infinite error without effect counts as nothing."""
+    """Return the sum of |effect| * error, in which 0 * inf is 0."""
     total = float(torch.linalg.vecdot(effect.abs().reshape(-1), error.reshape(-1)))
     if math.isfinite(total):
         return total
@@ -109,7 +110,7 @@ def _weighed(effect: Tensor, error: Tensor) -> float:
 
 
 class _Local(bounds.Walk):
-    """The graph in float64, and what each operation is off by if its operands are exact."""
+    """Runs a graph in float64, and bounds each operation's own error: that on exact operands."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
@@ -117,7 +118,7 @@ class _Local(bounds.Walk):
         self.errors: list[Tensor] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> intervals.Bounded:
-        """The same, without what its operands are off by."""
+        """Return the exact result, and append the error of this operation to `errors`."""
         with torch.no_grad():  # operands have no interval of their own here
             one = super().call_function(target, args, kwargs)
         if not one.value.is_floating_point():
@@ -127,8 +128,8 @@ class _Local(bounds.Walk):
             value = value.detach().requires_grad_()
         error = one.error
         if bool((error > 0).any()):
-            # An operand that is off may make inexact what is exact here, by one rounding.
-            size = value.detach().abs().nan_to_num(posinf=0.0)  # what is infinite is so exactly
+            # With inexact operands, a result that is exact here may be rounded.
+            size = value.detach().abs().nan_to_num(posinf=0.0)  # an infinite result is exact
             self.errors.append(error + intervals.UNIT * size)
             self.results.append(value)
         return intervals.Bounded(value, value.detach(), value.detach())
