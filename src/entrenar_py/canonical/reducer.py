@@ -160,8 +160,7 @@ def _exchange(
 def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Return each parameter's gradient as a view of a bucket's `buffer`.
 
-    `bucket.gradients()` can't be used: it ignores the parameters' strides, so its elements are in
-    another order for channels-last weights.
+    `bucket.gradients()` ignores strides: it would reorder the elements of channels-last weights.
     """
     views, start = [], buffer.storage_offset()
     for one in parameters:

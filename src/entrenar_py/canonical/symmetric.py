@@ -177,9 +177,9 @@ class Symmetric:
         return plan
 
     def _forget(self) -> None:
-        """Drop the plan of a buffer that was not reduced for two steps.
+        """Drop a plan, and its buffer, after two steps without use.
 
-        torch makes new buckets after the first step, and a plan keeps the memory of its buffer.
+        torch makes new buckets after the first step.
         """
         key, oldest = next(iter(self._plans.items()))
         if self._calls - oldest.call > 2 * len(self._plans):
