@@ -1,4 +1,4 @@
-"""Rows added to the rows of a tensor that data names, several to one, without atomics."""
+"""Adds rows to the rows of a tensor that an index selects, without atomics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from entrenar_py.backends.wgpu.values import Schedule, Stored, Value
 
 
 def add_rows(schedule: Schedule, value: Value, ids: Value, rows: Value) -> Value:
-    """A copy of `value` [n, c] with `rows` [r, c] added to its rows `ids` [r], in their order;
-    those of ids that are in no row are added to none.
+    """Return a copy of `value` [n, c] with `rows` [r, c] added, in order, to its rows `ids` [r].
 
-    Equal ids are chained by a small kernel; each first one adds up its chain, so that nothing is
-    added to by two threads.
+    Ids out of range are ignored. A small kernel links equal ids into chains. The thread of a
+    chain's first id adds the whole chain, so no two threads write to one element.
     """
     listed, added = schedule.contiguous(ids), schedule.contiguous(rows)
     copied = schedule.copy(value)
@@ -37,7 +36,7 @@ var next = i + 1;
 for (; next < {chain.size}; next++) {{
     if (ids[{ids.offset} + next] == id) {{ break; }}
 }}
-// next is at least 1, so its sign can say that an equal id stands before this one.
+// A negative sign marks an id that is not the first of its chain. next is at least 1.
 chain[i] = select(-next, next, first);"""
     buffers = {ids.buffer: "ids", chain: "chain"}
     return thread_shader(buffers, body.splitlines(), chain.size, workgroups_max=workgroups_max)
