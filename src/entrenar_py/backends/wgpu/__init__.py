@@ -1,6 +1,6 @@
 """Any GPU through WebGPU (wgpu-py): WGSL kernels, on Vulkan, Metal or Direct3D.
 
-A software adapter (Mesa's llvmpipe) counts as a device and says so.
+A software adapter, such as Mesa's llvmpipe, can be opened too. Its `software` is true.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from entrenar_py.backends.wgpu.resident import Programs, ResidentStep
 
 
 class WgpuBackend:
-    """See `Backend`. Keeps the device and the compiled kernel; one per process, from `open_wgpu`.
+    """See `Backend`. Keeps the device and its compiled kernels. Get it from `open_wgpu`.
 
-    `name` is the one that it was asked for by.
-
-    WGSL leaves the direction of rounding to the device (WGSL, section "Differences from
-    IEEE-754"), hence `unit_roundoff` 2^-23.
+    `unit_roundoff` is 2^-23 because WGSL lets a device round up or down (section "Differences from
+    IEEE-754").
     """
 
     unit_roundoff = 2.0**-23
@@ -44,33 +42,33 @@ class WgpuBackend:
         return self._device.software
 
     def lost(self) -> bool:
-        """Return whether the device is gone; opening the backend again gives a new one."""
+        """Return whether the device is lost. `open_wgpu` then opens a new one."""
         return self._device.lost()
 
     @property
     def submissions(self) -> int:
-        """The number of command buffers of products submitted so far; `programs` count theirs."""
+        """The number of command buffers submitted by `products`, not by `programs`."""
         return self._kernel.submissions
 
     def stepper(
         self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float
     ) -> ResidentStep:
-        """Compute the whole step on the device, in one submission and one read-back."""
+        """Return a function that computes a step in one submission and one read-back."""
         return ResidentStep(self.programs, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """One submission forward, one backward; the bias is added on the CPU."""
+        """Compute forward and backward in one submission each. Add the bias on the CPU."""
         return linear.apply(self.products, x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """One product in one submission."""
+        """Compute one product in one submission."""
         return self.products([(a, b)])[0]
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """All products in one command buffer, one submission and one read-back.
+        """Compute all products in one submission and one read-back.
 
-        Raises BackendUnavailable when an operand is larger than the adapter takes, or with the
-        adapter's own words when it fails.
+        Raises BackendUnavailable if an operand is too large for the adapter, or with wgpu's message
+        if the device fails.
         """
         for a, b in pairs:
             linear.check_operands(a, b, backend=self.name)
@@ -81,10 +79,10 @@ _opened: dict[str, WgpuBackend] = {}
 
 
 def open_wgpu(index: int | None = None) -> WgpuBackend:
-    """The process's backend on the adapter of that index, the best one where none is given.
+    """Return this process's backend on the adapter with this index, or on the best one for None.
 
-    Opened on the first call, and again after it was lost. Raises BackendUnavailable when wgpu-py is
-    not installed, there is no such adapter, or it does not start.
+    Opens it on the first call, and again after the device was lost. Raises BackendUnavailable if
+    wgpu-py is not installed, or if the adapter is missing or does not start.
     """
     name = "wgpu" if index is None else f"wgpu:{index}"
     if name not in _opened or _opened[name].lost():
@@ -93,5 +91,5 @@ def open_wgpu(index: int | None = None) -> WgpuBackend:
 
 
 def opened() -> list[WgpuBackend]:
-    """The process's wgpu backends that were opened so far; opens nothing."""
+    """Return the wgpu backends that this process has opened so far."""
     return list(_opened.values())

@@ -1,4 +1,4 @@
-"""The WebGPU adapters of this machine, in the order in which `wgpu:0`, `wgpu:1` name them."""
+"""The WebGPU adapters of this machine, in the order of the names `wgpu:0`, `wgpu:1` ..."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from entrenar_py.errors import BackendUnavailable
 
 
 def found() -> list[Any]:
-    """The adapters (wgpu.GPUAdapter), the best one first; it may be none.
+    """Return the adapters (wgpu.GPUAdapter), the best one first. The list may be empty.
 
-    Raises BackendUnavailable without wgpu-py, or when it fails, in its words.
+    Raises BackendUnavailable if wgpu-py is not installed, or with its message if it fails.
     """
-    # Mesa's layer that reorders devices as a desktop wants it. The choice is made here, and where
-    # there is no desktop the layer prints "error: XDG_RUNTIME_DIR ..." four times.
+    # Turns off Mesa's layer that reorders devices for a desktop. `ranked` orders them, and without
+    # a desktop the layer prints "error: XDG_RUNTIME_DIR ..." four times.
     os.environ.setdefault("NODEVICE_SELECT", "1")
     try:
         import wgpu
@@ -30,16 +30,16 @@ def found() -> list[Any]:
 
 
 def ranked(adapters: Sequence[Any]) -> list[Any]:
-    """Hardware before software, OpenGL last, else as they come.
+    """Sort adapters: hardware before software, OpenGL last.
 
-    OpenGL lacks most limits and is emulated by the same drivers that offer Vulkan: an adapter of
-    OpenGL is another one's duplicate, or all that an old driver has.
+    OpenGL lacks most limits. An OpenGL adapter is either a duplicate of a Vulkan adapter, or the
+    only one of an old driver.
     """
     return sorted(adapters, key=lambda adapter: (is_opengl(adapter), is_software(adapter)))
 
 
 def choose(adapters: Sequence[Any], index: int) -> Any:
-    """The one at `index`; BackendUnavailable, listing those there are, if there is none."""
+    """Return the adapter at `index`; BackendUnavailable, with a list of adapters, if missing."""
     if not adapters:
         raise BackendUnavailable(
             "backend wgpu: no adapter on this machine; install a Vulkan driver "
@@ -52,15 +52,15 @@ def choose(adapters: Sequence[Any], index: int) -> Any:
 
 
 def title(adapter: Any) -> str:
-    """Its name for people: `NVIDIA H100 (Vulkan)`."""
+    """Return the adapter's name for messages: `NVIDIA H100 (Vulkan)`."""
     return f"{adapter.info['device']} ({adapter.info['backend_type']})"
 
 
 def is_software(adapter: Any) -> bool:
-    """True for an adapter that emulates a GPU on the CPU."""
+    """Return whether the adapter emulates a GPU on the CPU."""
     return bool(adapter.info["adapter_type"] == "CPU")
 
 
 def is_opengl(adapter: Any) -> bool:
-    """True for one that is reached through OpenGL."""
+    """Return whether the adapter uses OpenGL."""
     return "OpenGL" in adapter.info["backend_type"]

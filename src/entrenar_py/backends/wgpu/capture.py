@@ -1,7 +1,7 @@
-"""A function of tensors as one graph of few kinds of operation, forward and backward together.
+"""Captures a function of tensors, forward and backward, as one graph of core ATen operations.
 
-Decides what may be in a graph; how it is computed is decided elsewhere. What reads data on the
-host, draws random numbers, or writes to what it was given is refused with its line.
+Functions that read data on the host, draw random numbers, or write to their inputs are refused
+with the line that does it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _LEAVES_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tens
 _IDENTITIES = frozenset(
     {_ATEN.alias.default, _ATEN.detach.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
 )
-# Where a line of a model is not: torch itself, and the backends that a model borrows from.
+# Directories whose files are not the model's: torch itself, and the backends.
 _NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
-    """The graph of `fn(*inputs)`, a flat tuple of tensors; it may call `torch.autograd.grad`.
+    """Return the graph of `fn`, which returns a flat tuple and may call `torch.autograd.grad`.
 
-    Shapes, dtypes, strides and `requires_grad` are those of `inputs`; their values are not looked
-    at. Tensors that `fn` takes from elsewhere become constants, and so do small tables that follow
-    from nothing else. No operation of the graph writes
-    to its operands. Every node has `meta["val"]`, a fake tensor, and `meta["line"]`, the model's
-    line that it came from (`decoder.py:12 in forward`), also if autograd made it.
-    Raises UsageError for what can't be in a graph.
+    The graph is for the shapes, dtypes, strides and `requires_grad` of `inputs`, with any values.
+    Tensors that `fn` takes from elsewhere become constants, as do small tensors computed from
+    constants alone. No operation of the graph writes to its operands. Every node has `meta["val"]`,
+    a fake tensor, and `meta["line"]`, the model's line that it comes from (`decoder.py:12 in
+    forward`). A node made by autograd has the line of its forward operation.
+    Raises UsageError for operations that can't be in a graph.
     """
     graph = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
     names = list(dict.fromkeys(n.target for n in graph.graph.nodes if n.op == "get_attr"))
@@ -62,10 +62,10 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
 
 
 def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
-    """Return what runs, decomposed, each operation with its line."""
+    """Return the decomposed operations that `fn` runs, each with its line."""
 
     def record(*tensors: Tensor) -> tuple[Tensor, ...]:
-        # Attention from products and a softmax, whose derivatives are the same again.
+        # MATH computes attention, and its derivative, by products and a softmax.
         with sdpa_kernel(SDPBackend.MATH), _OnHost(), _Lines(tensors):
             return tuple(fn(*tensors))
 
@@ -76,7 +76,7 @@ def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
 
 
 def _writes(node: Node) -> bool:
-    """Return whether a node of the graph writes to one of its operands."""
+    """Return whether `node` writes to one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -85,9 +85,8 @@ def _functionalise(
 ) -> GraphModule:
     """Return the same graph without operations that write to their operands.
 
-    Tracing again takes as long as tracing: this is for graphs that hold such operations.
-
-    Constants are its last inputs, so that a write to one is seen as what it is.
+    It traces the graph again, so call it only for graphs with such operations. Constants become
+    the last inputs of the result, so that a write to a constant is traced as a write to an input.
     """
 
     def run(*tensors: Tensor) -> Any:
@@ -103,7 +102,7 @@ def _functionalise(
 
 
 class _OnHost(TorchFunctionMode):
-    """Refuses what leaves torch."""
+    """Refuses calls that take data out of torch, such as `Tensor.numpy`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -114,14 +113,14 @@ class _OnHost(TorchFunctionMode):
 
 
 class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives each node the line it came from; refuses what reads data or writes to what is given."""
+    """Gives each node its line. Refuses reads of data, and writes to inputs and constants."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._graph = _current_graph()
         self._given = {one.untyped_storage()._cdata: one for one in inputs}
-        # Autograd numbers what it records; what runs backward later has the number of what it is
-        # the derivative of.
+        # Sequence numbers and lines of forward operations. Autograd gives a backward operation the
+        # number of the operation that it is the derivative of.
         self._numbers: list[int] = []
         self._lines: list[str] = []
 
@@ -140,8 +139,8 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _follow_views(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """A view of what was given is memory of it, too."""
-        if func._schema.is_mutable or func is _ATEN.lift_fresh.default:  # that one copies
+        """Add views of inputs to the memory that must not be written to."""
+        if func._schema.is_mutable or func is _ATEN.lift_fresh.default:  # lift_fresh copies
             return
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and self._is_given(value):
@@ -149,7 +148,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._given[view.untyped_storage()._cdata] = view
 
     def _is_given(self, one: object) -> bool:
-        """Return whether `one` is memory of an input, or of a tensor from elsewhere."""
+        """Return whether `one` is a tensor in the memory of an input or a constant."""
         return isinstance(one, Tensor) and (
             not isinstance(one, FakeTensor) or one.untyped_storage()._cdata in self._given
         )
@@ -164,7 +163,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _line(self) -> str:
-        node: Any = torch._C._current_autograd_node()  # its type does not say that it may be None
+        node: Any = torch._C._current_autograd_node()  # or None, unlike its type
         if node is not None:
             index = bisect_right(self._numbers, node._sequence_nr()) - 1
             if index >= 0:
@@ -179,7 +178,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(Interpreter):
-    """Runs a graph again, into another one whose nodes get the same lines."""
+    """Runs a graph while it is traced into another one, and copies the lines of its nodes."""
 
     def __init__(self, traced: GraphModule, constants: dict[str, Tensor]) -> None:
         super().__init__(traced)
@@ -187,14 +186,14 @@ class _Replay(Interpreter):
         self._recorded = _current_graph()
 
     def run_node(self, n: Node) -> Any:
-        """As it is, and marks what it recorded."""
+        """Run `n`, and give its line to the nodes that this traces."""
         last = _last(self._recorded)
         result = super().run_node(n)
         _mark(self._recorded, last, n.meta.get("line", ""))
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A constant, as an input."""
+        """Return a constant, which is an input here."""
         return self._constants[target]
 
 
@@ -210,7 +209,7 @@ def _last(graph: Graph) -> Node:
 
 
 def _mark(graph: Graph, last: Node, line: str) -> None:
-    """Gives `line` to all nodes after `last`."""
+    """Set the line of all nodes after `last`."""
     node = _last(graph)
     while node is not last:
         node.meta["line"] = line
@@ -218,7 +217,7 @@ def _mark(graph: Graph, last: Node, line: str) -> None:
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """The innermost line of `frame` and its callers that is a model's."""
+    """Return the model's innermost line among `frame` and its callers."""
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith((*_NOT_MODEL, "<")):
@@ -228,11 +227,11 @@ def _line_of(frame: FrameType | None) -> str:
 
 
 def _refuse_reading(func: Any, args: tuple[Any, ...], line: str) -> None:
-    """Raises UsageError for what needs the values of tensors to go on."""
+    """Raise UsageError if tracing `func` needs the values of tensors."""
     tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
     if torch.Tag.data_dependent_output in func.tags:
         known = (getattr(one, "constant", one) is not None for one in tensors)
-        if not all(known):  # as a number written in the model, or a tensor that is no input
+        if not all(known):  # known: numbers in the model's code, and constants
             raise _reads(str(func), line)
     elif torch.Tag.dynamic_output_shape in func.tags and (
         func is not _ATEN.index.Tensor or any(one.dtype == torch.bool for one in tensors[1:])
@@ -249,7 +248,7 @@ def _reads(given: str, line: str) -> UsageError:
 
 
 def _hold_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
-    """Make each constant one attribute, read by one node; `_functionalise` left them as inputs."""
+    """Make each constant, an input after `_functionalise`, a buffer that one node reads."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     as_inputs = dict(zip(constants, placeholders[num_inputs:], strict=False))
     for name, value in constants.items():
@@ -267,7 +266,7 @@ def _hold_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Te
 
 
 def _drop_identities(graph: Graph) -> None:
-    """Without what only autograd or the layout in memory wanted."""
+    """Bypass operations that change neither values nor strides, such as `detach`."""
     for node in graph.nodes:
         same = node.target in _IDENTITIES or (
             node.target is _ATEN.clone.default
@@ -278,7 +277,7 @@ def _drop_identities(graph: Graph) -> None:
 
 
 def _check(graph: Graph) -> None:
-    """Raises UsageError for chance; nothing that writes is left."""
+    """Raise UsageError if an operation draws random numbers."""
     for node in graph.nodes:
         node.meta.setdefault("line", "")
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -1,8 +1,8 @@
-"""WGSL of the kernels that are no matrix products: a result per thread, or a row per workgroup.
+"""WGSL of all kernels but matrix products: one row per thread, or one row per workgroup.
 
-Thread kernels run every loop alone, in order. Row kernels share each loop between the lanes of a
-workgroup: each folds every 64th (256th) element in order, then the lanes are folded along a fixed
-binary tree. Both give the same bits in every run.
+In a thread kernel, each thread runs its loops alone, in order. In a row kernel, the lanes of a
+workgroup share each loop: a lane folds every 64th (or 256th) element in order, then the lanes'
+totals are folded along a fixed binary tree. Both give the same bits in every run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LONG_LOOP = 512
 
 @dataclass(frozen=True)
 class Shader:
-    """A compute shader with the entry point `main`; binding i of group 0 is `buffers[i]`.
+    """A compute shader with the entry point `main`. Binding i of group 0 is `buffers[i]`.
 
-    The last binding is written to, the others are read.
+    Only the last binding is written to.
     """
 
     source: str
@@ -34,7 +34,7 @@ class Shader:
 
 
 def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
-    """Each thread computes `value` of one row and writes it to its place in `out`."""
+    """Return a kernel of one row per thread. `value` is its only element, "" if loops write it."""
     size = math.prod(emitter.rows)
     body = [
         *_body(emitter, out, lanes=1),
@@ -47,7 +47,7 @@ def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: 
 def thread_shader(
     buffers: dict[Buffer, str], body: Sequence[str], size: int, *, workgroups_max: int
 ) -> Shader:
-    """Each of `size` threads runs `body` with its own `i`; `buffers` by their names in it."""
+    """Return a kernel in which `size` threads run `body`, each with its own index as `i`."""
     groups = -(-size // THREADS)
     x = min(groups, workgroups_max)
     start = [
@@ -58,7 +58,7 @@ def thread_shader(
 
 
 def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
-    """Each workgroup computes one row; if `value` is given it is the row's only element."""
+    """Return a kernel of one row per workgroup, with `value` as in `thread_kernel`."""
     size = math.prod(emitter.rows)
     longest = max(item.size for item in emitter.body if isinstance(item, Loop))
     lanes = LANES_MAX if longest > LONG_LOOP else LANES_MIN
@@ -74,7 +74,7 @@ def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int
 
 
 def epilogue(emitter: Emitter, value: str) -> str:
-    """`fn finish` of a product kernel, with its bindings from number 3 on."""
+    """Return `fn finish` of a product kernel, with its bindings from number 3 on."""
     lines = _bindings(emitter.buffers, 3)
     statements = _statements(emitter.body, lambda index: index)
     lines += functions_of("\n".join(statements))
@@ -120,14 +120,12 @@ def _bindings(buffers: dict[Buffer, str], first: int, written: Buffer | None = N
 
 
 def _number(value: str, dtype: str) -> str:
-    """`value` as memory holds it."""
+    """Convert `value` to its type in memory, which is u32 for bool."""
     return f"select(0u, 1u, {value})" if dtype == "bool" else value
 
 
 def _body(emitter: Emitter, out: Buffer, *, lanes: int) -> list[str]:
-    """The statements and loops of a kernel, rows and loop variables decoded from `i` and `c`.
-
-    Loops are shared by `lanes` threads."""
+    """Return the statements and loops of a kernel. `lanes` threads share each loop."""
     indices = [one for item in emitter.body for index in _indices(item) for one in at.leaves(index)]
     change, lines = _merge(_atoms(emitter.variables), indices, "i")
     for item in emitter.body:
@@ -165,9 +163,9 @@ def _loop(
 
 
 def _tree(loop: Loop, lanes: int) -> list[str]:
-    """Folds the lanes' totals; all lanes have the result.
+    """Return the code that folds the lanes' totals and gives the result to all lanes.
 
-    Truth values as numbers: an NVIDIA driver loses some of those that share memory as `bool`.
+    Workgroup memory holds bools as u32: as `bool`, an NVIDIA driver loses some of them.
     """
     assert loop.fold is not None
     partial = f"partial_{loop.fold.dtype}"
@@ -206,9 +204,9 @@ def _atoms(variables: Sequence[Index]) -> list[Atom]:
 def _merge(
     atoms: Sequence[Atom], indices: Sequence[Index], position: str
 ) -> tuple[Callable[[Index], Index], list[str]]:
-    """Neighbouring variables that every index steps through as if they were one, made one.
+    """Merge neighbouring loop variables that every index steps through as if they were one.
 
-    How an index is rewritten, and the lines that take the variables from `position`.
+    Return the function that rewrites an index, and the code that computes the variables.
     """
     groups: list[list[Atom]] = []
     coefficients = [dict(index.terms) for index in indices]

@@ -1,6 +1,6 @@
-"""Decompositions of torch's operations into those that a graph may hold.
+"""Decompositions of torch's operations into the operations of a captured graph.
 
-Beside torch's own core decompositions: what those keep whole and a device needn't know.
+Extends torch's core decompositions, so that fewer operations need a kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FROM_TORCH = (
 
 @cache
 def table() -> dict[Any, Callable[..., Any]]:
-    """Operation -> function of the same arguments, of simpler ones."""
+    """Return operation -> function of the same arguments that calls simpler operations."""
     return {**core_aten_decompositions(), **get_decompositions(_FROM_TORCH), **_OURS}
 
 
@@ -37,7 +37,7 @@ def _var_mean(
     correction: float | None = 1,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Mean first, then the mean square of what is left: one that subtracts squares cancels."""
+    """Compute the variance from x - mean: the difference of two squares would lose digits."""
     dims = list(dim) if dim else list(range(x.ndim))
     count = prod(x.shape[one] for one in dims)
     mean = torch.mean(x, dims, keepdim=True)
@@ -100,7 +100,7 @@ def _embedding_dense_backward(
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return `source` as it is after it was written over all of `x`."""
+    """Return the new contents of `x` after `x.copy_(source)`."""
     source = source.to(x.dtype)
     return _ATEN.alias.default(source) if source.shape == x.shape else source.expand(x.shape)
 
@@ -121,7 +121,7 @@ _OURS: dict[Any, Callable[..., Any]] = {
     _ATEN.copy.default: _copy,
     _ATEN.div.Scalar: _ATEN.div.Tensor,
     _ATEN.embedding_dense_backward.default: _embedding_dense_backward,
-    # WGSL has neither, and so neither is better than this near zero.
+    # WGSL has neither function, so both lose accuracy near zero.
     _ATEN.expm1.default: lambda x: torch.exp(x) - 1,
     _ATEN.log1p.default: lambda x: torch.log(x + 1),
     _ATEN.flip.default: _flip,

@@ -1,4 +1,4 @@
-"""Opens a WebGPU adapter."""
+"""Opens WebGPU adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from entrenar_py.backends.wgpu import adapters
 from entrenar_py.backends.wgpu.tiles import Limits
 from entrenar_py.errors import BackendUnavailable
 
-# What is asked for as large as the adapter has it; WebGPU's defaults are small.
+# The limits to request at the adapter's maximum. WebGPU's defaults are small.
 LIMITS = (
     "max-storage-buffer-binding-size",
     "max-storage-buffers-per-shader-stage",
@@ -27,8 +27,7 @@ LIMITS = (
 class Device:
     """An open adapter. `handle` is a wgpu.GPUDevice.
 
-    `pipelines` are those of programs, by their source: equal kernels are compiled once, whoever
-    needs them.
+    `pipelines` maps the source of a kernel to its pipeline, so that programs share equal kernels.
     """
 
     handle: Any
@@ -40,7 +39,7 @@ class Device:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Turns what wgpu raises inside into BackendUnavailable, with its words."""
+        """Convert errors of wgpu into BackendUnavailable with the same message."""
         import wgpu
 
         try:
@@ -49,9 +48,9 @@ class Device:
             raise BackendUnavailable(f"backend wgpu on {self.name}: {error}") from error
 
     def lost(self) -> bool:
-        """Return whether nothing can be made on the device any more.
+        """Return whether the device is lost.
 
-        Asked of the device: wgpu-py tells of a loss in its log only, and has no callback for it.
+        Tries to create an object on it, because wgpu-py reports a loss only in its log.
         """
         import wgpu
 
@@ -62,10 +61,10 @@ class Device:
         return False
 
     def submit(self, encoder: Any) -> None:
-        """Submit what was recorded.
+        """Submit the recorded commands.
 
-        Raises BackendUnavailable for a lost device: given a submission to one, wgpu-native ends the
-        process. A loss that the driver notices in that very submission can't be seen before it.
+        Raises BackendUnavailable if the device is lost: wgpu-native would end the process. A loss
+        during the submission itself can't be caught.
         """
         commands = encoder.finish()
         if self.lost():
@@ -74,9 +73,9 @@ class Device:
 
 
 def open_device(index: int) -> Device:
-    """The adapter of that index, 0 the best one, opened with the adapter's own limits.
+    """Open the adapter with this index, 0 for the best one, with its largest limits.
 
-    Raises BackendUnavailable without wgpu-py, without such an adapter, or if it does not start.
+    Raises BackendUnavailable if wgpu-py or the adapter is missing, or if it does not start.
     """
     adapter = adapters.choose(adapters.found(), index)
     import wgpu
@@ -97,7 +96,7 @@ def open_device(index: int) -> Device:
 
 
 def limits_of(handle: Any) -> Limits:
-    """Return the limits that kernels keep to on a wgpu.GPUDevice."""
+    """Return the limits of a wgpu.GPUDevice for kernels."""
     limits = handle.limits
     return Limits(
         binding_bytes_max=limits["max-storage-buffer-binding-size"],
@@ -106,6 +105,6 @@ def limits_of(handle: Any) -> Limits:
             limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
         ),
         workgroups_max=limits["max-compute-workgroups-per-dimension"],
-        # SPIR-V stores to a component of a vector, and to nothing else.
+        # SPIR-V can store to a single component of a vector.
         component_writes=handle.adapter.info["backend_type"] == "Vulkan",
     )

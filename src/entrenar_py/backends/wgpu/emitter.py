@@ -1,7 +1,7 @@
-"""One kernel's WGSL while it is written: each value once, and as far outside of loops as it can be.
+"""Writes one kernel's WGSL. Each value is computed once, outside of loops where possible.
 
-Decides nothing about what is computed: whoever reads a tensor element asks here for loads,
-operations and sums, and gets the name of the value.
+Code that reads a tensor's element requests loads, operations and sums from an `Emitter`, which
+returns the name of each value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory of a tensor that lies there whole, in C order; `size` in elements, at least 1."""
+    """Memory for a tensor in C order. `size` is in elements, at least 1."""
 
     name: str
     dtype: str
@@ -27,13 +27,13 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """The size in bytes."""
         return self.size * ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
 class Statement:
-    """`let name = template`, `{0}` and so on standing for names, `{i0}` for indices."""
+    """`let name = template`. `{0}` in the template stands for names[0], `{i0}` for indices[0]."""
 
     name: str
     template: str
@@ -43,7 +43,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Fold:
-    """A reduction that a kernel makes: `combine` is WGSL with `{0}` and `{1}`, from `start` on."""
+    """A reduction. `combine` is WGSL for `{0}` and `{1}`, and `start` is its neutral element."""
 
     combine: str
     start: str
@@ -52,7 +52,7 @@ class Fold:
 
 @dataclass
 class Loop:
-    """A loop over `size` elements: its variable, what it holds, and what it adds up or writes."""
+    """A loop over the elements of `shape`. It folds `value` into `total`, or writes it."""
 
     number: int
     size: int
@@ -64,7 +64,7 @@ class Loop:
     total: str = ""
 
     def variables(self) -> at.Indices:
-        """One index for each dim of `shape`."""
+        """Return the loop variables, one for each dim of `shape`."""
         return tuple(
             at.variable(f"v{self.number}_{dim}", size, self.number)
             for dim, size in enumerate(self.shape)
@@ -72,9 +72,10 @@ class Loop:
 
 
 class Emitter:
-    """A kernel over rows: `rows` is the shape of what each thread or workgroup makes one of.
+    """A kernel in which each thread or workgroup computes one row.
 
-    `product` is the value that a product kernel's epilogue calls `acc`, if this is one.
+    `rows` are the sizes of the tensor's leading dims, which select a row.
+    In a product kernel's epilogue, `product` is the product whose elements are `acc`.
     """
 
     def __init__(self, rows: Sequence[int], *, product: object = None) -> None:
@@ -89,24 +90,24 @@ class Emitter:
         self._count = 0
         self._num_loops = 0
 
-    # ---- what expressions ask for
+    # ---- for the code that reads elements
 
     def load(self, buffer: Buffer, index: Index) -> str:
-        """The element of `buffer` at `index`."""
+        """Load the element of `buffer` at `index`."""
         slot = self.buffers.setdefault(buffer, f"in{len(self.buffers)}")
         text = f"{slot}[{{i0}}]"
         return self._let(f"{text} != 0u" if buffer.dtype == "bool" else text, (), (index,))
 
     def op(self, template: str, *names: str) -> str:
-        """A value computed from others; literals are names, too."""
+        """Compute a value from named values or literals."""
         return self._let(template, names, ())
 
     def number(self, index: Index, dtype: str) -> str:
-        """An index as a value of `dtype`."""
+        """Convert an index to a value of `dtype`."""
         return self._let(f"{dtype}({{i0}})", (), (index,))
 
     def position(self, name: str, size: int) -> Index:
-        """The i32 value `name`, which is in `range(size)`, as an index."""
+        """Return the i32 value `name`, which must be in `range(size)`, as an index."""
         if size == 1:
             return Index(0)
         return Index(0, ((Atom(name, size, self._levels.get(name, ROW)), 1),))
@@ -114,7 +115,7 @@ class Emitter:
     def reduce(
         self, key: object, fold: Fold, shape: Sequence[int], body: Callable[[at.Indices], str]
     ) -> str:
-        """`fold` of `body` over all indices of `shape`, in C order on one thread."""
+        """Fold `body` over all indices of `shape`, or reuse the result for the same `key`."""
         if key in self._memo:
             return self._memo[key]
         loop = self._open(shape)
@@ -124,7 +125,7 @@ class Emitter:
         return loop.total
 
     def columns(self, shape: Sequence[int], body: Callable[[at.Indices], str]) -> None:
-        """Writes `body` for each index of `shape`, which lie one after the other."""
+        """Write the row's elements, `body` for each index of `shape` in C order."""
         loop = self._open(shape)
         loop.value = body(loop.variables())
         self._close(loop)

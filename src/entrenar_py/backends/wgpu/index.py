@@ -1,8 +1,8 @@
-"""Positions of elements: sums of multiples of loop variables, simplified as views are stacked.
+"""Symbolic positions of elements, simplified as views are stacked.
 
 An index is `constant + sum(coefficient * atom)`. An atom is a loop variable, a value that a kernel
 has read (an embedding's row), or a quotient or remainder of another index that no rule simplifies.
-No atom is negative, and each knows its size: one more than it can be.
+An atom's value is in `range(size)`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-ROW = 0  # the level of what is fixed while a kernel's loops run
+ROW = 0  # the level of atoms that no loop of the kernel changes
 
 
 @dataclass(frozen=True)
 class Atom:
-    """`text` in WGSL, or `of / by` or `of % by` if `text` is that operator.
+    """The WGSL expression `text`, or `of / by` or `of % by` if `text` is that operator.
 
-    `level` says which loop it changes with: `ROW`, or the number of a loop.
+    `level` is the number of the loop that it changes with, or `ROW`.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class Index:
-    """An index; `terms` are atoms with coefficients other than 0, each atom once."""
+    """An index. `terms` has each atom once, with a coefficient that is not 0."""
 
     constant: int
     terms: tuple[tuple[Atom, int], ...] = ()
@@ -49,18 +49,18 @@ class Index:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest value that the sizes of the atoms allow."""
+        """The smallest and the largest value that the atoms' sizes allow."""
         ends = [(c * (atom.size - 1)) for atom, c in self.terms]
         low = self.constant + sum(end for end in ends if end < 0)
         return low, self.constant + sum(end for end in ends if end > 0)
 
     @property
     def level(self) -> int:
-        """The loop that it changes with; ROW if with none."""
+        """The number of the loop that it changes with, or ROW."""
         return join(atom.level for atom, _ in self.terms)
 
     def _split(self, by: int) -> tuple[Index, Index] | None:
-        """(quotient, remainder) of a division by `by`, if the terms tell them apart."""
+        """Return (quotient, remainder) of a division by `by`, or None if no rule applies."""
         whole = tuple((atom, c) for atom, c in self.terms if c % by == 0)
         rest = Index(self.constant % by, tuple((atom, c) for atom, c in self.terms if c % by != 0))
         low, high = rest.bounds
@@ -70,7 +70,7 @@ class Index:
         return quotient, rest
 
     def divide(self, by: int) -> Index:
-        """Floor of this, which is not negative, over `by`."""
+        """Return floor(self / by). The index must not be negative."""
         split = self._split(by)
         if split is not None:
             return split[0]
@@ -78,7 +78,7 @@ class Index:
         return Index(0, ((Atom("/", size, self.level, self, by), 1),))
 
     def modulo(self, by: int) -> Index:
-        """Remainder of this, which is not negative, by `by`."""
+        """Return self % by. The index must not be negative."""
         split = self._split(by)
         if split is not None:
             return split[1]
@@ -89,24 +89,24 @@ Indices = tuple[Index, ...]
 
 
 def join(levels: Iterable[int]) -> int:
-    """The level of what is made of values of these levels."""
+    """Return the level of a value computed from values of these levels."""
     loops = set(levels) - {ROW}
     assert len(loops) <= 1, "a value of one loop is used in another"
     return loops.pop() if loops else ROW
 
 
 def variable(text: str, size: int, level: int = ROW) -> Index:
-    """A loop variable in `range(size)`; one that can only be 0 is the constant."""
+    """Return a loop variable in `range(size)`, or the constant 0 for size 1."""
     return Index(0, ((Atom(text, size, level), 1),)) if size > 1 else Index(0)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def place(indices: Sequence[Index], strides: Sequence[int], offset: int = 0) -> Index:
-    """Return the position of the element `indices` of a strided tensor."""
+    """Return the position in memory of a strided tensor's element at `indices`."""
     total = Index(offset)
     for index, stride in zip(indices, strides, strict=True):
         total += index * stride
@@ -114,7 +114,7 @@ def place(indices: Sequence[Index], strides: Sequence[int], offset: int = 0) -> 
 
 
 def unravel(position: Index, shape: Sequence[int]) -> Indices:
-    """The indices of the element at `position` of a contiguous tensor."""
+    """Return the indices of a contiguous tensor's element at `position`."""
     found = []
     for dim, stride in enumerate(strides_of(shape)):
         inner = position.divide(stride) if shape[dim] > 1 else Index(0)
@@ -123,12 +123,12 @@ def unravel(position: Index, shape: Sequence[int]) -> Indices:
 
 
 def reshape(indices: Sequence[Index], shape: Sequence[int], to: Sequence[int]) -> Indices:
-    """Indices into `to` of the element `indices` of a tensor of `shape`, both in C order."""
+    """Convert indices into a tensor of `shape` to indices into its reshape to `to` (C order)."""
     return unravel(place(indices, strides_of(shape)), to)
 
 
 def leaves(index: Index) -> Iterable[Index]:
-    """`index` itself and what is divided inside it."""
+    """Yield `index` and all indices that are divided inside it."""
     yield index
     for atom, _ in index.terms:
         if atom.of is not None:
@@ -136,7 +136,7 @@ def leaves(index: Index) -> Iterable[Index]:
 
 
 def substitute(index: Index, change: Callable[[Atom], Index]) -> Index:
-    """`index` with each loop variable or value replaced."""
+    """Return `index` with each atom replaced by `change(atom)`, also inside quotients."""
     total = Index(index.constant)
     for atom, coefficient in index.terms:
         if atom.of is None:
@@ -149,7 +149,7 @@ def substitute(index: Index, change: Callable[[Atom], Index]) -> Index:
 
 
 def render(index: Index) -> str:
-    """The index in WGSL, of type i32."""
+    """Return the index as a WGSL expression of type i32."""
     text = ""
     for atom, coefficient in index.terms:
         name = atom.text if atom.of is None else f"({render(atom.of)}) {atom.text} {atom.by}"

@@ -1,7 +1,7 @@
-"""Functions that WGSL lacks or defines too loosely, which kernels call by name; and literals.
+"""WGSL functions that kernels call where the built-in ones are missing or inaccurate; literals.
 
-A literal may be neither infinite nor NaN, and what is not written out may be folded by a compiler
-that takes both for impossible: such numbers come from bits that it can't see through.
+WGSL has no literals for infinity and NaN, and compilers may assume that neither occurs. Kernels
+get both from the bits of a variable, which compilers don't evaluate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-FUNCTIONS = {  # each after those that it calls
+FUNCTIONS = {  # in order: a function follows those that it calls
     "infinity": """
 var<private> infinity_bits: u32 = 0x7f800000u;
 fn infinity() -> f32 { return bitcast<f32>(infinity_bits); }
@@ -20,14 +20,14 @@ fn infinity() -> f32 { return bitcast<f32>(infinity_bits); }
 var<private> nan_bits: u32 = 0x7fc00000u;
 fn nan() -> f32 { return bitcast<f32>(nan_bits); }
 """,
-    # `x != x` is false for a compiler that takes NaN for impossible; bits are not.
+    # Tests bits, because a compiler that assumes no NaN takes `x != x` for false.
     "is_nan": """
 fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u; }
 """,
     "is_infinite": """
 fn is_infinite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) == 0x7f800000u; }
 """,
-    # NaN if either is, as torch has it.
+    # NaN if either operand is NaN, as in torch.
     "larger": """
 fn larger(a: f32, b: f32) -> f32 {
     return select(select(max(a, b), b, is_nan(b)), a, is_nan(a));
@@ -38,7 +38,7 @@ fn smaller(a: f32, b: f32) -> f32 {
     return select(select(min(a, b), b, is_nan(b)), a, is_nan(a));
 }
 """,
-    # Some drivers give NaN for large numbers; near 0 the quotient would lose digits.
+    # Replaces tanh, which is NaN for large x on some drivers. The quotient loses digits near 0.
     "tangent": """
 fn tangent(x: f32) -> f32 {
     let size = abs(x);
@@ -56,7 +56,7 @@ fn sigmoid(x: f32) -> f32 {
     return select(1.0, e, x < 0.0) / (1.0 + e);
 }
 """,
-    # Abramowitz and Stegun 7.1.26 is off by 1.5e-7; the series serves where that is too much.
+    # Abramowitz and Stegun 7.1.26, which is off by 1.5e-7; a series near 0, where that is too much.
     "error_function": """
 fn error_function(x: f32) -> f32 {
     let size = abs(x);
@@ -70,7 +70,7 @@ fn error_function(x: f32) -> f32 {
     return select(select(sign(x) * (1.0 - tail), series, size < 0.5), x, is_nan(x));
 }
 """,
-    # WGSL's pow knows no negative base.
+    # WGSL's pow has no negative bases.
     "power": """
 fn power(x: f32, y: f32) -> f32 {
     let size = pow(abs(x), y);
@@ -80,9 +80,9 @@ fn power(x: f32, y: f32) -> f32 {
     return select(select(found, nan(), x < 0.0 && !whole), 1.0, y == 0.0);
 }
 """,
-    # fmod, exactly: WGSL lets a quotient be 2.5 ULP off, which may be the next whole number, and
-    # `a - q * b` loses what a large q has no digits for. Long division of the significands, eight
-    # bits at a time; has the sign of a.
+    # An exact fmod, with the sign of a: long division of the significands, eight bits at a time.
+    # `a - trunc(a / b) * b` is not exact: WGSL's quotients may be 2.5 ULP off, and a large one
+    # lacks digits.
     "modulo": """
 fn modulo(a: f32, b: f32) -> f32 {
     let x = bitcast<u32>(a) & 0x7fffffffu;
@@ -106,14 +106,14 @@ fn modulo(a: f32, b: f32) -> f32 {
     return bitcast<f32>(size | (bitcast<u32>(a) & 0x80000000u));
 }
 """,
-    # As Python's %: has the sign of b.
+    # As Python's %, with the sign of b.
     "remainder_f32": """
 fn remainder_f32(a: f32, b: f32) -> f32 {
     let rest = modulo(a, b);
     return select(rest, rest + b, rest != 0.0 && (rest < 0.0) != (b < 0.0));
 }
 """,
-    # `a - modulo(a, b)` is a multiple of b: its quotient is a whole number, but for rounding.
+    # `a - modulo(a, b)` is a multiple of b, so up to rounding the quotient is an integer.
     "trunc_divide_f32": """
 fn trunc_divide_f32(a: f32, b: f32) -> f32 {
     let quotient = a / b;
@@ -128,7 +128,7 @@ fn floor_divide_f32(a: f32, b: f32) -> f32 {
     return select(found, found - 1.0, rest != 0.0 && (rest < 0.0) != (b < 0.0));
 }
 """,
-    # No `%`: Vulkan defines it for negative operands only since its maintenance8.
+    # Without `%`, which Vulkan defines for negative operands only since maintenance8.
     "floor_divide_i32": """
 fn floor_divide_i32(a: i32, b: i32) -> i32 {
     let quotient = a / b;
@@ -139,7 +139,7 @@ fn floor_divide_i32(a: i32, b: i32) -> i32 {
 
 
 def functions_of(text: str) -> list[str]:
-    """The functions that `text` calls, and those that they call, each once."""
+    """Return the functions that `text` calls, directly or indirectly, each once."""
     called: list[str] = []
     for name, function in reversed(FUNCTIONS.items()):
         if re.search(rf"\b{name}\(", text):
@@ -149,9 +149,9 @@ def functions_of(text: str) -> list[str]:
 
 
 def literal(value: float | int | bool, dtype: str) -> str:
-    """`value` in WGSL, rounded to `dtype`; OverflowError for an i32 that has no room for it.
+    """Return `value` as WGSL, rounded to `dtype`; OverflowError if it doesn't fit into an i32.
 
-    What begins with a minus is in brackets: `--` is a decrement.
+    Negative numbers are in brackets, since WGSL parses `--` as a decrement.
     """
     if dtype == "bool":
         return "true" if value else "false"

@@ -1,4 +1,4 @@
-"""Elements from places that data or bounds decide: lookups, joins, overlays, scatters."""
+"""Operations that select elements by indices or bounds: lookups, joins, overlays, scatters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.backends.wgpu.emitter import Emitter
 from entrenar_py.backends.wgpu.index import Index, Indices
 from entrenar_py.backends.wgpu.values import CHEAP, Schedule, Value
 
-_PIECES_MAX = 6  # that one kernel chooses from
+_PIECES_MAX = 6  # tensors that one kernel joins
 _UNROLLED_MAX = 4
 
 
@@ -26,11 +26,11 @@ def look_up(
     *,
     wraps: bool = False,
 ) -> Value:
-    """The elements of `value` at `indices` along the dims that are their keys.
+    """Return the elements of `value` at `indices`, a dict of dim -> indices along this dim.
 
-    Indices are of one rank and broadcast; the result has their dims from dim `first` on, the other
-    dims of `value` around them. What is out of range gives NaN; if `wraps`, negative ones count
-    from the end.
+    Indices have the same rank and are broadcast. Their dims begin at dim `first` of the result,
+    among the other dims of `value`. In float32, indices out of range give NaN. If `wraps`, negative
+    indices count from the end.
     """
     _settle(schedule, value)
     for one in indices.values():
@@ -63,7 +63,7 @@ def look_up(
 
 
 def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
-    """Element (i, j, ...) is that of `value` with `index[i, j, ...]` along `dim`."""
+    """Gather along `dim` as `torch.gather`, with NaN (float32 only) for indices out of range."""
     dim %= max(1, len(value.shape))
     for one in (value, index):
         _settle(schedule, one)
@@ -79,19 +79,19 @@ def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
 
 
 def _position(emitter: Emitter, raw: str, size: int) -> tuple[Index, str]:
-    """The i32 value `raw` as an index, and the name of whether it is out of range."""
+    """Return the i32 value `raw` as a clamped index, and the name of its out-of-range flag."""
     wrong = emitter.op(f"{{0}} < 0 || {{0}} >= {size}", raw)
     inside = emitter.op(f"clamp({{0}}, 0, {size - 1})", raw)
     return emitter.position(inside, size), wrong
 
 
 def wrapped(size: int) -> str:
-    """WGSL of an index that counts from the end if it is negative."""
+    """Return WGSL that makes a negative index count from the end."""
     return f"select({{0}}, {{0}} + {size}, {{0}} < 0)"
 
 
 def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
-    """`values` one after the other along `dim`."""
+    """Concatenate `values` along `dim`."""
     dim %= max(1, len(values[0].shape))
     while len(values) > _PIECES_MAX:
         groups = [values[i : i + _PIECES_MAX] for i in range(0, len(values), _PIECES_MAX)]
@@ -102,7 +102,7 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
     shape = (*values[0].shape[:dim], total, *values[0].shape[dim + 1 :])
     for one in values:
         _settle(schedule, one)
-    # From the last to the first: each stands before what has been joined.
+    # From the last to the first: each one is laid before those joined so far.
     start = total - values[-1].shape[dim]
     joined = _shifted(values[-1], dim, start, shape)
     for one in reversed(values[:-1]):
@@ -112,7 +112,7 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
 
 
 def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
-    """`value` from index `start` on, and anything elsewhere."""
+    """Return a tensor of `shape` with `value` from index `start` on, and any elements elsewhere."""
     recipe = value.read
 
     def read(emitter: Emitter, found: Indices) -> str:
@@ -125,14 +125,14 @@ def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
 def overlay(
     schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int
 ) -> Value:
-    """`below` with `above` at every `step`-th index from `start` on along `dim`."""
+    """Return `below` with `above` at every `step`-th index from `start` on along `dim`."""
     for one in (below, above):
         _settle(schedule, one)
     return _lay(schedule, below, above, dim, start, step)
 
 
 def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int) -> Value:
-    """`overlay` of what is settled."""
+    """Return `overlay` of settled values."""
     schedule.make_room([above, below], 3)
     upper, lower = above.read, below.read
 
@@ -147,7 +147,7 @@ def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, s
 
 
 def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) -> tuple[Index, str]:
-    """Return which of `size` places, `step` apart from `start` on, `index` is, and if it is one."""
+    """Return i of `index` = start + i * step, clamped, and the name of the flag that i exists."""
     shifted = index + Index(-start)
     low, high = shifted.bounds
     if step == 1 and low >= 0 and high < size:
@@ -161,7 +161,7 @@ def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) ->
 
 
 def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float = 0) -> Value:
-    """`filler` around `value`: before and after the last dim, the one before it, and so on."""
+    """Pad with `filler`. `widths` are (before, after) of the last dim, then of the one before."""
     for number in range(len(widths) // 2):
         dim = len(value.shape) - 1 - number
         before, after = widths[2 * number : 2 * number + 2]
@@ -179,10 +179,10 @@ def pad(schedule: Schedule, value: Value, widths: Sequence[int], filler: float =
 def scatter(
     schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
 ) -> Value:
-    """`value` with `source`, of the index's shape, where `index` points along `dim`.
+    """Return `value` with `source` written, or added in order, at `index` along `dim`.
 
-    Of several sources for one place the last stays, or all are added in order. Takes as long as
-    `index` is along `dim`, for each element: meant for few.
+    `source` has the shape of `index`. The last of several writes to one element wins. The cost of
+    each element is the length of `index` along `dim`, so this is for short ones.
     """
     for one in (value, index, source):
         _settle(schedule, one)
@@ -209,7 +209,7 @@ def scatter(
 def _scatter_many(
     schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
 ) -> Value:
-    """The same with a loop over the index: a sum, or the last that points here."""
+    """Do `scatter` with a loop over the index: a sum, or the last source for an element."""
     for one in (value, index, source):
         schedule.realise(one)
     count, rank = index.shape[dim], len(value.shape)
@@ -239,7 +239,7 @@ def _scatter_many(
 
 
 def _settle(schedule: Schedule, value: Value) -> None:
-    """Stores what would be computed several times, or where it is not needed."""
+    """Store `value` if it is pending or expensive: a lookup may compute an element many times."""
     if value.pending or value.cost > 4 * CHEAP:
         schedule.realise(value)
 
@@ -256,13 +256,12 @@ def _recipe(
 
 
 def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
-    """Indices into the first dims, of `sizes`, as one index in C order, flat.
+    """Combine indices into the first dims, of `sizes`, to one flat index in C order.
 
-    Negative ones count from the end; what is out of range in one dim is negative, not some other
-    row.
+    Negative indices count from the end. If an index is out of range, the result is negative.
     """
     shape = np.broadcast_shapes(*(one.shape for one in indices))
-    none = -math.prod(sizes)  # and negative whatever the other dims add
+    none = -math.prod(sizes)  # stays negative whatever the other dims add
     total: Value | None = None
     for one, size, stride in zip(indices, sizes, at.strides_of(sizes), strict=True):
         counted = pointwise.fuse(schedule, wrapped(size), [one], one.shape, "i32")

@@ -1,6 +1,6 @@
-"""From a graph of core ATen operations to dispatches: one function for each kind of operation.
+"""Lowers a graph of core ATen operations to dispatches of kernels.
 
-What has no function here is refused, with the model's line that asks for it.
+An operation without a kernel is refused with the model's line that uses it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from entrenar_py.backends.wgpu.tiles import Limits
 from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Step, Stored, Value
 from entrenar_py.errors import UsageError
 
-REGION_MAX = 12  # operations between a value and where all that is made of it meets
+REGION_MAX = 12  # operations to look ahead for one that all uses of a value lead to
 
 
 @dataclass(frozen=True)
 class Result:
-    """An output of the graph: `buffer` from `offset` elements on, in C order."""
+    """An output of the graph: elements of `buffer` from `offset` on, in C order."""
 
     buffer: Buffer
     offset: int
@@ -37,8 +37,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph as dispatches in order. `inputs` are its placeholders' buffers, `constants` those of
-    tensors that the graph holds itself."""
+    """A graph as dispatches, in order. `inputs` are the buffers of its placeholders."""
 
     steps: tuple[Step, ...]
     inputs: tuple[Buffer, ...]
@@ -47,17 +46,17 @@ class Lowered:
 
 
 def lower(graph: GraphModule, limits: Limits, *, bindings_max: int, fused: bool = True) -> Lowered:
-    """The dispatches of `graph`; without `fused` one or more for each operation that is no view.
+    """Lower `graph` to dispatches. Without `fused`, each operation but a view has its own.
 
-    What `graph` computes twice is computed once from now on.
-    Raises UsageError for an operation or a type that has no kernel, with the line it came from.
+    Equal operations in `graph` are merged in place.
+    Raises UsageError, with the model's line, for an operation or a dtype that has no kernel.
     """
     _merge_equals(graph)
     return _Lowering(graph, Schedule(limits, bindings_max), fused).run()
 
 
 class _Lowering:
-    """The values of a graph's nodes, made in order."""
+    """Makes the values of a graph's nodes, in order."""
 
     def __init__(self, graph: GraphModule, schedule: Schedule, fused: bool) -> None:
         self.schedule = schedule
@@ -135,21 +134,21 @@ class _Lowering:
         return None
 
     def _settle(self, node: Node, name: str, value: Value) -> None:
-        """Stores what several users would compute again at a cost."""
+        """Store a value that is too expensive for each of its users to compute again."""
         if name in VIEWS or value.stored is not None:
             return
         if not self._fused or (self._uses[node] > 1 and not self._may_stay(node, value)):
             self.schedule.realise(value)
 
     def _may_stay(self, node: Node, value: Value) -> bool:
-        """True if what several users compute again costs little, or is computed in one kernel."""
+        """Return whether computing a value again is cheap, or its users fuse into one kernel."""
         if not value.pending and value.cost <= CHEAP and len(value.reads) <= 1:
             return True
         fits = value.product is None and value.cost <= COST_MAX // 2
         return fits and self._converges(node)
 
     def _converges(self, node: Node) -> bool:
-        """True if all that is made of `node` goes, through few operations that fuse, into one."""
+        """Return whether all uses of `node` lead to one operation, through few that fuse."""
         ahead = {user for user in node.users if self._uses[user]}
         for _ in range(REGION_MAX):
             first = min(ahead, key=self._order.__getitem__)
@@ -163,12 +162,12 @@ class _Lowering:
 
 
 def _merge_equals(graph: GraphModule) -> None:
-    """Makes one node of those that are the same operation of the same operands."""
+    """Merge nodes that are the same operation on the same operands."""
     known: dict[tuple[Any, str, str], Node] = {}
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
-        # As text, since 1, 1.0 and True are equal; nodes have names of their own.
+        # Compared by repr, since 1, 1.0 and True are equal. The repr of a node is its unique name.
         first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -176,7 +175,7 @@ def _merge_equals(graph: GraphModule) -> None:
 
 
 def _uses(graph: GraphModule) -> dict[Node, int]:
-    """Count the operations that need each node, or a view of it."""
+    """Count the operations that use each node, directly or through views."""
     uses: dict[Node, int] = {}
     for node in reversed(graph.graph.nodes):
         uses[node] = 1 if node.op == "output" else 0

@@ -1,4 +1,4 @@
-"""Records matrix products into one command buffer and reads all results back at once."""
+"""Records matrix products into one command buffer, and reads all results back at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from entrenar_py.backends.wgpu.tiles import FLOAT_BYTES, Layout, Product
 from entrenar_py.errors import BackendUnavailable
 
 RESULT_ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
-PIPELINES_MAX = 512  # kept; one for each shape and layout
+PIPELINES_MAX = 512  # to keep, one for each shape and layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One product, its kernel, and the place of its result in the common output, in bytes."""
+    """One product, its kernel, and its result's offset in the shared output, in bytes."""
 
     a: Tensor
     b: Tensor
@@ -31,19 +31,19 @@ class Job:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n) of the result."""
+        """The shape (m, n) of the result."""
         return self.a.shape[0], self.b.shape[1]
 
     @property
     def result_bytes(self) -> int:
-        """Size of the result."""
+        """The size of the result."""
         return self.shape[0] * self.shape[1] * FLOAT_BYTES
 
 
 class Matmul:
-    """Products on one device, each by the kernel written for its shape and memory layout.
+    """Matrix products on one device, with a kernel for each shape and memory layout.
 
-    `submissions` counts command buffers submitted.
+    `submissions` is the number of command buffers submitted.
     """
 
     def __init__(self, device: Device) -> None:
@@ -52,9 +52,9 @@ class Matmul:
         self.submissions = 0
 
     def run(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """The products of `pairs` (checked operands), float32 [m, n] each, freshly allocated.
+        """Return the products of `pairs` (checked operands) in new tensors, float32 [m, n] each.
 
-        Raises BackendUnavailable when something is larger than the device takes.
+        Raises BackendUnavailable if operands or results are too large for the device.
         """
         jobs = plan(pairs, self._device)
         if not jobs:
@@ -116,7 +116,7 @@ class Matmul:
 
 
 def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
-    """The jobs of `pairs`, results one after the other; BackendUnavailable if too large."""
+    """Return a job for each pair, results one after another; BackendUnavailable if too large."""
     jobs: list[Job] = []
     offset = 0
     for a, b in pairs:
@@ -136,23 +136,23 @@ def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
 
 
 def as_product(a: Tensor, b: Tensor) -> Product:
-    """The product of two matrices as `flatten` lays them out."""
+    """Return the product of two matrices with the layouts of `flatten`."""
     (m, k), n = a.shape, b.shape[1]
     a_layout, b_layout = layout(a), layout(b)
     return Product(m=m, k=k, n=n, a=a_layout, b=b_layout, c=Layout(row=n, column=1))
 
 
 def layout(matrix: Tensor) -> Layout:
-    """Strides of `flatten`ed elements: a transposed view keeps its own."""
+    """Return the layout of `flatten(matrix)`: column-major for a transposed view."""
     rows, columns = matrix.shape
     transposed = matrix.t().is_contiguous()
     return Layout(row=1, column=rows) if transposed else Layout(row=columns, column=1)
 
 
 def flatten(matrix: Tensor) -> np.ndarray[Any, Any]:
-    """The elements as they lie in memory.
+    """Return the elements as a 1-d array in memory order, row-major or column-major.
 
-    A transposed view is not copied. Other views are copied to row-major.
+    Row-major matrices and transposed ones are not copied. Other views are copied to row-major.
     """
     if matrix.t().is_contiguous():
         return matrix.t().numpy().reshape(-1)
@@ -160,7 +160,7 @@ def flatten(matrix: Tensor) -> np.ndarray[Any, Any]:
 
 
 def unpack(jobs: Sequence[Job], data: memoryview) -> list[Tensor]:
-    """The results in `data`, each copied to memory of its own."""
+    """Return the results in `data`, each copied to a new tensor."""
     floats = np.frombuffer(data, dtype=np.float32)
     results = []
     for job in jobs:

@@ -14,8 +14,8 @@ DTYPES = {
     torch.bool: "bool",
 }
 
-# torch counts in these where numbers are few, and only compares what it counted; arithmetic would
-# wrap around earlier than ours does.
+# torch uses these dtypes for small indices that are only compared, which i32 can hold. For
+# arithmetic, i32 can't replace them: they wrap around at other values.
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _COUNTING = frozenset({"arange", "unsqueeze", "view", "expand"})
 

@@ -1,7 +1,7 @@
-"""Each kind of core ATen operation as a value: which function makes it, from its own arguments.
+"""The functions that lower core ATen operations to values, in the table `OPERATIONS`.
 
-Every function is (schedule, node, the operation's arguments) -> value, or None for arguments that
-no kernel serves.
+Each is (schedule, node, the operation's arguments) -> value, or None for arguments that no kernel
+supports.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _fold(
     keepdim: bool = False,
     **_: Any,
 ) -> Value | None:
-    """sum, prod, amax, amin, any along the dims that the operation names."""
+    """Lower sum, prod, amax, amin, any."""
     dtype = "bool" if name == "any" else dtype_of(node)
     fold = reductions.FOLDS.get((name, dtype))
     if fold is None:
@@ -117,7 +117,7 @@ def _extreme(
     dim: int | None = None,
     keepdim: bool = False,
 ) -> Any:
-    """max and min: of all, or along one dim, values and where they stand."""
+    """Lower max and min: of all elements, or along one dim as (values, indices)."""
     if dim is None:
         return _fold(name, schedule, node, x)
     schedule.realise(x)
@@ -144,7 +144,7 @@ def _cumsum(schedule: Schedule, node: Node, x: Value, dim: int, **_: Any) -> Val
 
 
 def _multiply(schedule: Schedule, node: Node, a: Value, b: Value) -> Value:
-    """mm and bmm: stored operands, the product itself pending."""
+    """Lower mm and bmm. The operands are stored, and the product is pending."""
     for one in (a, b):
         schedule.strided(one)
     operands = Operands(a.shape[:-2], a, b)
@@ -168,7 +168,7 @@ def _index_select(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value
 def _index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None]) -> Value | None:
     given = {dim: one for dim, one in enumerate(indices) if one is not None}
     if any(one.dtype == "bool" for one in given.values()):
-        return None  # how many elements there are is known only when it runs
+        return None  # the result's size would depend on data
     dims = sorted(given)
     together = dims == list(range(dims[0], dims[-1] + 1))
     common = np.broadcast_shapes(*(one.shape for one in given.values()))
@@ -214,7 +214,7 @@ def _scatter(
     else:
         source = pointwise.constant(source, x.dtype, ids.shape)
     dim %= max(1, len(x.shape))
-    # Where the index is shorter than what it points into, it points nowhere.
+    # A shorter index is padded with -1, which selects no element.
     short = [0 if d == dim else size - ids.shape[d] for d, size in enumerate(x.shape)]
     widths = [width for one in reversed(short) for width in (0, one)]
     ids, source = (lookups.pad(schedule, one, widths, -1) for one in (ids, source))
@@ -241,7 +241,7 @@ def _slice_scatter(
     return lookups.overlay(schedule, x, source, dim, first, step)
 
 
-# By the part of aten's name before the dot; pointwise.SCALARS has the rest.
+# Keys are the parts of aten's names before the dot. Other operations are in pointwise.SCALARS.
 VIEWS: dict[str, Callable[..., Value]] = {
     "clone": _cast,
     "view": _reshape,
@@ -282,7 +282,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "constant_pad_nd": lambda schedule, node, value, *args: lookups.pad(schedule, value, *args),
     "slice_scatter": _slice_scatter,
 }
-# What becomes part of its users' kernels, if its shape allows.
+# Operations that join their users' kernels if the shapes allow it.
 FUSING = frozenset(pointwise.SCALARS) | {
     *("clone", "_to_copy", "clamp", "expand", "unsqueeze", "squeeze", "sum", "amax", "amin")
 }

@@ -1,7 +1,7 @@
-"""The memory of each buffer of a schedule, and when it is free for another one.
+"""Assigns memory to the buffers of a schedule, and reuses it.
 
-Everything given to a run lies in one block. What a dispatch writes never shares memory with what
-it reads: a binding may not be read and written in one dispatch.
+All inputs of a run are in one block. A dispatch never writes to memory that it reads: WebGPU
+doesn't allow one buffer to be read and written in the same dispatch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
 
 @dataclass(frozen=True)
 class Plan:
-    """`once` are the dispatches that need no input of a run, `steps` the others.
+    """The dispatches to compute `once`, which need no input of a run, and the `steps` of a run.
 
-    `kept` are the buffers that `once` writes. `slots` says which piece of shared
-    memory each other one has, `slot_bytes` how large the pieces are.
+    `kept` are the buffers that `once` writes. `slots` has the index of the shared piece of memory
+    for each buffer that `steps` write, `slot_bytes` the sizes of these pieces.
     """
 
     once: tuple[Step, ...]
@@ -32,7 +32,7 @@ class Plan:
 
 
 def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
-    """The plan for a graph whose inputs `given` change with every run, the others never."""
+    """Return the plan for a graph of which only the inputs `given` change between runs."""
     changing = _changing(lowered.steps, given)
     once = tuple(step for step in lowered.steps if step.writes not in changing)
     steps = tuple(step for step in lowered.steps if step.writes in changing)
@@ -42,7 +42,7 @@ def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
 
 
 def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets in one block of pieces of these sizes, and the block's size, in bytes."""
+    """Return aligned offsets for pieces of these sizes in one block, and its size, in bytes."""
     starts, total = [], 0
     for size in sizes:
         starts.append(total)
@@ -51,7 +51,7 @@ def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _changing(steps: Sequence[Step], given: Collection[Buffer]) -> set[Buffer]:
-    """`given` and all that is computed of it."""
+    """Return `given` and all buffers computed from it."""
     changing = set(given)
     while True:
         more = {step.writes for step in steps if not changing.isdisjoint(step.bindings)}
@@ -63,7 +63,7 @@ def _changing(steps: Sequence[Step], given: Collection[Buffer]) -> set[Buffer]:
 def _assign(
     steps: Sequence[Step], changing: set[Buffer], results: Sequence[Buffer]
 ) -> tuple[dict[Buffer, int], tuple[int, ...]]:
-    """Best fit: the smallest free piece that is large enough, but not more than twice that."""
+    """Return each buffer's piece, the best fit that is free or a new one, and all sizes."""
     last = {buffer: number for number, step in enumerate(steps) for buffer in step.bindings}
     last |= dict.fromkeys(results, len(steps))
     slots: dict[Buffer, int] = {}
@@ -79,6 +79,6 @@ def _assign(
             else:
                 slots[out] = len(sizes)
                 sizes.append(out.num_bytes)
-        # Only now: what this dispatch reads for the last time is not what it writes.
+        # Free pieces after `out` got one, so that this dispatch doesn't write to what it reads.
         free |= {slots[one] for one in step.bindings if one in slots and last[one] == number}
     return slots, tuple(sizes)

@@ -1,4 +1,4 @@
-"""Operations on elements in the same place: their WGSL, and how they fuse."""
+"""Pointwise operations: their WGSL, and how they fuse."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from entrenar_py.backends.wgpu.values import CHEAP, Schedule, Value, join_rows
 
 Operand = Value | float | int | bool
 
+# Kinds of operations: operands have the result's dtype, their common dtype, or bool.
 ARITHMETIC, COMPARING, LOGICAL = "arithmetic", "comparing", "logical"
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """WGSL of one operation. `kind`: operands are of the result's type, of their common type, or
-    bool. `i32` is the template for integers, if it is another one; "" if there is none."""
+    """The WGSL templates of one operation, for operands of each dtype; "" if unsupported."""
 
     f32: str
     i32: str = ""
@@ -43,7 +43,7 @@ def _compare(sign: str) -> Scalar:
     return Scalar(template, template, COMPARING, bool=f"{{0}} {equal} {{1}}" if equal else "")
 
 
-# The part of aten's name before the dot -> what it does. Of `bool`, only what is said.
+# The part of aten's name before the dot -> its templates.
 SCALARS = {
     "add": Scalar("{0} + {1}", "{0} + {1}", bool="{0} || {1}"),
     "sub": _both("{0} - {1}"),
@@ -110,7 +110,7 @@ _POWERS = {
 
 
 def constant(value: float, dtype: str, shape: Sequence[int] = ()) -> Value:
-    """A tensor whose elements are all `value`."""
+    """Return a tensor whose elements are all `value`."""
     text = literal(value, dtype)
     return Value(tuple(shape), dtype, lambda emitter, indices: text)
 
@@ -118,7 +118,7 @@ def constant(value: float, dtype: str, shape: Sequence[int] = ()) -> Value:
 def apply(
     schedule: Schedule, name: str, operands: Sequence[Operand], shape: Sequence[int], dtype: str
 ) -> Value | None:
-    """The operation `name` of SCALARS, broadcast to `shape`; None if it has no such type."""
+    """Apply the operation `name` of SCALARS, broadcast to `shape`; None for unsupported dtypes."""
     scalar = SCALARS[name]
     template, inner = _template(name, scalar, operands, dtype)
     cost = 2 if template in _POWERS.values() else scalar.cost
@@ -133,7 +133,7 @@ def apply(
 def _template(
     name: str, scalar: Scalar, operands: Sequence[Operand], dtype: str
 ) -> tuple[str, str]:
-    """The WGSL, and the type of the operands."""
+    """Return the WGSL template of an operation, and the dtype of its operands."""
     if scalar.kind == LOGICAL:
         return scalar.bool, "bool"
     inner = dtype
@@ -148,7 +148,7 @@ def _template(
 
 
 def common(operands: Sequence[Operand]) -> str:
-    """The type that operands are compared in, as torch promotes them."""
+    """Return the dtype in which operands are compared, as torch promotes them."""
     tensors = [one.dtype for one in operands if isinstance(one, Value)]
     numbers = [_type(one) for one in operands if not isinstance(one, Value)]
     return max([*tensors, *numbers], key=lambda one: _RANK[one])
@@ -161,7 +161,7 @@ def _type(number: float | int | bool) -> str:
 
 
 def cast(schedule: Schedule, operand: Operand, dtype: str) -> Value:
-    """`operand` as a tensor of `dtype`."""
+    """Convert `operand` to a tensor of `dtype`."""
     if not isinstance(operand, Value):
         return constant(operand, dtype)
     if operand.dtype == dtype:
@@ -172,7 +172,7 @@ def cast(schedule: Schedule, operand: Operand, dtype: str) -> Value:
 
 
 def where(schedule: Schedule, condition: Value, a: Value, b: Operand) -> Value:
-    """`a` where `condition`, else `b`, of `a`'s shape and type."""
+    """Return `a` where `condition` is true, else `b`, with the shape and dtype of `a`."""
     operands = [a, cast(schedule, b, a.dtype), condition]
     return fuse(schedule, SCALARS["where"].f32, operands, a.shape, a.dtype)
 
@@ -186,7 +186,7 @@ def fuse(
     *,
     cost: int = 1,
 ) -> Value:
-    """`template` of the operands' elements, to be computed where it is needed."""
+    """Return the recipe that applies `template` to the operands' elements."""
     to = tuple(shape)
     product = _settle_products(schedule, operands, math.prod(to))
     if join_rows(to, operands) is None or product is not None:
@@ -213,8 +213,7 @@ def fuse(
 
 
 def _settle_products(schedule: Schedule, operands: Sequence[Value], size: int) -> Value | None:
-    """The operand whose pending product goes on, the last of those that are not broadcast; all
-    others are stored."""
+    """Store all pending products but the last one that is not broadcast, and return that one."""
     found = None
     for one in operands:
         if one.product is None or one is found:
@@ -230,7 +229,7 @@ def _settle_products(schedule: Schedule, operands: Sequence[Value], size: int) -
 
 
 def counting(start: float, step: float, shape: Sequence[int], dim: int, dtype: str) -> Value:
-    """`start + step * i` where i is the index along `dim`."""
+    """Return a tensor of `start + step * i`, where i is the index along `dim`."""
 
     def read(emitter: Emitter, indices: Indices) -> str:
         if dtype == "i32":

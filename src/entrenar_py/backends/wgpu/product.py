@@ -1,6 +1,6 @@
-"""One float32 matrix product: its kernel, and what is refused.
+"""The kernel of a float32 matrix product, and the checks of its sizes and strides.
 
-The tiles are chosen in `tiles`, the WGSL is written in `product_text`.
+`tiles` chooses the tiling, and `product_text` writes the WGSL.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from entrenar_py.errors import BackendUnavailable, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A compute shader with the entry point `main` and how to dispatch it.
+    """A compute shader with the entry point `main`, and its dispatch.
 
-    Binding i of group 0 is storage buffer i: a, b (read), c (read_write), then the epilogue's.
+    Bindings 0, 1 and 2 of group 0 are a, b (read) and c (read_write), then come the epilogue's.
     """
 
     source: str
@@ -30,14 +30,14 @@ def product_kernel(
     epilogue: str = "",
     tiling: Tiling | None = None,
 ) -> Kernel:
-    """The kernel that computes a product, with `tiling` or the one that suits its shape.
+    """Return the kernel of a product, with `tiling` or else the best one for its shape.
 
     `epilogue` is WGSL: `fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32` (b counts batches in
-    C order) and whatever it needs, with bindings from number 3 on. c must overlap
-    neither a nor b, nor itself.
+    C order), and its bindings from number 3 on. Elements of c must overlap neither each other nor
+    a or b.
 
-    Raises UsageError for a size of zero or strides that do not fit the batch, BackendUnavailable
-    for what is larger than the adapter takes.
+    Raises UsageError for sizes of zero and for strides that don't match the batch, and
+    BackendUnavailable for sizes beyond the adapter's limits.
     """
     _check(product, limits)
     chosen = tiling or tiles.choose(product, limits)
@@ -79,9 +79,9 @@ def _check(product: Product, limits: Limits) -> None:
 
 
 def fold(total: int, limits: Limits, what: str) -> tuple[int, int, int]:
-    """A dispatch of at least `total` workgroups, in as many dimensions as it needs.
+    """Return the (x, y, z) of a dispatch of at least `total` workgroups.
 
-    Raises BackendUnavailable if three are not enough.
+    Raises BackendUnavailable if `total` is too large for three dimensions.
     """
     longest = limits.workgroups_max
     x = min(total, longest)

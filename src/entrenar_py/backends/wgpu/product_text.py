@@ -1,11 +1,10 @@
-"""The WGSL of one matrix product: every size, stride and loop of the innermost part written out.
+"""The WGSL of one matrix product, with all sizes and strides as literals and inner loops unrolled.
 
-Each kernel has this shape. A workgroup makes one tile of c. Along k, it copies a tile of a and one
-of b to workgroup memory, both with k outermost (so a is transposed on its way if it lies row by
-row); while the next ones are on their way to registers, each thread reads four elements at a time
-and adds outer products to its own sums. Nothing that lies in registers is indexed by a variable,
-and the innermost reads of workgroup memory have one variable index, the same for all k: naga's
-clamp of it is computed once.
+A workgroup computes one tile of c. It goes along k in steps: it copies a tile of a and one of b to
+workgroup memory, both with k outermost, so a row-major a is transposed. While the next tiles are
+loaded to registers, each thread reads four elements at a time from the current tiles and adds their
+outer products to its sums. No variable indexes a register. The innermost reads of workgroup memory
+have one variable index, the same for all k, so that naga's bounds check of it is computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def write(
     *,
     component_writes: bool,
 ) -> str:
-    """The shader. `workgroups` is the dispatch it is written for."""
+    """Return the shader for a dispatch of `workgroups`."""
     a, b = tile_loads.sides(product, tiling, component_writes=component_writes)
     vector_c = tile_loads.is_vector(product.c, product.c.column, product.c.row, product.n)
     parts = [
@@ -81,7 +80,7 @@ def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) 
 
 
 def _copies(tiling: Tiling, depth: int) -> range:
-    """Copies of the tiles in workgroup memory: one is enough where k is a single tile."""
+    """Return the indices of the tiles' copies: one, or two with `double` and several steps."""
     return range(2 if tiling.double and depth > tiling.k else 1)
 
 
@@ -90,9 +89,9 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _place(product: Product, tiling: Tiling, workgroups: tuple[int, int, int]) -> Iterator[str]:
-    """Write the choice of this workgroup's tile, and of this thread's part of it.
+    """Write the code that selects the workgroup's tile and the thread's part of it.
 
-    Tiles are walked in columns of RASTER rows, so that workgroups that run together read few
+    Workgroups go down columns of RASTER tiles, so that those that run at the same time read few
     different rows and columns.
     """
     rows, columns = -(-product.m // tiling.m), -(-product.n // tiling.n)
@@ -111,7 +110,7 @@ def _place(product: Product, tiling: Tiling, workgroups: tuple[int, int, int]) -
     yield f"let part = thread % {tiling.group}u;"
     yield f"let share = thread / {tiling.group}u;"
     if across % 8 == 0 and down % 4 == 0:
-        # 32 neighbouring threads as 4 x 8: they read the fewest different elements.
+        # 32 neighbouring threads form a 4 x 8 block, which reads the fewest different elements.
         yield f"let x = part / 32u % {across // 8}u * 8u + part % 8u;"
         yield f"let y = part / {across * 4}u * 4u + part / 8u % 4u;"
     else:
@@ -126,7 +125,7 @@ def _sums(tiling: Tiling) -> Iterator[str]:
 
 
 def _main_loop(tiling: Tiling, a: Side, b: Side) -> Iterator[str]:
-    """With two copies of the tiles, one is read while the other is written: one barrier less."""
+    """Write the loop along k. With two copies of the tiles, a step needs one barrier, not two."""
     num_tiles, copies = -(-a.depth // a.tile_k), _copies(tiling, a.depth)
     for side in (a, b):
         yield from tile_loads.load(side, "0u")
@@ -156,7 +155,7 @@ def _main_loop(tiling: Tiling, a: Side, b: Side) -> Iterator[str]:
 def _outer_product(
     tiling: Tiling, sides: tuple[Side, Side], copy: int, index: int
 ) -> Iterator[str]:
-    """Adds a column of a's tile times a row of b's to the sums."""
+    """Write the code that adds the outer product of one k to the sums."""
     down, across = tiling.m // tiling.thread_m, tiling.n // tiling.thread_n
     share = "[share]" if tiling.split > 1 else ""
     yield "{"
@@ -174,7 +173,7 @@ def _outer_product(
 
 
 def _tree(tiling: Tiling) -> Iterator[str]:
-    """Adds up the sums of all shares, halving their number each time: always in the same order."""
+    """Write the code that adds the sums of all shares along a fixed binary tree."""
     names = [f"sum_{i}_{j}" for i in range(tiling.thread_m) for j in range(tiling.thread_n // 4)]
     half = tiling.split // 2
     while half:

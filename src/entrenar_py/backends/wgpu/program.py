@@ -1,4 +1,4 @@
-"""A captured step on one device: compiled once, then one upload, one submission, one read-back."""
+"""A captured step compiled for one device. A run is one upload, submission and read-back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INT_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A step as the device takes it."""
+    """A `Step` with its compiled pipeline and its bind group."""
 
     pipeline: Any
     group: Any
@@ -39,7 +39,7 @@ class Dispatch:
 
 @dataclass
 class Counts:
-    """Counts of what a program has done so far, and the time that it took to record commands."""
+    """The operations of a program so far, and the seconds that it spent on recording commands."""
 
     runs: int = 0
     submissions: int = 0
@@ -59,9 +59,9 @@ def compile_step(
     *,
     fused: bool = True,
 ) -> Program:
-    """Capture `fn(*inputs, *resident)`, a flat tuple of tensors, and compile it.
+    """Capture `fn(*inputs, *resident)`, which returns a flat tuple of tensors, and compile it.
 
-    See `compile_graph`; raises UsageError also for what can't be captured.
+    See `compile_graph`. Also raises UsageError for operations that can't be captured.
     """
     graph = capture(fn, [*inputs, *resident])
     return compile_graph(device, graph, inputs, resident, fused=fused)
@@ -75,11 +75,11 @@ def compile_graph(
     *,
     fused: bool = True,
 ) -> Program:
-    """Compile a captured function of `inputs` and `resident` for inputs like these.
+    """Compile a captured function of `inputs` and `resident` for the shapes of `inputs`.
 
-    `resident` are uploaded now and never again. Without `fused`, each operation is a dispatch of
-    its own. Raises UsageError for an operation that has no kernel, with the line it came from;
-    BackendUnavailable for what the device does not take.
+    Uploads `resident` once. Without `fused`, each operation is a dispatch of its own. Raises
+    UsageError, with the model's line, for an operation without a kernel, and BackendUnavailable
+    for tensors that are too large for the device.
     """
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
     lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
@@ -87,7 +87,7 @@ def compile_graph(
 
 
 class Program:
-    """Dispatches with their memory on `device`. Not to be used by two threads at once."""
+    """Dispatches with their memory on `device`. Not safe to use in two threads at once."""
 
     def __init__(
         self, device: Device, lowered: Lowered, inputs: Sequence[Tensor], resident: Sequence[Tensor]
@@ -104,33 +104,33 @@ class Program:
             [_num_bytes(one.shape) for one in lowered.results]
         )
         self._check_sizes()
-        # Where each buffer that a run needs lies: in which GPU buffer, from which byte on.
+        # For each buffer that a run needs: its GPU buffer, and the offset in it in bytes.
         self.places: dict[Buffer, tuple[Any, int]] = {}
         with device.failures():
             self._allocate(resident)
             once = [self._prepare(step) for step in self._plan.once]
             self.dispatches = [self._prepare(step) for step in self._plan.steps]
             self._compute_once(once)
-        # What only those read is not held any longer.
+        # Drop the memory that only the dispatches of `once` read.
         needed = {buffer for step in self.steps for buffer in step.bindings}
         needed.update(one.buffer for one in lowered.results)
         self.places = {one: place for one, place in self.places.items() if one in needed}
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that `dispatches` are made of, in their order."""
+        """The steps of a run, in the order of `dispatches`."""
         return self._plan.steps
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of intermediate results."""
+        """The device memory that intermediate results share, in bytes."""
         return sum(self._plan.slot_bytes)
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """The results for these inputs: float32, int64 or bool, of the shapes compiled for.
+        """Return the results for `inputs`, in new arrays with the dtypes that torch would return.
 
-        Fresh arrays. Raises UsageError for inputs of other shapes or beyond 32 bits,
-        BackendUnavailable with the adapter's words when it fails.
+        Raises UsageError for other shapes than those compiled for and for integers beyond 32 bits,
+        and BackendUnavailable with wgpu's message if the device fails.
         """
         started = time.perf_counter()
         self._fill(inputs)
@@ -150,7 +150,7 @@ class Program:
         return results
 
     def encode(self, encoder: Any, dispatches: Sequence[Dispatch]) -> None:
-        """Records `dispatches` in order, as one pass."""
+        """Record `dispatches`, in order, as one compute pass."""
         compute = encoder.begin_compute_pass()
         current = None
         for one in dispatches:
@@ -163,7 +163,7 @@ class Program:
         self.counts.dispatches += len(dispatches)
 
     def submit(self, encoder: Any) -> None:
-        """Submits what was recorded."""
+        """Submit the recorded commands."""
         self.device.submit(encoder)
         self.counts.submissions += 1
 
@@ -251,7 +251,7 @@ class Program:
             self.counts.upload_bytes += self._host.nbytes
 
     def _collect(self, encoder: Any) -> None:
-        """Copies all results to where they are read back from."""
+        """Record the copies of all results to the buffer for the read-back."""
         for start, one in zip(self._result_starts, self._lowered.results, strict=True):
             memory, offset = self.places[one.buffer]
             encoder.copy_buffer_to_buffer(
@@ -275,7 +275,7 @@ def _num_bytes(shape: Sequence[int]) -> int:
 
 
 def _device_array(array: Array, buffer: Buffer) -> Array:
-    """`array` as the device holds it; UsageError for integers beyond 32 bits."""
+    """Convert `array` to the device's dtype; UsageError for integers beyond 32 bits."""
     if buffer.dtype == "i32" and array.dtype.itemsize > ELEMENT_BYTES and array.size:
         low, high = int(array.min()), int(array.max())
         if low < -_INT_MAX - 1 or high > _INT_MAX:
@@ -287,7 +287,7 @@ def _device_array(array: Array, buffer: Buffer) -> Array:
 
 
 def _unpack(data: memoryview, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
-    """A result as torch would have it, in memory of its own."""
+    """Return a new array of a result, with the dtype that torch would return."""
     raw = np.frombuffer(data, np.uint8, _num_bytes(shape), start)
     if dtype == torch.bool:
         return np.not_equal(raw.view(np.uint32).reshape(shape), 0)

@@ -1,4 +1,4 @@
-"""Sums, extremes and what is made of them, along any dims."""
+"""Reductions along any dims, and operations built from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from entrenar_py.backends.wgpu.index import Indices
 from entrenar_py.backends.wgpu.values import FEW_ROWS, Schedule, Value
 
 _COST = 8  # of a reduction's result
-# What is folded to few results is folded in two steps: a workgroup has a result to itself, and few
-# of them leave a GPU idle.
+# A workgroup computes one result. Long folds to few results take two steps, to use more workgroups.
 _LONG_FOLD = 2**14
 _PARTS_MAX = 1024
 
@@ -32,7 +31,7 @@ FOLDS = {
 def reduce(
     schedule: Schedule, value: Value, fold: Fold, dims: Sequence[int], *, keepdim: bool
 ) -> Value:
-    """`value`, of the fold's dtype, folded along `dims`; no dims stand for all."""
+    """Fold `value`, which has the fold's dtype, along `dims`, or along all dims if empty."""
     rank = len(value.shape)
     over = sorted({dim % rank for dim in dims}) if dims and rank else list(range(rank))
     folded = _fold_along(schedule, value, fold, over)
@@ -41,7 +40,7 @@ def reduce(
 
 
 def _fold_along(schedule: Schedule, value: Value, fold: Fold, over: Sequence[int]) -> Value:
-    """The dims `over` become 1."""
+    """Fold along the dims `over`, and keep them with size 1."""
     num_folded = math.prod(value.shape[dim] for dim in over)
     if num_folded > _LONG_FOLD and value.size // num_folded < FEW_ROWS:
         dim = max(over, key=value.shape.__getitem__)
@@ -72,7 +71,7 @@ def _fold_along(schedule: Schedule, value: Value, fold: Fold, over: Sequence[int
 def _fold_twice(
     schedule: Schedule, value: Value, fold: Fold, over: Sequence[int], dim: int, parts: int
 ) -> Value:
-    """`dim`, one of those folded, in `parts` equal parts first, and then these."""
+    """Fold in two steps: within each of `parts` equal parts of `dim`, then over the parts."""
     shape = value.shape
     cut = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
     inner = [one + (one >= dim) for one in over]  # the parts stay
@@ -83,7 +82,7 @@ def _fold_twice(
 
 
 def _within_rows(value: Value, over: set[int]) -> bool:
-    """True if what is folded is all columns of the rows that are pending, and nothing else."""
+    """Return whether `over` has all columns of the pending rows, and no other dims."""
     if value.rows is None:
         return True
     columns = {dim for dim, size in enumerate(value.shape) if dim >= value.rows and size > 1}
@@ -92,7 +91,7 @@ def _within_rows(value: Value, over: set[int]) -> bool:
 
 
 def cumulative_sum(schedule: Schedule, value: Value, dim: int) -> Value:
-    """Sums of the elements up to each one along `dim`: of a row of n, n^2 / 2 additions."""
+    """Return cumulative sums along `dim`, with O(n^2) additions for n elements."""
     dim %= max(1, len(value.shape))
     schedule.realise(value)
     size = value.shape[dim]
@@ -117,7 +116,7 @@ def arg_extreme(
     extreme = reduce(schedule, own, FOLDS[name, own.dtype], [dim], keepdim=True)
     schedule.realise(extreme)
     place = pointwise.counting(0, 1, own.shape, dim, "i32")
-    # Of NaNs, which equal nothing, the first is the extreme one.
+    # A NaN is the extreme element, but not equal to itself.
     same = "{0} == {1} || is_nan({0})" if own.dtype == "f32" else "{0} == {1}"
     here = pointwise.fuse(schedule, same, [own, extreme], own.shape, "bool", cost=2)
     candidates = pointwise.where(schedule, here, place, own.shape[dim] - 1)

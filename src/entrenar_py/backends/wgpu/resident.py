@@ -1,4 +1,4 @@
-"""Steps of training on one device: captured and compiled once for each number of samples."""
+"""Training steps on one device, captured and compiled once for each number of samples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from entrenar_py.backends.wgpu.program import Program, compile_graph
 
 @dataclass(frozen=True)
 class Key:
-    """Everything about a step, besides the model and its frozen tensors, that a graph depends on.
+    """The properties of a step that its graph depends on, apart from the model.
 
-    `masked` is true where dropout's masks are inputs.
+    `masked` is true if dropout masks are inputs.
     """
 
     num_samples: int
@@ -32,9 +32,9 @@ class Key:
 
 @dataclass
 class Compiled:
-    """The graphs of one workload, and the programs made of them.
+    """The graphs of one workload, and the programs compiled from them.
 
-    A program is kept by its graph's key and BLAKE3 of the frozen tensors that are resident in it.
+    A program's key is that of its graph and the BLAKE3 digest of its resident frozen tensors.
     """
 
     graphs: dict[Key, GraphModule] = field(default_factory=dict)
@@ -49,13 +49,15 @@ class Programs:
         self._known: WeakKeyDictionary[Model, Compiled] = WeakKeyDictionary()
 
     def of(self, workload: Model) -> Compiled:
-        """Return those of `workload`, to be added to; they are dropped when it is."""
+        """Return the graphs and programs of `workload`, kept as long as it lives, to add to."""
         return self._known.setdefault(workload, Compiled())
 
 
 class ResidentStep:
-    """A `Stepper`. Frozen tensors are on the device from the first step on; what training changes,
-    the batch and dropout's masks go there in one upload, loss and gradients come in one read-back.
+    """A `Stepper` that keeps frozen tensors on the device.
+
+    Each step has one upload, of all other tensors, the batch and the dropout masks, and one
+    read-back, of the loss and the gradients.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class ResidentStep:
         self._frozen = [spec.name for spec in workload.specs if spec.role == "frozen"]
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
         self._digest = _digest([tensors[name] for name in self._frozen])
-        self._ones: dict[int, list[Tensor]] = {}  # number of samples -> what masks are made of
+        self._ones: dict[int, list[Tensor]] = {}  # number of samples -> ones, see `_masks`
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
@@ -86,17 +88,14 @@ class ResidentStep:
     def captured(
         self, num_samples: int, batch: Sequence[Tensor], masks: Sequence[Tensor]
     ) -> tuple[GraphModule, list[Tensor]]:
-        """Return the graph of a step on `batch`, with dropout's `masks` if any, and its inputs.
-
-        It is the graph that the step is compiled from.
-        """
+        """Return the graph that a step on `batch` with dropout `masks` runs, and its inputs."""
         key = Key(num_samples, bool(masks), self._scale)
         return self._graph(key, batch, masks), [*self._inputs(batch, masks), *self._resident()]
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
-        """Return dropout's masks, in the order in which the model asks for them.
+        """Return dropout's masks in the order in which the model uses them: `drop` of ones.
 
-        A mask is what `drop` makes of ones.
+        Return no masks if `drop` is the identity.
         """
         if num_samples not in self._ones:
             self._ones[num_samples] = [torch.ones(shape) for shape in self._places(batch)]
@@ -105,7 +104,7 @@ class ResidentStep:
         return [] if all(m is one for m, one in zip(masks, ones, strict=True)) else masks
 
     def _places(self, batch: Sequence[Tensor]) -> list[torch.Size]:
-        """The shapes of what the model hands to dropout, in their order."""
+        """Return the shapes of the tensors that the model passes to dropout, in order."""
         found: list[torch.Size] = []
 
         def note(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Values that depend on no input (positions, masks, sines), computed once, on the host.
+"""Computes on the host the values that depend on no input, such as positions, masks and sines.
 
-It is the same in every step, and a device's own sine may be off by 2^-11.
+They are the same in every step, and the host is more accurate: a device's sine may be off by 2^-11.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-# A larger one is left to the device, which makes it in less time than it takes to upload.
+# The device computes larger values itself, in less time than an upload would take.
 NUM_ELEMENTS_MAX = 2**18
 
 _ATEN = torch.ops.aten
-# Nothing is gained by computing these: a number for all elements, or other indices.
+# Operations that are free on the device: a number for all elements, or other indices.
 _FREE = frozenset(
     {
         _ATEN.alias.default,
@@ -33,7 +33,7 @@ _FREE = frozenset(
 
 
 def fold(graph: GraphModule) -> None:
-    """Replaces what depends on constants alone by constants named `_table<i>`."""
+    """Replace operations on constants alone by constants named `_table<i>`."""
     known: dict[Node, Tensor] = {}
     computed: dict[Node, None] = {}  # in order
     for node in graph.graph.nodes:

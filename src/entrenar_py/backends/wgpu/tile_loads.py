@@ -1,4 +1,4 @@
-"""The WGSL that takes one operand of a product from its buffer to the tiles of a workgroup."""
+"""The WGSL that copies an operand of a product from its buffer to the tiles of a workgroup."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ LANES = "xyzw"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One operand as the tiles see it: its outer dimension is m or n, with its tile and strides.
+    """One operand of a product, with k as one dimension and m or n as the outer dimension.
 
-    A load moves `width` elements, along k if `along_k`, else along the outer dimension.
-    `component_writes` as in `Limits`.
+    `tile` and `step` are the tile's size and the stride of the outer dimension, `tile_k` and
+    `step_k` those of k. A load moves `width` elements, along k if `along_k`, else along the outer
+    dimension. `component_writes` as in `Limits`.
     """
 
     name: str
@@ -32,46 +33,46 @@ class Side:
 
     @property
     def whole_vectors(self) -> bool:
-        """True if a load is four neighbours in the tile."""
+        """True if the four elements of a load are neighbours in the tile, too."""
         return self.width == 4 and not self.along_k
 
     @property
     def scalars(self) -> bool:
-        """True if the tile is one of numbers, not of vectors, so that threads may write at once."""
+        """True if the tile's elements are f32, not vec4: threads may then write single elements."""
         return not (self.component_writes or self.whole_vectors)
 
     @property
     def num_loads(self) -> int:
-        """Loads of one tile, by all threads."""
+        """The number of loads for one tile, by all threads."""
         return self.tile * self.tile_k // self.width
 
     @property
     def loads(self) -> range:
-        """Loads of one tile, by one thread."""
+        """The indices of one thread's loads for one tile."""
         return range(-(-self.num_loads // self.num_threads))
 
     @property
     def type(self) -> str:
-        """WGSL type of what a load moves."""
+        """The WGSL type of a load."""
         return "vec4<f32>" if self.width == 4 else "f32"
 
     @property
     def partial(self) -> bool:
-        """True if not every thread has something to load in the last round."""
+        """True if some threads have nothing to load in the last round."""
         return self.num_loads % self.num_threads != 0
 
     def place(self, k: str) -> str:
-        """The row of the tile that holds depth k."""
+        """Return the subscript of the tile's row for depth `k`."""
         if self.split == 1:
             return f"[{k}]"
         return f"[({k}) / {self.split}u][({k}) % {self.split}u]"
 
 
 def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[Side, Side]:
-    """Return a and b as the tiles see them."""
+    """Return the operands a and b."""
 
     def side(name: str, layout: Layout, size: int, tile: int) -> Side:
-        """`layout` has k as its columns."""
+        """Return the operand with this `layout`, whose columns are along k."""
         step, step_k = layout.row, layout.column
         along_k = step_k < step
         edge = (step_k, step, product.k) if along_k else (step, step_k, size)
@@ -94,13 +95,13 @@ def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[
 
 
 def is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
-    """True if every four neighbours are 16 aligned bytes, and none reaches past the end."""
+    """Return whether vec4 loads work: they are aligned to 16 bytes and end within the matrix."""
     steps = (layout.offset, *layout.batch, across, size)
     return along == 1 and all(step % 4 == 0 for step in steps)
 
 
 def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator[str]:
-    """Write where each of a thread's loads begins in its buffer (in loads), and its place."""
+    """Write the start of each of a thread's loads in the buffer, and its place in the tile."""
     name, width = side.name, side.width
     outer_width, k_width = (1, width) if side.along_k else (width, 1)
     across = (side.tile_k if side.along_k else side.tile) // width
@@ -112,8 +113,8 @@ def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator
             inner, outer = outer, inner
         yield f"let {name}_k_{i} = {inner}{f' * {k_width}u' if k_width > 1 else ''};"
         yield f"let {name}_t_{i} = {outer}{f' * {outer_width}u' if outer_width > 1 else ''};"
-        # Rows past a ragged edge are read like others, from wherever that is: WebGPU keeps a read
-        # within its binding, and sums of theirs are not stored.
+        # Rows beyond the edge of the matrix are loaded, too. WebGPU keeps the reads within the
+        # binding, and the sums computed from these rows are not stored.
         at = f"{first} + {name}_t_{i}"
         start = f"{name}_0 + ({at}) * {side.step}u + {name}_k_{i} * {side.step_k}u"
         yield f"let {name}_at_{i} = ({start}) / {width}u;"
@@ -131,7 +132,7 @@ def batch_start(product: Product, layout: Layout) -> str:
 
 
 def load(side: Side, tile: str) -> Iterator[str]:
-    """Reads a tile's elements to registers; past the end of k, zeros."""
+    """Write the loads of a tile's elements to registers, with zeros beyond the end of k."""
     for i in side.loads:
         name = f"{side.name}_next_{i}"
         at = f"{side.name}_at_{i} + {tile} * {side.tile_k * side.step_k // side.width}u"
@@ -149,7 +150,7 @@ def load(side: Side, tile: str) -> Iterator[str]:
 
 
 def store(side: Side, copy: int) -> Iterator[str]:
-    """Writes what `load` read to the tile, with k outermost."""
+    """Write the copy of the elements in registers to the tile, with k outermost."""
     tile = f"{side.name}_tile_{copy}"
     for i in side.loads:
         value, k, t = (f"{side.name}_{part}_{i}" for part in ("next", "k", "t"))
@@ -167,7 +168,7 @@ def store(side: Side, copy: int) -> Iterator[str]:
 
 
 def four(row: str, at: str, *, scalars: bool) -> str:
-    """The vector at `at` of a row of a tile."""
+    """Return the vec4 at `at` of a tile's row."""
     if not scalars:
         return f"{row}[{at}]"
     return f"vec4<f32>({', '.join(f'{row}[({at}) * 4u + {lane}u]' for lane in range(4))})"

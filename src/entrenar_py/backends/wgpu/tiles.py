@@ -1,4 +1,4 @@
-"""One float32 matrix product, batched and of any strides, and the tiles that cut it up."""
+"""A float32 matrix product, batched and with any strides, and its tiling."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from math import prod
 from entrenar_py.errors import BackendUnavailable
 
 FLOAT_BYTES = 4
-PADDING = 4  # floats after each row of a tile, so that transposed writes meet different banks
+PADDING = 4  # floats after each row of a tile, so that transposed writes use different banks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits of an adapter: bytes, invocations of a workgroup, workgroups of a dimension.
 
-    `component_writes`: invocations may write to different components of one vector. WGSL lets such
-    a write be one of the whole vector, and with Metal and Direct3D it is.
+    `component_writes`: invocations may write to different components of one vector. WGSL allows
+    such a write to replace the whole vector, as it does on Metal and Direct3D.
     """
 
     binding_bytes_max: int
@@ -31,7 +31,7 @@ class Layout:
     """The place of a matrix in its buffer, in elements.
 
     Element (i, j) of batch (b0, b1, ...) is at offset + b0 * batch[0] + ... + i * row + j * column.
-    A stride of 0 repeats; none is negative.
+    Strides are not negative. A stride of 0 repeats elements.
     """
 
     offset: int = 0
@@ -40,7 +40,7 @@ class Layout:
     column: int
 
     def transposed(self) -> Layout:
-        """The same elements with rows and columns swapped."""
+        """Return the layout with rows and columns swapped."""
         return Layout(offset=self.offset, batch=self.batch, row=self.column, column=self.row)
 
 
@@ -48,7 +48,7 @@ class Layout:
 class Product:
     """c[b, m, n] = finish(sum over k of a[b, m, k] * b[b, k, n]).
 
-    `batch` holds the sizes of the batch dimensions, if any; each layout has a stride for each.
+    `batch` has the sizes of the batch dimensions. Each layout has a stride for each of them.
     """
 
     batch: tuple[int, ...] = ()
@@ -61,11 +61,11 @@ class Product:
 
     @property
     def num_batches(self) -> int:
-        """Products in all."""
+        """The number of matrix products in the batch."""
         return prod(self.batch)
 
     def num_elements(self, layout: Layout, rows: int, columns: int) -> int:
-        """Return the number of elements that a buffer needs to hold this operand."""
+        """Return the number of elements that a buffer with this operand needs."""
         steps = [(size - 1) * step for size, step in zip(self.batch, layout.batch, strict=True)]
         last = (rows - 1) * layout.row + (columns - 1) * layout.column
         return layout.offset + sum(steps) + last + 1
@@ -73,11 +73,11 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """A cut of a product: a workgroup makes m x n elements of c, a thread thread_m x thread_n.
+    """A tiling: a workgroup computes m x n elements of c, a thread thread_m x thread_n of them.
 
-    `k` is the depth of the tiles of a and b in workgroup memory; with `double` there are two
-    copies of them, in turns. `split` groups of threads share each depth and are added up in a tree
-    at the end. All sizes are powers of two of at least 4 (`split`: of at least 1).
+    `k` is the depth of the tiles of a and b in workgroup memory. With `double`, two copies of them
+    take turns. `split` groups of threads share the depth of a tile, and their sums are added along
+    a tree at the end. All sizes are powers of two, and at least 4 (`split`: at least 1).
     """
 
     m: int
@@ -90,37 +90,37 @@ class Tiling:
 
     @property
     def group(self) -> int:
-        """Threads that make one sum of all elements of the tile."""
+        """The number of threads that cover all elements of the tile of c once."""
         return (self.m // self.thread_m) * (self.n // self.thread_n)
 
     @property
     def num_threads(self) -> int:
-        """Invocations of a workgroup."""
+        """The number of invocations of a workgroup."""
         return self.group * self.split
 
     @property
     def workgroup_bytes(self) -> int:
-        """Workgroup memory: both tiles, their padding, and the partial sums."""
+        """The workgroup memory of both tiles, their padding, and the partial sums, in bytes."""
         tiles = self.k * (self.m + self.n + 2 * PADDING) * (2 if self.double else 1)
         return FLOAT_BYTES * (tiles + self.m * self.n * (self.split // 2))
 
     def num_tiles(self, product: Product) -> int:
-        """Workgroups."""
+        """Return the number of tiles of c, which is the number of workgroups."""
         return product.num_batches * -(-product.m // self.m) * -(-product.n // self.n)
 
     def suits(self, product: Product) -> bool:
-        """True if a large GPU is kept busy, and the tile is not mostly empty."""
+        """Return whether there are enough tiles for a large GPU, each more than half full."""
         filled = 2 * product.m > self.m and 2 * product.n > self.n
         return filled and self.num_tiles(product) >= BUSY
 
     def fits(self, limits: Limits) -> bool:
-        """True if the adapter takes it."""
+        """Return whether the tiling is within the adapter's limits."""
         memory = self.workgroup_bytes <= limits.workgroup_bytes_max
         return memory and self.num_threads <= limits.invocations_max
 
 
-# Each kind from the fastest on, with a smaller one for adapters of less workgroup memory. What they
-# were chosen from, and by which figures, stands in docs/benchmarks.md.
+# Each kind is in order of preference, with variants for adapters with less workgroup memory.
+# docs/benchmarks.md has the measurements.
 LARGE = (
     Tiling(m=128, n=128, k=16, thread_m=8, thread_n=8, double=True),
     Tiling(m=128, n=128, k=16, thread_m=8, thread_n=8),
@@ -130,19 +130,19 @@ MEDIUM = (
     Tiling(m=64, n=64, k=16, thread_m=8, thread_n=4),
 )
 SMALL = (Tiling(m=32, n=32, k=8, thread_m=4, thread_n=4),)  # compiles in the least time
-# Small results of long sums: what c has too few elements for, k has.
+# For small results of long sums: c has few elements, so threads share the sums along k.
 SPLIT = (
     Tiling(m=16, n=16, k=64, thread_m=4, thread_n=4, split=16),
     Tiling(m=16, n=16, k=32, thread_m=4, thread_n=4, split=8),
 )
 BUSY = 128  # workgroups: one for each processor of a large GPU
-LONG = 256  # a sum along k worth splitting, or worth large tiles
+LONG = 256  # the smallest k for which splitting or large tiles pay off
 
 
 def choose(product: Product, limits: Limits) -> Tiling:
-    """The tiling for a product: the largest that suits its shape, of those that the adapter takes.
+    """Return the largest tiling that suits the product's shape and fits the adapter's limits.
 
-    Raises BackendUnavailable if it takes none.
+    Raises BackendUnavailable if none fits.
     """
     fitting = [one for one in _by_preference(product) if one.fits(limits)]
     if not fitting:
@@ -162,6 +162,6 @@ def _by_preference(product: Product) -> tuple[Tiling, ...]:
 
 
 def describe(product: Product) -> str:
-    """A product as messages name it."""
+    """Return a description of the product for messages."""
     batch = f"{list(product.batch)} of " if product.batch else ""
     return f"product {batch}[{product.m}, {product.k}] x [{product.k}, {product.n}]"

@@ -1,8 +1,8 @@
-"""A tensor of the graph before and after it lies in memory, and the kernels that put it there.
+"""The tensors of a graph, stored or as recipes, and the kernels that store them.
 
-A value that is not stored is a recipe: whoever needs an element computes it. Recipes that hold a
-reduction or a matrix product are *pending*: they have one user, which either becomes part of the
-same kernel or makes them be stored.
+A value that is not stored is a recipe: code that computes an element where one is needed. A recipe
+with a reduction or a matrix product in it is *pending*. It has one user, which either joins its
+kernel or has it stored.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from entrenar_py.backends.wgpu.tiles import Layout, Limits, Product
 
 Read = Callable[[Emitter, Indices], str]
 
-CHEAP = 4  # what costs no more is computed again rather than stored for several users
-COST_MAX = 120  # of one kernel's element
+CHEAP = 4  # up to this cost, each user of a value computes it again
+COST_MAX = 120  # the largest cost of an element in one kernel
 SERIAL_MAX = 32  # the longest loop that a thread runs alone
-# A workgroup that has a row of its own is alone with it: few long rows are spread better.
+# A row kernel computes a row in one workgroup. It isn't used for few long rows.
 FEW_ROWS, LONG_ROW = 64, 4096
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The memory of a tensor, strides and offset in elements."""
+    """The memory of a tensor. Strides and offset are in elements."""
 
     buffer: Buffer
     strides: tuple[int, ...]
@@ -38,7 +38,7 @@ class Stored:
 
 @dataclass(eq=False)
 class Operands:
-    """A matrix product to be computed, [batch, m, k] x [batch, k, n], its batch in C order."""
+    """The operands of a matrix product, [*batch, m, k] x [*batch, k, n]."""
 
     batch: tuple[int, ...]
     a: Value
@@ -46,18 +46,18 @@ class Operands:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(all batches, m, n)."""
+        """The shape of the result with all batch dims as one: (num_batches, m, n)."""
         return math.prod(self.batch), self.a.shape[-2], self.b.shape[-1]
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor: `read` writes the code of one element.
+    """A tensor. `read` emits the code that computes one element.
 
-    `reads` are the buffers that this takes, `cost` roughly its operations. `rows`: the first dims,
-    on which alone the pending reductions in it depend; None without any. `product`: the pending
-    product in it, whose elements are in the order of this value's. `view`: what this is a view of,
-    and the function that views it.
+    `reads` are the buffers that this code loads, and `cost` is roughly its number of operations.
+    `rows` is the number of leading dims on which the pending reductions depend, None without any.
+    `product` is the pending product, with elements in the order of this value. `view` is (the
+    value that this is a view of, the function that makes the view).
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -82,11 +82,11 @@ class Value:
 
     @property
     def single(self) -> bool:
-        """True if each pending reduction is for one element."""
+        """True if each pending reduction serves only one element."""
         return self.rows is not None and math.prod(self.shape[self.rows :]) == 1
 
     def store(self, stored: Stored) -> None:
-        """From now on this is read from memory."""
+        """Turn this into a stored value, whose elements are loaded from memory."""
 
         def read(emitter: Emitter, indices: Indices) -> str:
             return emitter.load(stored.buffer, at.place(indices, stored.strides, stored.offset))
@@ -97,7 +97,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Step:
-    """One dispatch: binding i is `bindings[i]`, of which only `writes` is written to."""
+    """One dispatch. Binding i is `bindings[i]`, and only `writes` is written to."""
 
     source: str
     workgroups: tuple[int, int, int]
@@ -108,7 +108,7 @@ class Step:
 
 @dataclass
 class Schedule:
-    """The dispatches so far, in order. `line` is the model's line that is being lowered."""
+    """The dispatches so far, in order. `line` is the line of the model that is lowered now."""
 
     limits: Limits
     bindings_max: int
@@ -117,18 +117,18 @@ class Schedule:
     _count: int = 0
 
     def buffer(self, dtype: str, size: int) -> Buffer:
-        """Memory that nothing has been written to."""
+        """Return a new buffer of `size` elements."""
         self._count += 1
         return Buffer(f"buffer{self._count}", dtype, size)
 
     def realise(self, value: Value) -> Value:
-        """`value`, stored in C order; a view of what is stored may have any strides."""
+        """Store `value` in C order, unless it is stored already, with any strides. Return it."""
         if value.stored is None:
             self._write(value)
         return value
 
     def strided(self, value: Value) -> Stored:
-        """Store `value` with any strides; for a view of a recipe, the recipe is stored."""
+        """Store `value` with any strides. For a view of a recipe, store the recipe."""
         if value.stored is None and value.view is not None:
             base, again = value.view
             if base.size <= value.size:
@@ -141,18 +141,18 @@ class Schedule:
         return value.stored
 
     def contiguous(self, value: Value) -> Stored:
-        """Store `value` in C order, from any offset on."""
+        """Store `value` in C order, at any offset."""
         stored = self.strided(value)
         if is_contiguous(value.shape, stored.strides):
             return stored
         return self.strided(self.copy(value))
 
     def copy(self, value: Value) -> Value:
-        """The same elements, in C order in memory of their own."""
+        """Return a copy of `value`, stored in C order in a buffer of its own."""
         return self.realise(replace(value, stored=None, view=None))
 
     def make_room(self, values: Sequence[Value], cost: int) -> None:
-        """Stores some of `values`, the costliest first, until one kernel takes what is left."""
+        """Store `values`, those with the most buffers first, until one kernel takes the rest."""
         products = any(one.product is not None for one in values)
         room = self.bindings_max - (3 if products else 1)
         while True:
@@ -185,7 +185,7 @@ class Schedule:
         self.add(write(emitter, found, out, workgroups_max=self.limits.workgroups_max))
 
     def add(self, shader: codegen.Shader) -> None:
-        """One more dispatch, which writes to the last of the shader's buffers."""
+        """Add a dispatch that writes to the last of the shader's buffers."""
         self.steps.append(
             Step(shader.source, shader.workgroups, shader.buffers, shader.buffers[-1], self.line)
         )
@@ -214,14 +214,16 @@ class Schedule:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if elements lie in C order without gaps; strides of dims of size 1 don't matter."""
+    """Return whether elements are in C order without gaps. Ignores strides of dims of size 1."""
     expected = at.strides_of(shape)
     return all(size == 1 or a == b for size, a, b in zip(shape, strides, expected, strict=True))
 
 
 def join_rows(shape: tuple[int, ...], values: Iterable[Value]) -> int | None:
-    """The rows of a value of `shape` that `values`, broadcast to it, are part of; None if theirs
-    differ or if one would be computed more than once."""
+    """Return the `rows` of a value of `shape` that is computed from `values`, or None.
+
+    None if their rows differ, if one would be computed twice, or if nothing is pending.
+    """
     found: int | None = None
     for value in values:
         if value.rows is None:

@@ -1,4 +1,4 @@
-"""Views: index arithmetic alone; strides and an offset of what is stored, where those do."""
+"""Views. Of a stored value, new strides and an offset if possible, else index arithmetic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from entrenar_py.backends.wgpu.emitter import Emitter
 from entrenar_py.backends.wgpu.index import Index, Indices
 from entrenar_py.backends.wgpu.values import Schedule, Stored, Value, join_rows
 
-Change = Callable[[Indices], Indices]  # indices of the view -> of what it is a view of
+Change = Callable[[Indices], Indices]  # indices into the view -> into the value that it views
 Restride = Callable[[Stored], Stored | None]
 
 
 def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
-    """The same elements in C order; one size may be -1."""
+    """Reshape, in C order. One size may be -1."""
     to = tuple(shape)
     if -1 in to:
         known = -math.prod(to)
@@ -35,7 +35,7 @@ def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
 
 
 def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
-    """Dim i of the view is dim `dims[i]` of the value."""
+    """Permute the dims: dim i of the view is dim `dims[i]` of the value."""
     order = [dim % len(value.shape) for dim in dims]
     if order == list(range(len(order))):
         return value
@@ -50,7 +50,7 @@ def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
 
 
 def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
-    """Repeated along dims of size 1, and along new ones in front; -1 keeps a size."""
+    """Repeat along dims of size 1 and along new leading dims. A size of -1 keeps the dim."""
     new = len(shape) - len(value.shape)
     own = (1,) * new + value.shape
     to = tuple(size if one == -1 else one for one, size in zip(shape, own, strict=True))
@@ -72,7 +72,7 @@ def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
 
 
 def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step: int) -> Value:
-    """Every `step`-th index from `start` on along `dim`, `size` of them."""
+    """Take `size` indices along `dim`: `start`, `start + step`, and so on."""
     shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
     if shape == value.shape:
         return value
@@ -90,7 +90,7 @@ def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step
 
 
 def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
-    """The tensor side by side, so many times along each dim; new dims in front."""
+    """Tile the tensor `times[i]` times along dim i, with new dims in front."""
     own = (1,) * (len(times) - len(value.shape)) + value.shape
     apart = [one for size in own for one in (1, size)]
     spread = [one for pair in zip(times, own, strict=True) for one in pair]
@@ -99,7 +99,7 @@ def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
 
 
 def broadcast(indices: Indices, shape: Sequence[int]) -> Indices:
-    """Indices into a tensor of `shape` that is broadcast to what `indices` are of."""
+    """Convert indices into a broadcast tensor to indices into the tensor itself, of `shape`."""
     own = indices[len(indices) - len(shape) :]
     return tuple(Index(0) if size == 1 else one for one, size in zip(own, shape, strict=True))
 
@@ -107,9 +107,9 @@ def broadcast(indices: Indices, shape: Sequence[int]) -> Indices:
 def reshaped_strides(
     shape: Sequence[int], strides: Sequence[int], to: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Strides under which the elements of a strided tensor are one of shape `to`; None without.
+    """Return the strides that reshape a strided tensor to `to` without a copy, or None.
 
-    Neighbouring dims that are stepped through as one are made one, and cut anew.
+    Neighbouring dims that one stride can step through are joined, then split again.
     """
     blocks: list[tuple[int, int]] = []  # (size, stride of its elements)
     for size, stride in zip(shape, strides, strict=True):
@@ -144,7 +144,7 @@ def _view(
     *,
     ordered: bool = False,
 ) -> Value:
-    """A view; `ordered` if its elements are all of the value's, in the same order."""
+    """Make a view. `ordered` if it has all elements of `value` in the same order."""
     to = tuple(shape)
     keeps_product = value.product is not None and ordered
     keeps_rows = value.single and math.prod(to) == value.size
@@ -162,7 +162,7 @@ def _view(
 
 
 def stored_value(shape: tuple[int, ...], dtype: str, stored: Stored) -> Value:
-    """A tensor that lies in memory."""
+    """Return a value for a tensor that is in memory already."""
     value = Value(shape, dtype, _never)
     value.store(stored)
     return value
