@@ -1,6 +1,6 @@
-"""The systems that can be run: `run(scenario) -> Trace`; they know nothing of contracts.
+"""The table of systems, and `run`, which runs a scenario on its system and returns the trace.
 
-A crash inside a system is a record, not an exception: the trace then ends `failed`.
+Systems know nothing of contracts. A crash inside a system raises nothing: its trace ends `failed`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from entrenar_py.systems import updates
 from entrenar_py.trace import Traits
 from entrenar_py.trace.traits import USUAL
 
-# The name under which a trainer takes the first backend of the fallback chain that serves.
+# The backend name that makes a trainer use the first working backend of the fallback chain.
 AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One system: where it is, what it is, what it takes of a scenario.
+    """One system: its module, its description, and what a scenario may ask of it.
 
-    `faults` are the kinds it can inject, `places` the messages at which one can strike, `options`
-    the names it knows, `only` the backends where it does not take them all, each by this very name;
-    it has no others.
-    `in_step` tells whether every step is one of all workers together: else they step alone for a
-    while, and clauses of such steps do not apply to it. `bitwise` tells whether the number of
-    workers leaves the bits as they are; where it does not, no clause asks for that. `powers_of_two`
-    tells whether its workers, and its shards times the accumulation, must be such numbers. `traits`
-    are what each of its runs is, beyond what is asked of it.
+    `room` is its package below `systems`, or its module if it has a dot; `what` describes it.
+    `faults` lists the fault kinds that it can inject, `places` the messages at which a fault can
+    strike, `options` the options that it accepts. `only` lists the backend names that it accepts,
+    if it does not accept all. `in_step` is False if workers make steps alone for a while: clauses
+    about steps that all make together then do not apply. `bitwise` is False if the number of
+    workers changes the bits: no clause then requires equal bits. With `powers_of_two`, the numbers
+    of workers and of micro-batches must be powers of two. `traits` hold for each of its runs.
     """
 
     room: str
@@ -51,18 +50,18 @@ class System:
 
     @property
     def trains(self) -> bool:
-        """Return whether it makes steps; a probe tries one thing."""
+        """Whether the system makes training steps; a probe tests one thing without training."""
         return not self.room.startswith("probes")
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The kinds of backend that it can be asked for."""
+        """The kinds of backend that a scenario may name for this system."""
         if self.only:
             return self.only
         return (*BACKENDS, AUTO) if self.trains else tuple(BACKENDS)
 
     def require_backend(self, name: str, where: str) -> None:
-        """Returns if it can be asked for backend `name`; UsageError if not."""
+        """Raise UsageError unless a scenario may name backend `name` for this system."""
         kind = name if name in self.backends or self.only else name.partition(":")[0]
         if kind not in self.backends:
             names = ", ".join(self.only) or backends.allowed(self.backends)
@@ -71,7 +70,7 @@ class System:
             backends.kind_of(name)
 
 
-_TERMS = "terms"  # of the workload vectors
+_TERMS = "terms"  # an option of the workload `vectors`
 _REAL_OPTIONS = (
     *("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes"),
     _TERMS,
@@ -92,7 +91,7 @@ _OVER_TORCH = System(
     bitwise=False,
 )
 
-# name -> what it is; the module of the same name, in its room, holds `run`.
+# The systems by name. The module of the same name in `room` has `run`, unless `room` is a module.
 SYSTEMS: dict[str, System] = {
     "reference": System(
         room="single",
@@ -237,7 +236,7 @@ TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 
 
 def require_trainer(name: str | None, backends: Collection[str]) -> None:
-    """Return if `name`, or the usual trainer for None, can train on `backends`; else UsageError."""
+    """Raise UsageError unless `name`, or the default trainer for None, can train on `backends`."""
     if name is not None and name not in TRAINERS:
         raise UsageError.of("system", name, f"allowed are {', '.join(TRAINERS)}")
     for backend in backends:
@@ -245,11 +244,11 @@ def require_trainer(name: str | None, backends: Collection[str]) -> None:
 
 
 def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
-    """Runs `scenario`, with its mutant planted if it names one, on one thread.
+    """Run `scenario` on one thread, with its mutant planted if it names one.
 
-    Raises UsageError for an unknown system or mutant; whatever goes wrong in the run itself ends
-    the trace as `failed`, with the reason: also what the system can't do, and a planned fault that
-    never struck (unless not `every_fault` has to: an earlier one may have taken its victim away).
+    Raises UsageError for an unknown system or mutant. Any other error ends the trace as `failed`,
+    with the reason. With `every_fault`, so does a planned fault that did not take place in a
+    trainer. Pass False where an earlier fault may remove the worker that a later one strikes.
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     module = module_of(scenario.system)
@@ -269,7 +268,7 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
 
 
 def traits_of(scenario: Scenario) -> Traits:
-    """Return what a run of `scenario` is, whose system is one of SYSTEMS."""
+    """Return the traits of a run of `scenario`; its system must be one of SYSTEMS."""
     traits = SYSTEMS[scenario.system].traits
     if updates.by_server(scenario):
         return replace(traits, updates="server")
@@ -284,11 +283,10 @@ def module_of(system: str) -> ModuleType:
 
 
 def require_possible(scenario: Scenario) -> None:
-    """Returns if `scenario` can be run as it is written, on a machine that has its backends.
+    """Raise UsageError if the system of `scenario` can't run it as written.
 
-    Raises UsageError with what its system does not know or can't do: a backend's name, an option,
-    a number of workers or shards, a fault or the place of one, a workload of that size, a worker
-    who leaves but is not there.
+    The error names the first backend, option, number of workers or shards, fault, place of a fault,
+    or workload that is not possible. Whether this machine has the backends is not checked.
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
@@ -314,7 +312,7 @@ def require_possible(scenario: Scenario) -> None:
 
 
 def require_sizes(scenario: Scenario) -> None:
-    """Returns if so many workers and shards are possible; UsageError names the number if not."""
+    """Raise UsageError if the system can't have the scenario's number of workers or shards."""
     if not SYSTEMS[scenario.system].powers_of_two:
         return
     for name, value in (
@@ -328,10 +326,10 @@ def require_sizes(scenario: Scenario) -> None:
 
 
 def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
-    """`scenario` in sizes that its system takes: the next powers of two, where it needs such.
+    """Return `scenario` with sizes rounded up to powers of two, if its system requires these.
 
-    `world_size` stays as it is where that is `fixed`, possible or not. Samples are added where
-    there would be more workers than samples.
+    `world_size` is not changed if `fixed` contains its name, even where the system can't have it.
+    `num_samples` is raised to the number of workers if it is lower.
     """
     known = SYSTEMS.get(scenario.system)
     if known is None or not known.powers_of_two:
@@ -348,7 +346,7 @@ def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
 
 
 def _power_of_two(number: int) -> int:
-    """The least one that is not less than `number`."""
+    """Return the least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -359,7 +357,7 @@ def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") ->
 
 
 def missed(result: trace.Trace) -> Fault | None:
-    """The first planned fault that did not take place although training got that far."""
+    """Return the first planned fault that did not take place although its step was reached."""
     halts = result.of(trace.Halt)
     reached = halts[0].step if halts else result.scenario.num_steps
     struck = [event.fault for event in result.of(trace.Injected)]
@@ -374,7 +372,7 @@ def _failed(scenario: Scenario, reason: str) -> trace.Trace:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch on one thread: how a sum is split over threads is part of its order."""
+    """Run torch on one thread: the number of threads changes the order in which sums are added."""
     import torch
 
     before = torch.get_num_threads()

@@ -12,11 +12,10 @@ from entrenar_py.systems.recorder import Recorder
 
 
 class Devices:
-    """The backends of the workers in this process, each opened once, when a worker is made.
+    """The backends of the workers in this process, each opened once, at its first use.
 
-    `auto` walks the fallback chain once, each try an Attempt event; whoever served there serves
-    all workers of that name to the end of the run. A backend asked for by its own name is that one
-    or none.
+    `auto` walks the fallback chain once and records each try as an Attempt event. The backend that
+    works serves all `auto` workers to the end of the run. Other names have no fallback.
     """
 
     def __init__(self, scenario: Scenario, recorder: Recorder) -> None:
@@ -25,7 +24,7 @@ class Devices:
         self._opened: dict[str, Backend] = {}
 
     def of(self, rank: int) -> Backend:
-        """The backend of worker `rank`; BackendUnavailable if it can't be opened."""
+        """Return the backend of worker `rank`; BackendUnavailable if it can't be opened."""
         name = self._scenario.backend_of(rank)
         if name not in self._opened:
             self._opened[name] = self._open(name)
@@ -33,7 +32,7 @@ class Devices:
 
     @property
     def alike(self) -> bool:
-        """Return whether all workers compute on one backend; kernels of two round differently."""
+        """Whether all workers compute on one backend; two backends may round differently."""
         return len({backend.name for backend in self._opened.values()}) == 1
 
     def _open(self, name: str) -> Backend:

@@ -1,4 +1,4 @@
-"""The place of a run: the part of a trace that explains a difference between two machines."""
+"""Versions and platform of a run, which may explain why two machines give different results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import entrenar_py
 
 
 def describe() -> dict[str, str]:
-    """Versions and platform of this process; the wgpu adapter too, if one was opened in it."""
+    """Return versions and platform of this process, and the wgpu adapters that it has opened."""
     described = {
         "entrenar": entrenar_py.__version__,
         "python": platform.python_version(),
@@ -23,7 +23,7 @@ def describe() -> dict[str, str]:
     backend = sys.modules.get("entrenar_py.backends.wgpu")  # its import costs 0.2 s
     opened = [] if backend is None else backend.opened()
     if opened:
-        import wgpu  # not before: whoever opened no adapter may not have it
+        import wgpu  # only here: it may not be installed where no adapter was opened
 
         adapters = [f"{one.device}{', software' if one.software else ''}" for one in opened]
         named = "; ".join(dict.fromkeys(adapters))

@@ -1,4 +1,4 @@
-"""The workers that take part in each step, as a scenario's faults say."""
+"""The workers that take part in each step, according to the faults of a scenario."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from entrenar_py.faults import MOVING, Fault
 from entrenar_py.scenario import Scenario
 
 _FREE = "use an earlier step"
-_ORDER = ("join", "leave")  # of one step, joins come first; planted values strike who is left
+_ORDER = ("join", "leave")  # joins come first in a step, then leaves, then all other faults
 
 
 def initial_ranks(scenario: Scenario) -> list[int]:
-    """Everyone but those who are first heard of when they join."""
+    """Return the ranks present at the start: all but those whose first change is to join."""
     first: dict[int | None, str] = {}
     for fault in _in_order(scenario):
         if fault.kind in _ORDER:
@@ -22,10 +22,10 @@ def initial_ranks(scenario: Scenario) -> list[int]:
 
 
 def require_possible(scenario: Scenario) -> None:
-    """Returns if everyone who joins was away and everyone who leaves or is struck was there.
+    """Raise UsageError for the first fault that the membership of its step makes impossible.
 
-    Raises UsageError naming the first fault of which that is not so, and for a step without any
-    worker.
+    A worker that joins must be absent, and one that leaves or is struck must be present. At least
+    one worker must always remain.
     """
     _require_nobody_moved(scenario)
     present = initial_ranks(scenario)
@@ -53,9 +53,9 @@ def require_possible(scenario: Scenario) -> None:
 
 
 def _require_nobody_moved(scenario: Scenario) -> None:
-    """Returns if every stranger that is to find no place free really must find none.
+    """Raise UsageError if a stranger that must find no free rank might find one.
 
-    Whom something has befallen is away for a while, and how long is nobody's plan.
+    Faults in MOVING remove a worker for a time that the scenario does not determine.
     """
     moved = [one.step or 0 for one in scenario.faults if one.kind in MOVING]
     for fault in scenario.faults:

@@ -1,4 +1,4 @@
-"""The workload that a scenario names, and the places in it at which its faults strike."""
+"""The workload that a scenario names, and the tensor elements that its faults change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.training.tensors import Workload
 
 
 def model_of(scenario: Scenario) -> Workload:
-    """The scenario's workload with its data; UsageError if there is none of that name or size."""
+    """Return the scenario's workload with its data; UsageError for an unknown name or size."""
     return workload.build(
         scenario.workload,
         num_samples=scenario.num_samples,
@@ -23,10 +23,10 @@ def model_of(scenario: Scenario) -> Workload:
 
 
 def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
-    """The trainable tensor and the element of it, in C order, whose gradient `fault` strikes.
+    """Return the trainable tensor whose gradient `fault` changes, and the element, in C order.
 
-    The first ones where it names none. Raises UsageError for a tensor that is not trained and an
-    element behind its end.
+    Each is the first one if the fault names none. Raises UsageError for a tensor that is not
+    trained, and for an element past the end of the tensor.
     """
     sizes = {spec.name: prod(spec.shape) for spec in model.specs if spec.role == "trainable"}
     tensor, element = fault.tensor or next(iter(sizes)), fault.element or 0

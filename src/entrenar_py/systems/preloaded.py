@@ -1,5 +1,6 @@
-"""Modules that the parent of all worker processes has loaded, whichever system starts it: there is
-one for a process, and what it lacks every worker would have to import for itself.
+"""Modules that the fork server loads before it forks worker processes.
+
+All systems in a process share one fork server. Each worker must import any other module itself.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ MODULES = (
     "entrenar_py.observing.observer",
     "entrenar_py.systems.torch.ranks",
     *STAR,
-    "torch._dynamo.aot_compile",  # which the first optimizer of a process loads
+    "torch._dynamo.aot_compile",  # loaded by the first optimizer of a process
     "torch.nn.parallel",
 )
 
 
 def of_star() -> tuple[str, ...]:
-    """Return what a star's workers need; all, where this process may start torch's ranks too.
+    """Return the modules that a star's workers need, or all if this process may start torch ranks.
 
-    Those need as much again as torch itself, which stars of a run without them would wait for.
+    The modules of torch ranks take as long to load as torch, so stars alone do without them.
     """
     return MODULES if "entrenar_py.systems.torch.ranks" in sys.modules else STAR

@@ -23,26 +23,26 @@ class Recorder:
         self.emit = self._events.append
 
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
-        """Records of C-contiguous `arrays` as they are now."""
+        """Return records of the present values of `arrays`, which must be C-contiguous."""
         values = self._values
         return {name: trace.record_tensor(array, values=values) for name, array in arrays.items()}
 
     def slices(self, vector: NDArray[np.float32], parts: Mapping[str, slice]) -> trace.Tensors:
-        """Records of the named `parts` of a flat vector."""
+        """Return records of the named `parts` of a flat vector."""
         return self.tensors({name: vector[part] for name, part in parts.items()})
 
     def of(self, kind: type[trace.E]) -> list[trace.E]:
-        """The events of one kind so far."""
+        """Return the events of `kind` that are kept so far."""
         return [event for event in self._events if isinstance(event, kind)]
 
     def drain(self) -> list[trace.Event]:
-        """The events so far, which are then no longer kept here."""
+        """Return the events so far, and stop keeping them."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def finish(self, *, promises: Iterable[str] = (), status: str, reason: str = "") -> trace.Trace:
-        """The trace, closed with an End event."""
+        """Emit an End event and return the trace."""
         self.emit(trace.End(status=status, reason=reason))
         return trace.Trace(
             scenario=self._scenario,

@@ -1,7 +1,7 @@
-"""The workers of one run that live in this process: what they compute, how they step, what is kept.
+"""The workers of one run in this process: computes their shards, makes their steps, records both.
 
-Every system that trains by logical shards and the tree has these; how the workers hear of each
-other is the system's own affair.
+Every system that trains by logical shards and the tree uses this module. Communication between
+workers is left to the system.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Worker:
 
     @property
     def checkpoint(self) -> dict[str, Array]:
-        """Its tensors and its optimizer's state, as a checkpoint names them; not copied."""
+        """The tensors and the optimizer's state by their names in a checkpoint; not copied."""
         return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
 
     def follow(self, other: Worker) -> None:
-        """Takes over what `other` holds of what training changes, copied."""
+        """Copy everything that training changes from `other`."""
         self.replica.parameters[:] = other.replica.parameters
         for name, buffer in other.replica.buffers.items():
             self.replica.buffers[name][...] = buffer
@@ -60,10 +60,10 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """One step's gradient: `mean` the reduced vector, `clipped` its gradient part as applied.
+    """One step's average: `mean` is the whole reduced vector, `clipped` its gradient part, clipped.
 
-    `loss` is the mean over what `weight` counts, `rate` the learning rate, `record` the gradient
-    before clipping, `norm` and `applied_norm` its L2 norms before and after.
+    `loss` is the mean loss over the batch's `weight`, and `rate` the learning rate. `record` is the
+    gradient before clipping. `norm` and `applied_norm` are its L2 norms before and after clipping.
     """
 
     mean: Array
@@ -77,12 +77,12 @@ class Average:
 
 
 class Replicas:
-    """The workers in this process, the position in the data, and what is recorded of them."""
+    """The workers in this process, the position in the data, and the record of both."""
 
     def __init__(
         self, scenario: Scenario, backend_of: Callable[[int], Backend] | None = None
     ) -> None:
-        """`backend_of` gives what a rank computes on, where that isn't the scenario's."""
+        """`backend_of` returns a rank's backend; by default the one that the scenario names."""
         self.scenario = scenario
         self.recorder = Recorder(scenario)
         self.devices = Devices(scenario, self.recorder)
@@ -98,7 +98,7 @@ class Replicas:
 
     @property
     def terms(self) -> Terms:
-        """Return what every process that takes part must have, too."""
+        """Digests of run, manifest and data, on which all processes of a run must agree."""
         return Terms(
             run=self.scenario.digest,
             manifest=self.layout.digest,
@@ -107,19 +107,19 @@ class Replicas:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of the flat vector that is reduced."""
+        """The size in bytes of the flat vector that is reduced."""
         return 4 * self.layout.num_elements
 
     def initial(self) -> dict[str, Array]:
-        """Return the tensors that every replica starts from."""
+        """Return the tensors with which every replica starts."""
         return self.workload.initial(self.scenario.rng("initial"))
 
     def batch(self) -> sharding.Ids:
-        """The samples of the next step."""
+        """Return the sample ids of the next step."""
         return sharding.batch(self._order(), self.position, self.scenario.batch_size)
 
     def advance(self, drawn: int) -> None:
-        """A step was made with `drawn` samples."""
+        """Move the position and the schedule past a step that used `drawn` samples."""
         self.position = sharding.advance(self.position, drawn, self.scenario.num_samples)
         self.schedule_step += 1
 
@@ -151,7 +151,7 @@ class Replicas:
     def guard(
         self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
     ) -> trace.Halt | None:
-        """The halt that a non-finite leaf demands, naming the culprit; None if it is finite."""
+        """Return the Halt that a non-finite leaf causes, naming its place; None if it is finite."""
         place = engine.non_finite(leaf.vector)
         if place is None and math.isfinite(leaf.loss):
             return None
@@ -168,9 +168,9 @@ class Replicas:
         )
 
     def averaged(self, mean: Array, loss: float, weight: float) -> Average:
-        """Return what all step with: `mean`, the reduced vector, divided, is clipped here once.
+        """Clip `mean`, the reduced and divided vector, and return what every worker steps with.
 
-        `loss` is summed over what `weight` counts.
+        `loss` is the sum of the losses over the batch's `weight`.
         """
         gradient = mean[: self.layout.num_trainable]
         norm = optimizer.norm_l2(gradient)
@@ -187,7 +187,7 @@ class Replicas:
         )
 
     def rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return schedule.learning_rate(
             self.schedule_step,
             peak=self.scenario.learning_rate,
@@ -197,13 +197,13 @@ class Replicas:
         )
 
     def move(self, worker: Worker, average: Average) -> None:
-        """Steps one worker's replica."""
+        """Step one worker's replica with `average`."""
         replica = worker.replica
         optimizer.step(self.rule, replica.parameters, average.clipped, worker.state, average.rate)
         replica.average_buffers(average.mean)
 
     def make(self, worker: Worker, step: int, average: Average) -> trace.Update:
-        """Steps one worker's replica, and gives the event of it."""
+        """Step one worker's replica with `average`, and return the event that records the step."""
         self.move(worker, average)
         replica = worker.replica
         return trace.Update(
@@ -221,7 +221,7 @@ class Replicas:
         )
 
     def apply(self, step: int, total: reduction.Node) -> None:
-        """Every worker steps its own replica with the one gradient, averaged and clipped once."""
+        """Average and clip `total` once, step every worker's replica with it, and record that."""
         mean = optimizer.mean(total.vector, total.weight * self.scale)
         average = self.averaged(mean, total.loss, total.weight)
         for worker in self.workers.values():
@@ -249,22 +249,22 @@ class Replicas:
         return loss
 
     def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
-        """A worker with a copy of `tensors` and nothing in its optimizer's state."""
+        """Return a worker with a copy of `tensors` and zeros as its optimizer state."""
         backend = self.backend_of(rank)
         replica = engine.Engine(self.workload, backend, tensors, scale=self.scale)
         zeros = optimizer.initial_state(self.scenario.optimizer, self.layout.num_trainable)
         return Worker(rank, replica, zeros)
 
     def dump(self, worker: Worker) -> Buffer:
-        """The whole state that a worker holds: progress, tensors, moments (`training.state`)."""
+        """Return a worker's whole state as bytes: progress, tensors, moments (`training.state`)."""
         stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
         specs, kind = self.workload.specs, updates.held(self.scenario)
         return state.dump(specs, kind, stands, worker.replica.arrays, worker.state)
 
     def take_over(self, rank: int, payload: Buffer) -> Worker:
-        """Worker `rank` with the state in `payload`, whose progress is this run's from now on.
+        """Return worker `rank` with the state in `payload`, and set this run's progress from it.
 
-        ProtocolError if it is of no such run.
+        Raises ProtocolError if the state does not fit this run.
         """
         specs, kind = self.workload.specs, updates.held(self.scenario)
         self.require_progress(payload)
@@ -275,13 +275,13 @@ class Replicas:
         return worker
 
     def require_progress(self, payload: Buffer) -> None:
-        """Returns if the state in `payload` can be taken over; ProtocolError if not."""
+        """Raise ProtocolError if the state in `payload` is at a position behind the last sample."""
         position = state.progress_of(payload).position
         if position.offset >= self.scenario.num_samples:
             raise ProtocolError(f"a state at {position}: no sample is there")
 
     def require_sum(self, message: TreeNode | Partial) -> None:
-        """Returns if shards can weigh so much, and lose it; ProtocolError if not."""
+        """Raise ProtocolError unless `message` has a possible weight and a finite loss."""
         weight, loss = message.weight, message.loss
         most = self.workload.weight_max * self.scenario.batch_size
         if not (0 <= weight <= most and math.isfinite(loss)):
@@ -291,7 +291,7 @@ class Replicas:
             )
 
     def _order(self) -> sharding.Ids:
-        """The current epoch's order of the samples."""
+        """Return the order of the samples in the current epoch."""
         epoch = self.position.epoch
         if self._visit is None or self._visit[0] != epoch:
             rng = self.scenario.rng("order", epoch)
@@ -307,7 +307,7 @@ class Replicas:
         }
 
     def state(self, worker: Worker) -> dict[str, trace.Tensors]:
-        """Weights, optimizer state and buffers of a worker, as records."""
+        """Return records of a worker's weights, optimizer state and buffers."""
         return {
             "weights": self.recorder.tensors(worker.replica.weights),
             "optimizer": self.recorder.tensors(worker.state),

@@ -1,4 +1,4 @@
-"""The maker of a star's steps: every worker, or the server alone, which sends new weights."""
+"""The option `updates`: a star's steps are made by every worker, or by the server for all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from entrenar_py.scenario import Scenario
 
 OPTION = "updates"
 WORKERS, SERVER = "workers", "server"
-# What a worker keeps of an optimizer that is the server's: plain SGD is the one without a state.
+# The optimizer of workers if the server makes the steps: plain SGD, which has no state.
 _STATELESS = "sgd"
 
 
 def by_server(scenario: Scenario) -> bool:
-    """Return whether the server makes the steps; the workers do where the scenario doesn't say."""
+    """Return whether the server makes the steps; by default the workers do."""
     who = scenario.options.get(OPTION, WORKERS)
     if who not in (WORKERS, SERVER):
         raise UsageError.of(OPTION, who, f"use {WORKERS} or {SERVER}")
@@ -21,10 +21,10 @@ def by_server(scenario: Scenario) -> bool:
 
 
 def held(scenario: Scenario) -> str:
-    """The optimizer whose state every worker holds."""
+    """Return the name of the optimizer whose state every worker holds."""
     return _STATELESS if by_server(scenario) else scenario.optimizer
 
 
 def places(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """The messages of a step at which a fault can strike: `usual`, where the workers update."""
+    """Return the messages of a step at which a fault can strike: `usual` if the workers update."""
     return SERVED_PLACES if by_server(scenario) else usual

@@ -1,4 +1,4 @@
-"""The shards of a step that a second worker computes, too, and their copies until one counts."""
+"""Audits: the shards that a second worker computes as well, and the comparison of both copies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from entrenar_py.protocol.frames import Buffer
 from entrenar_py.scenario import Scenario
 from entrenar_py.training.reduction import Node, Vector
 
-# Block, and place in it -> the name of a tensor, and the element of it.
+# (block, index in the block) -> (name of a tensor, index in the tensor)
 Locate: TypeAlias = Callable[[int, int], tuple[str, int]]
 
 
 def share_of(scenario: Scenario) -> float:
-    """The share of a step's shards that is audited; 0 where the scenario does not say."""
+    """Return the share of a step's shards that is audited, 0 to 1; by default 0."""
     share = scenario.options.get("audit_share", 0)
     number = isinstance(share, int | float) and not isinstance(share, bool)
     if not number or not (math.isfinite(share) and 0 <= share <= 1):
@@ -31,7 +31,7 @@ def share_of(scenario: Scenario) -> float:
 
 
 def shards(scenario: Scenario, step: int) -> Collection[int]:
-    """The audited shards of `step`: at least one, where any are to be."""
+    """Return the shards of `step` that are audited: at least one, unless the share is 0."""
     share = share_of(scenario)
     if not share:
         return ()
@@ -42,7 +42,10 @@ def shards(scenario: Scenario, step: int) -> Collection[int]:
 
 @dataclass
 class Copy:
-    """One worker's: what it records of it, and by block its nodes with the memory they lie in."""
+    """One worker's copy of a shard: the events that it recorded, and its node for each block.
+
+    `nodes` maps each block to the node and to the memory that holds the node's vector.
+    """
 
     rank: int
     events: list[trace.Event]
@@ -57,9 +60,12 @@ class Copy:
         )
 
     def difference(self, other: Copy) -> tuple[int, int] | None:
-        """Block, and place in it, of the first element that differs; None if it is the loss."""
+        """Return the block and the index in it of the first element that differs, or None.
+
+        None means that only losses or weights differ.
+        """
         for block in sorted(self.nodes):
-            ours, theirs = (one.nodes[block][0].vector for one in (self, other))
+            ours, theirs = (copy.nodes[block][0].vector for copy in (self, other))
             differs = _bits(ours) != _bits(theirs)
             if differs.any():
                 return block, int(differs.argmax())
@@ -67,30 +73,30 @@ class Copy:
 
 
 class Copies:
-    """The copies of one step, by shard; a worker delivers one at a time."""
+    """The copies of one step's audited shards; each worker delivers one copy at a time."""
 
     def __init__(self) -> None:
         self._open: dict[int, Copy] = {}  # by rank
-        self._whole: dict[int, list[Copy]] = {}  # by shard, in the order in which they came
+        self._whole: dict[int, list[Copy]] = {}  # by shard, in order of arrival
 
     def begin(self, rank: int, events: list[trace.Event]) -> None:
-        """`rank` delivers a copy, and recorded `events` of it."""
+        """Begin the copy that `rank` delivers; `events` are what it recorded."""
         self._open[rank] = Copy(rank, events)
 
     def take(self, rank: int, block: int, node: Node, payload: Buffer) -> None:
-        """`block` of it; `payload` is the memory that the vector of `node` lies in."""
+        """Add `block` to the copy that `rank` delivers; `payload` holds the vector of `node`."""
         self._open[rank].nodes[block] = node, payload
 
     def end(self, rank: int, shard: int) -> None:
-        """It is whole."""
+        """Note that `rank` has delivered its copy of `shard` completely."""
         self._whole.setdefault(shard, []).append(self._open.pop(rank))
 
     def of(self, shard: int) -> list[Copy]:
-        """The whole ones."""
+        """Return the complete copies of `shard`."""
         return list(self._whole.get(shard, []))
 
     def conclude(self, effect: Conclude, locate: Locate) -> tuple[Copy | None, list[trace.Event]]:
-        """The copy that counts, and what is to be recorded; the others are kept no longer."""
+        """Return the copy that counts, and the events to record; drop all copies of the shard."""
         copies = self._whole.pop(effect.shard, [])
         chosen = None if effect.copy is None else copies[effect.copy]
         wrong = [one for one in copies if one.rank == effect.culprit]
@@ -112,7 +118,7 @@ class Copies:
         return chosen, [*told, audit]
 
     def forget(self, rank: int) -> list[trace.Event]:
-        """`rank` is gone, and its copies with it; what had befallen it."""
+        """Drop the copies of `rank`, which has left; return the faults injected into them."""
         lost = [self._open.pop(rank)] if rank in self._open else []
         for shard, copies in self._whole.items():
             lost += [one for one in copies if one.rank == rank]
@@ -120,13 +126,13 @@ class Copies:
         return [event for one in lost for event in injected(one.events)]
 
     def clear(self) -> None:
-        """Another step, or the same one again."""
+        """Drop all copies: another step begins, or the same one again."""
         self._open.clear()
         self._whole.clear()
 
 
 def alike(copies: Sequence[Copy]) -> list[int]:
-    """Return for each copy the number of the first one with the same bits."""
+    """Return for each copy the index of the first copy with the same bits."""
     return [next(n for n, one in enumerate(copies) if one.equals(each)) for each in copies]
 
 
@@ -140,5 +146,5 @@ def _bits(vector: Vector) -> NDArray[np.uint32]:
 
 
 def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
-    """Return the faults that befell a worker: they did, also if nothing it computed is used."""
+    """Return the injected faults in `events`, which are recorded even for results never used."""
     return [event for event in events if isinstance(event, trace.Injected)]

@@ -1,6 +1,6 @@
-"""The blocks of a step that a worker has, and the addition of those that other workers send.
+"""The blocks of a step that a worker holds, and the addition of blocks from other workers.
 
-They are added by the tree, or around a ring.
+In a mesh blocks are added along the tree, in a ring one worker after the other.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from entrenar_py.training import blocks, reduction
 from entrenar_py.training.blocks import Blocks
 from entrenar_py.training.reduction import Node, Vector
 
-# Level and index in the tree -> what this worker computed in the step in work.
+# (level, index) in the tree -> the node that this worker computed in the current step
 Nodes = Mapping[tuple[int, int], Node]
 _THIS_WORKER = -1
 
 
 class Held:
-    """The averaged gradient, or the new weights, of the step in work: the blocks that are there.
+    """The blocks that have come of the current step's averaged gradient, or of its new weights.
 
-    They are never in the memory that training uses.
-
-    `vector` is float32 [num_elements] in the parts that `blocks` cuts, `there` the blocks that are
-    in it, `total` the step's summed loss and its weight. `round` is that of a mesh.
+    They are kept apart from the memory that training uses. `vector` is float32 [num_elements], cut
+    into parts by `blocks`. `there` has the numbers of the blocks that are filled in. `total` is the
+    step's summed loss and its weight. `round` is the round of a mesh.
     """
 
     def __init__(self, num_elements: int) -> None:
@@ -37,7 +36,7 @@ class Held:
         self.round = 0
 
     def begin(self, num_blocks: int) -> None:
-        """Start a stay in which the vector travels in `num_blocks` parts."""
+        """Start a session in which the vector travels in `num_blocks` parts."""
         self.blocks = Blocks(self.vector.size, num_blocks)
         self.there.clear()
         self.round = 0
@@ -47,15 +46,15 @@ class Held:
         return self.vector[self.blocks.part(block)]
 
     def lacks(self, message: Average | Weights) -> bool:
-        """Return whether the block is still to come, in this round: another's may come alongside.
+        """Return whether `message` brings a missing block of the current round.
 
-        Blocks of weights belong to no round.
+        Blocks of an earlier round may still arrive; blocks of weights belong to no round.
         """
         is_open = message.block < self.blocks.count and message.block not in self.there
         return is_open and (isinstance(message, Weights) or message.round == self.round)
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
-        """Keep a block; it's copied unless `payload` lies where it stays already."""
+        """Keep a block; copy it unless `payload` already lies in its part of `vector`."""
         place, block = self.part(message.block), blocks.vector_of(payload)
         if not np.may_share_memory(place, block):
             place[:] = block
@@ -63,17 +62,17 @@ class Held:
         self.total = message.loss, message.weight
 
     def regroup(self, number: int) -> None:
-        """Forget what came; round `number` goes on, or begins."""
+        """Forget all blocks; round `number` begins, or starts over."""
         self.there.clear()
         if number != self.round:
-            # The rest of what is void may be on its way still, into memory that was lent to it.
+            # A block of the old round may still be arriving in memory of the old vector.
             self.round, self.vector = number, np.empty_like(self.vector)
 
 
 class TreeExchange:
-    """A mesh's: nodes of the blocks that are this worker's, added along the one tree.
+    """Adds the nodes of this worker's blocks along the tree, in a mesh.
 
-    `nodes` and `held` are the worker's own; averages go to `held`. Sums are at `scale`.
+    `nodes` and `held` belong to the worker; averages are written to `held`. Sums are at `scale`.
     """
 
     carriers: tuple[type[Message], ...] = (TreeNode,)
@@ -83,33 +82,33 @@ class TreeExchange:
         self._sums = blocks.Sums(num_shards)
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return memory for a node's block, which may never be whole."""
+        """Return memory for a node's block, which may never arrive completely."""
         return self._sums.room(num_bytes)
 
     def keep(self, rank: int, node: TreeNode, payload: Buffer) -> None:
-        """Take over a node's block that `rank` sent, with its memory."""
+        """Take over a node's block from `rank`, together with its memory."""
         self._take(rank, node, blocks.vector_of(payload), payload)
 
     def contribute(self, node: TreeNode) -> None:
-        """Count a block of a node of this worker; the node itself may be asked for again."""
+        """Add a block of this worker's own node, read-only: the node may have to be sent again."""
         vector = self.nodes[node.level, node.index].vector[self.held.blocks.part(node.block)]
         vector.flags.writeable = False
         self._take(_THIS_WORKER, node, vector, None)
 
     def complete(self, block: int) -> None:
-        """Note that all of `block` is there: `reduce` may be called, in any thread."""
+        """Note that `block` is complete: `reduce` may then be called, in any thread."""
         self._sums.complete(block)
-        self.held.there.add(block)  # nobody else's average takes its place
+        self.held.there.add(block)  # an average from another worker must not replace it
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Add and average: return the summed loss and its weight; None if not finite."""
+        """Add and average `block`; return the summed loss and its weight, None if not finite."""
         averaged = self._sums.average(block, self.scale, out=self.held.part(block))
         if averaged is not None:
             self.held.total = averaged
         return averaged
 
     def clear(self) -> None:
-        """Forget what came: another round begins, or another stay."""
+        """Forget all blocks: another round or session begins."""
         self._sums.clear()
 
     def _take(self, rank: int, node: TreeNode, vector: Vector, payload: Buffer | None) -> None:
@@ -118,9 +117,9 @@ class TreeExchange:
 
 
 class RingExchange:
-    """A ring's: every block that passes, with what was computed here added to it.
+    """Adds what this worker computed to every block that passes, in a ring.
 
-    `nodes`, `held` and `scale` are as in a mesh.
+    `nodes`, `held` and `scale` are as in TreeExchange.
     """
 
     carriers: tuple[type[Message], ...] = (Partial,)
@@ -131,9 +130,9 @@ class RingExchange:
         self._num_shards = num_shards
 
     def combine(self, block: int, message: Partial | None, payload: Buffer) -> tuple[float, float]:
-        """Add what was computed here to `block` in `payload`, in its memory; loss and weight.
+        """Add what this worker computed to `block`, in the memory of `payload`.
 
-        Without a message the block begins here.
+        Returns the summed loss and its weight. Without a message the block starts at this worker.
         """
         nodes = self.nodes.values()
         loss, weight = sum(node.loss for node in nodes), sum(node.weight for node in nodes)
@@ -146,24 +145,24 @@ class RingExchange:
         return loss, weight
 
     def complete(self, block: int) -> None:
-        """Note that `block` has been everywhere: `reduce` may be called, in any thread."""
-        self.held.there.add(block)  # nobody else's average takes its place
+        """Note that `block` has passed every worker: `reduce` may be called, in any thread."""
+        self.held.there.add(block)  # an average from another worker must not replace it
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Average a block that has been everywhere: return the summed loss and its weight."""
+        """Average a block that has passed every worker; return values as TreeExchange.reduce."""
         total = self.passing[block]
         self.held.total = total.loss, total.weight
         is_finite = blocks.average(total, self.scale, out=self.held.part(block))
         return self.held.total if is_finite else None
 
     def clear(self) -> None:
-        """Forget what came: another round begins, or another stay."""
+        """Forget all blocks: another round or session begins."""
         self.passing.clear()
 
     def _own(self, block: int) -> Vector:
-        """Return the sum of what was computed here of `block`, in shard order; not to be written.
+        """Return the sum of this worker's nodes in `block`, in shard order; don't write to it.
 
-        float32, of the block's length.
+        It is float32, of the block's length.
         """
         part = self.held.blocks.part(block)
         first, *others = sorted(

@@ -1,4 +1,4 @@
-"""A worker that lies, as a scenario's faults say: what it says in place of the truth."""
+"""The `lie` faults of a scenario: the messages that a worker sends in place of the right ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _TOO_MUCH = bytes(4)
 
 
 class Liar:
-    """The messages of one worker: the truth, but for the lies in `planned`, each once.
+    """Replaces messages of one worker by the lies in `planned`, and passes on all others.
 
-    `told` is called with each before it is said.
+    `told` is called with each lie before it is sent, and must remove it from `planned`.
     """
 
     def __init__(
         self, planned: Callable[[], Iterable[Fault]], told: Callable[[Fault], None]
     ) -> None:
         self._planned, self._told = planned, told
-        self._said: dict[tuple[type[Message], int], Said] = {}  # what came first, by step
+        self._said: dict[tuple[type[Message], int], Said] = {}  # the first of each kind and step
 
     def speak(self, message: Message, payload: Buffer) -> list[Said]:
-        """Return what is said for `message` and `payload`."""
+        """Return the messages to send in place of `message` and `payload`."""
         step = getattr(message, "step", None)
         lies = [one for one in self._planned() if (one.step, one.at) == (step, _name(message))]
         if step is None:
@@ -39,7 +39,7 @@ class Liar:
         return self._lie(lies[0].value, message, payload, step)
 
     def _remember(self, message: Message, payload: Buffer, step: int) -> None:
-        """Keeps what was said in this step and in the one before, if it may be said again."""
+        """Keep the messages of this step and the last, if a lie may send one of them again."""
         if any(one.value == "old_step" for one in self._planned()):
             self._said.setdefault((type(message), step), (message, bytes(payload)))
             self._said = {place: s for place, s in self._said.items() if place[1] >= step - 1}
@@ -47,13 +47,13 @@ class Liar:
     def _lie(self, value: str | None, message: Message, payload: Buffer, step: int) -> list[Said]:
         match value, message:
             case "old_step", _:
-                # One that was not there in the step before says what it would have said.
+                # A worker that was absent in the step before makes up its message of that step.
                 earlier = replace(message, step=step - 1)  # type: ignore[call-arg]
                 return [self._said.get((type(message), step - 1), (earlier, payload))]
             case "too_long", _:
                 return [(message, bytes(payload) + _TOO_MUCH)]
             case "not_mine", TreeNode():
-                # Its sibling: who has both sends their parent.
+                # The sibling: a worker that computed both nodes would send their parent.
                 return [(replace(message, index=message.index ^ 1), payload)]
             case "not_mine", Computed():
                 return [
@@ -71,7 +71,7 @@ def _name(message: Message) -> str:
 
 
 def _of_another(payload: bytes) -> bytes:
-    """The same records, of the next rank."""
+    """Return the same records with the next rank in place of the worker's own."""
     events = trace.load_events(payload)
     return trace.dump_events(
         replace(one, rank=one.rank + 1) if isinstance(one, trace.Shard | trace.Update) else one

@@ -1,4 +1,4 @@
-"""A worker's hands: it takes the state, computes shards, makes steps and records it."""
+"""The work of one worker: it takes over the state, computes shards, makes steps, records both."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ from entrenar_py.training.vectors import GivenVectors
 
 
 class Member(Replicas):
-    """One worker of a run whose others live elsewhere; `rank` is known once it was welcomed.
-
-    `exchange` adds what other workers send; a star's worker has none.
-    """
+    """One worker of a run whose other workers live elsewhere; `load` sets its `rank`."""
 
     def __init__(
         self, scenario: Scenario, backend_of: Callable[[int], Backend] | None = None
@@ -51,23 +48,23 @@ class Member(Replicas):
         self._shards: list[sharding.Ids] = []
         self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
         self._step = 0
-        self._applied: tuple[int, bytes] | None = None  # the last step made, and what was told
-        self._suffered: set[Fault] = set()  # of those that strike once
+        self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
+        self._suffered: set[Fault] = set()  # faults that have struck
 
     @property
     def exchange(self) -> TreeExchange | RingExchange:
-        """The part of a mesh's or ring's worker that adds what others send."""
+        """Adds what other workers send, in a mesh or a ring; a star's worker has none."""
         assert self._exchange is not None, "nobody else sends anything in a star"
         return self._exchange
 
     def sizes(self) -> dict[type[Message], int]:
-        """The most payload bytes that a message of each kind may bring."""
+        """Return the largest payload, in bytes, that a message of each kind may have."""
         state_bytes = state.num_bytes(self.workload.specs, updates.held(self.scenario))
         kinds = (self._comes, *(self._exchange.carriers if self._exchange is not None else ()))
         return {Welcome: state_bytes, **dict.fromkeys(kinds, self.vector_bytes)}
 
     def require(self, message: Message, payload: Buffer) -> None:
-        """Returns if `message` can be done here and has its payload; ProtocolError if not."""
+        """Raise ProtocolError unless `message` is possible here and its payload is complete."""
         due = self.sizes().get(type(message), 0)
         if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
             num_elements = self.layout.num_elements
@@ -100,7 +97,10 @@ class Member(Replicas):
             self.require_sum(message)
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
-        """Memory for the payload of `message`, which may never be whole: where it is to lie."""
+        """Return memory for the payload of `message`, which may never arrive completely.
+
+        It is the payload's final place where possible.
+        """
         if isinstance(message, TreeNode) and isinstance(self._exchange, TreeExchange):
             return self._exchange.room(num_bytes)
         if not isinstance(message, self._comes) or message.step != self._step:
@@ -111,9 +111,9 @@ class Member(Replicas):
         return new_room(message, num_bytes)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Takes over the state before `welcome.step`; ProtocolError if it is of no such run."""
+        """Take over the state before `welcome.step`; ProtocolError if it does not fit this run."""
         self.rank = welcome.rank
-        self.recorder.drain()  # of a stay before
+        self.recorder.drain()  # events of an earlier session
         self._applied = None
         worker = self.take_over(self.rank, payload)
         self.workers = {self.rank: worker}
@@ -126,9 +126,9 @@ class Member(Replicas):
         self.record_start(worker, welcome.step, resumed=welcome.resumed)
 
     def work(self, step: int, shards: Sequence[int]) -> list[TreeNode] | NonFinite:
-        """Computes `shards` of `step`: every block of their tree nodes, in the order they go.
+        """Compute `shards` of `step`; return every block of their tree nodes, in sending order.
 
-        Or the first shard that is not finite.
+        If a shard is not finite, return a NonFinite for the first such shard instead.
         """
         worker, leaves = self.workers[self.rank], []
         for shard in shards:
@@ -156,9 +156,9 @@ class Member(Replicas):
         ]
 
     def _go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
-        """Silent corruption, where the scenario wants it: what was recorded of `leaf` looks right.
+        """Corrupt `leaf` if the scenario plans it, after its correct gradient was recorded.
 
-        Its shard has `count` samples.
+        `count` is the number of samples in the shard.
         """
         for fault in self.scenario.faults:
             if fault.kind not in faults.SILENT or fault.rank != self.rank:
@@ -179,12 +179,12 @@ class Member(Replicas):
         self.held.hold(message, payload)
 
     def regroup(self, number: int) -> None:
-        """Forget what came of the step in work; round `number` goes on, or begins."""
+        """Forget what came of the current step; round `number` begins, or starts over."""
         self.exchange.clear()
         self.held.regroup(number)
 
     def make_held(self, step: int) -> None:
-        """Makes `step` with the gradient held, or uses the weights held."""
+        """Make `step` with the averaged gradient that came, or with the new weights."""
         self._step = step + 1
         worker = self.workers[self.rank]
         if self._comes is Weights:
@@ -203,7 +203,7 @@ class Member(Replicas):
         self._cut()
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
-        """Takes the weights held into use; the event of it, as far as a worker knows it."""
+        """Use the new weights; return the event with what a worker knows of the step."""
         worker.replica.copy_from(self.held.vector)
         loss, weight = self.held.total
         state_now = self.state(worker)
@@ -220,7 +220,7 @@ class Member(Replicas):
         )
 
     def payload(self, message: Message) -> Buffer:
-        """Return what `message` carries: a block, a state, or what happened since the last time."""
+        """Return the payload of `message`: a block, a state, or the events since the last one."""
         match message:
             case TreeNode():
                 vector = self.nodes[message.level, message.index].vector
@@ -232,14 +232,14 @@ class Member(Replicas):
             case State():
                 return self.dump(self.workers[self.rank])
             case Applied() if self._applied is not None and self._applied[0] == message.step:
-                return self._applied[1]  # again, after a connection broke
+                return self._applied[1]  # sent again after a connection broke
             case Applied():
                 self._applied = message.step, trace.dump_events(self.recorder.drain())
                 return self._applied[1]
         return trace.dump_events(self.recorder.drain()) if message.carries == "events" else b""
 
     def _cut(self) -> None:
-        """The logical shards of the next step."""
+        """Cut the next batch into its logical shards."""
         self._shards = sharding.cut(self.batch(), self.scenario.num_shards)
 
     def _problem(self, halt: trace.Halt, leaf: reduction.Node) -> NonFinite:

@@ -1,7 +1,7 @@
 """Stars, meshes and rings over TCP: this process coordinates, its workers are other processes.
 
-What befalls a worker is real: signals, broken connections, damaged bytes. What it sends is meddled
-with in its own process, what it gets from the coordinator in this one.
+Faults are real signals, broken connections and damaged bytes. Faults on a worker's messages are
+injected in its own process, faults on the coordinator's messages in this one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 @cache
 def crew() -> Crew:
-    """The worker processes of this process; they end with it."""
+    """Return the worker processes of this process; they end with it."""
     made = Crew(worker_process.main, preload=preloaded.of_star())
     atexit.register(made.dismiss)
     return made
@@ -52,9 +52,9 @@ def crew() -> Crew:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a worker process's stay: `after_s` the coordinator knew that the run is over.
+    """How a worker's session ended, `after_s` seconds after the coordinator knew of the run's end.
 
-    That may be negative: a worker that halts because of itself knows before.
+    The time is negative if the worker knew first, as one does whose own gradient is not finite.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Ending:
 
 
 class ProcessTransport:
-    """The processes of one run on this machine. `ends` is how those workers ended that live."""
+    """The processes of one run on this machine. `ends` says how the surviving workers ended."""
 
     _server: CoordinatorServer
 
@@ -90,8 +90,8 @@ class ProcessTransport:
 
     def drive(self, run: Run) -> Finish:
         """Coordinate until the run is over and every worker has answered or died."""
-        self._hands.clear()  # a process of the run before may be another's now
-        answer_s = 0.0  # an interrupt waits for nobody
+        self._hands.clear()  # a process of the last run may be another rank now
+        answer_s = 0.0  # after an interrupt no answer is awaited
         try:
             finish = asyncio.run(self._serve(run))
             answer_s = ANSWER_S
@@ -113,7 +113,7 @@ class ProcessTransport:
         return finish
 
     async def _listen(self, run: Run) -> None:
-        """Have a coordinator of `run` listen, where the one before did if there was one."""
+        """Start a coordinator of `run`, at the address of the previous one if there was one."""
         self._server = CoordinatorServer(
             run,
             self._of.server,
@@ -140,7 +140,7 @@ class ProcessTransport:
     # --- its workers ------------------------------------------------------------------------------
 
     def start(self, rank: int) -> None:
-        """Give a process the job of being `rank`, and the faults that it is to suffer itself."""
+        """Start a process as worker `rank`, with the faults that it injects into itself."""
         down = {kind.__name__ for kind in self._of.topology.down}
         suffers = [
             one.to_dict()
@@ -164,9 +164,7 @@ class ProcessTransport:
         asyncio.get_running_loop().add_reader(hand.pipe.fileno(), self._heard, hand)
 
     def _take_answers(self) -> None:
-        """Note how the workers ended, and record what they measured; also that the mutant took
-        part in one, if one says so.
-        """
+        """Note how the workers ended; record their measurements, and whether one ran the mutant."""
         answers = {rank: json.loads(one.answer) for rank, one in self._hands.items() if one.answer}
         self.ends = [
             Ending(rank, said["status"], said["reason"], said["ended_s"] - self._over_s)
@@ -183,7 +181,7 @@ class ProcessTransport:
     # --- faults -----------------------------------------------------------------------------------
 
     def befall(self, fault: Fault) -> None:
-        """Send the signal that `fault` is; have the worker come back, or another coordinator."""
+        """Send the signal of `fault` and have the worker come back, or end the coordinator."""
         if fault.kind == "restart":
             asyncio.get_running_loop().call_soon(self._server.die)
         elif fault.kind in ("kill", "leave", "freeze") and fault.rank is not None:
@@ -192,7 +190,7 @@ class ProcessTransport:
             self._have_back(fault, hand)
 
     def _have_back(self, fault: Fault, hand: Hand) -> None:
-        """Start a worker again that is killed, or thaw one that is frozen, when its time comes."""
+        """Restart a killed worker, or continue a frozen one, after its delay."""
         loop = asyncio.get_running_loop()
         if fault.kind == "kill" and fault.rank is not None:
             loop.call_later(RESTART_S, self.start, fault.rank)
@@ -200,14 +198,14 @@ class ProcessTransport:
             loop.call_later(fault.seconds or 0.0, _signal, hand, signal.SIGCONT)
 
     def _heard(self, hand: Hand) -> None:
-        """Hear a worker say what it is about to suffer, or that it has answered, or is gone."""
+        """Read what a worker sent: the note of a fault that it will inject, its answer, or EOF."""
         note = hand.heard()
         if note is None:
             asyncio.get_running_loop().remove_reader(hand.pipe.fileno())
             return
         noted = Fault.from_dict(json.loads(note))
         for fault in self._of.waiting(noted.kind):
-            if fault == noted:  # of a coordinator's death several workers may tell: the first does
+            if fault == noted:  # several workers may note one restart: only the first note counts
                 self._of.strike(fault)
                 if fault.kind == "restart":
                     self.befall(fault)
@@ -217,7 +215,7 @@ class ProcessTransport:
 
 
 def _require_sizes(deadline_s: object, socket_bytes: object) -> None:
-    """UsageError for what is no time, or no size of a buffer."""
+    """Raise UsageError for a deadline or a buffer size that is not possible."""
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise UsageError(f"options {deadline_s=}: use a number of seconds > 0")
     if type(socket_bytes) is not int or not 1 <= socket_bytes <= SOCKET_BYTES_MAX:

@@ -21,11 +21,11 @@ UNIT_ROUNDOFF = 2.0**-24
 def reduced(
     step: int, rank: int, mean: Array, model: GivenVectors, ids: sharding.Ids
 ) -> trace.Reduced:
-    """Return how far `mean`, which `rank` holds, is from the mean of `ids` in float64.
+    """Return how far the `mean` on `rank` is from the mean of samples `ids` in float64.
 
-    `roundings` belongs to `element`, the one that is off by most of its size: of the sum of the
-    terms' absolute values, divided by the weight, in units of 2^-24. See docs/numerics.md. `error`
-    is the largest difference of any element.
+    `error` is the largest absolute difference. `roundings` is the largest difference relative to
+    the mean of the terms' absolute values, in units of 2^-24, and `element` the index where it is.
+    See docs/numerics.md.
     """
     vectors = [model.pieces(sample) for sample in ids]
     weight = float(model.weight(ids))
@@ -40,7 +40,7 @@ def reduced(
         with np.errstate(invalid="ignore", divide="ignore"):
             gap = np.abs(part * weight - exact)
             off = np.where(gap == 0, 0.0, gap / (size * UNIT_ROUNDOFF))
-        off[np.isnan(off)] = np.inf  # of a mean that is NaN
+        off[np.isnan(off)] = np.inf  # the mean is NaN
         error = max(error, float(np.nan_to_num(gap, nan=np.inf).max()) / weight)
         if off.max() > worst:
             worst, place = float(off.max()), start + int(off.argmax())
@@ -55,7 +55,7 @@ def reduced(
 
 
 def traffic(end: CoordinatorEnd | WorkerEnd, rank: int | None) -> Iterator[trace.Traffic]:
-    """Yield what went over the connections of `rank`, or of the coordinator (None), by kind."""
+    """Yield the traffic of `rank`, or of the coordinator for None, by direction and message."""
     yield from _rows(end.meter, rank, "coordinator" if rank is not None else "worker")
     if isinstance(end, MeshEnd):
         yield from _rows(end.links_meter, rank, "worker")

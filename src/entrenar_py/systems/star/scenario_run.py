@@ -1,7 +1,7 @@
-"""A run over the protocol as a scenario wants it: from stop to stop, with its faults as they come.
+"""One run over the protocol: runs a scenario from stop to stop and injects its faults.
 
-How workers are started and reached is left to a transport (`processes`, `simulated`), which way
-gradients go to a topology.
+A transport (`processes`, `simulated`) starts and reaches the workers. A topology decides the way of
+the gradients.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from entrenar_py.training.vectors import GivenVectors
 
 
 class Transport(Protocol):
-    """The means to start and reach the processes of a run, in real time or in a simulation's.
+    """Starts and reaches the processes of a run, in real time or in a simulation.
 
-    `secret` is what they know of each other.
+    `secret` is the key that the processes share.
     """
 
     secret: bytes
@@ -47,11 +47,11 @@ class Transport(Protocol):
         """Have `guest` connect to the coordinator."""
 
     def befall(self, fault: Fault) -> None:
-        """Kill or freeze the process to which `fault` does that, and have it come back."""
+        """Kill, freeze or restart the process that `fault` names, and have it come back."""
 
 
 class ScenarioRun:
-    """One run: its server, and the scenario's stops and faults as they come up."""
+    """One run: its server, and the stops and faults of its scenario."""
 
     def __init__(self, scenario: Scenario, transport: Callable[[ScenarioRun], Transport]) -> None:
         self.scenario = scenario
@@ -59,14 +59,14 @@ class ScenarioRun:
         self.server = Server(scenario)
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
-        self._ranks = set(membership.initial_ranks(scenario))  # those here, or on the way back
+        self._ranks = set(membership.initial_ranks(scenario))  # present, or about to come back
         self._caught: Counter[int] = Counter()
         self._awaited: dict[int, set[int]] = {}
-        self._guests: list[tuple[Fault, Guest]] = []  # those that came uninvited
-        self._last = scenario.num_steps  # the step before which the part in work ends
+        self._guests: list[tuple[Fault, Guest]] = []  # the strangers that came
+        self._last = scenario.num_steps  # the current part of the run ends before this step
 
     def train(self) -> trace.Trace:
-        """Return the trace; it promises the same bits where all compute on one backend."""
+        """Run all steps and return the trace; with one backend it makes the topology's promise."""
         scenario, server, first = self.scenario, self.server, 0
         with tempfile.TemporaryDirectory() as folder:
             server.checkpoint_path = Path(folder, "checkpoint")
@@ -90,7 +90,7 @@ class ScenarioRun:
         return server.recorder.finish(promises=(promise,), **ending)
 
     def _is_alike(self) -> bool:
-        """Return whether all workers computed on one backend; for `auto` the one that served."""
+        """Return whether all workers computed on one backend; `auto` counts as its actual one."""
         ranks = range(self.scenario.world_size)
         names = {self.scenario.backend_of(rank) for rank in ranks} - {AUTO}
         served = {one.backend for one in self.server.recorder.of(trace.Attempt) if one.served}
@@ -99,28 +99,28 @@ class ScenarioRun:
     # --- for the transport ------------------------------------------------------------------------
 
     def begin(self, run: Run) -> None:
-        """Start those that are there from the first step on."""
+        """Start the workers that are present at the first step of `run`."""
         for rank in sorted(self._ranks):
             self.transport.start(rank)
         self._join(run.first_step)
 
     def notify(self, effect: Effect) -> None:
-        """Start those that are to join before a step; note which worker was caught."""
+        """Start the workers that join before a step; count which worker an audit found wrong."""
         if isinstance(effect, Gather):
             self._join(effect.step)
         elif isinstance(effect, Conclude) and effect.culprit is not None:
             self._caught[effect.culprit] += 1
 
     def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
-        """Record what went over the connections of `rank`, or of the coordinator (None)."""
+        """Record the traffic of `rank`, or of the coordinator for None, if it is measured."""
         if isinstance(self.server.workload, GivenVectors):
             for event in reduction_measures.traffic(end, rank):
                 self.server.recorder.emit(event)
 
     def taken_up(self, step: int) -> Run:
-        """Return what another coordinator goes on with when one has died in `step`.
+        """Return the run with which a new coordinator continues after one died in `step`.
 
-        It knows of no worker: one that dies while there is none is missed by nobody else.
+        All workers are recorded as left: the new coordinator would not miss one that died then.
         """
         for rank in sorted(self.server.present):
             self.server.left(Left(rank, step, "the coordinator died"))
@@ -130,7 +130,7 @@ class ScenarioRun:
         return replace(self.run_of(first, self._last), resumed=True)
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        """Return what the scenario's faults do to `message`, whose process is struck by then."""
+        """Return what the scenario's faults do to `message`, after they struck its process."""
         place = getattr(message, "step", None), type(message).__name__
         self._meet(message)
         for fault in self.waiting("restart"):
@@ -163,11 +163,11 @@ class ScenarioRun:
             self._ranks.add(fault.rank)
         elif fault.kind == "leave":
             self._ranks.discard(fault.rank)
-            for step in range(fault.step + 1):  # which may be made again, should everyone die
+            for step in range(fault.step + 1):  # steps are made again if all workers die
                 self._awaited.get(step, set()).discard(fault.rank)
 
     def _meet(self, message: Message) -> None:
-        """Have the strangers of a step come when its first shards are handed out."""
+        """Send the strangers of a step when its first shards are assigned."""
         for fault in self.waiting("stranger"):
             if isinstance(message, Assign) and message.step == fault.step:
                 self.strike(fault)
@@ -183,22 +183,22 @@ class ScenarioRun:
                 self.transport.start(fault.rank)
 
     def run_of(self, first: int, last: int) -> Run:
-        """Return the run from step `first` to before `last`, as far as nothing has struck yet."""
+        """Return the run from step `first` to before `last`, with the faults yet to come."""
         self._awaited = {first: set(self._ranks)}
         silent = [one for one in self.scenario.faults if one.kind in faults.SILENT]
         for fault in (*self.waiting("join", "lie", *faults.ON_THE_WAY), *silent):
             assert fault.step is not None, "faults.NEEDED has it"
             assert fault.rank is not None, "faults.NEEDED has it"
-            # A rank that something befalls is waited for before the next step, if there is one.
+            # A rank that a fault strikes is awaited before the next step, if there is one.
             step = fault.step + (fault.kind != "join")
             if fault.step >= first:
                 self._awaited.setdefault(step, set()).add(fault.rank)
-        # A rank that is not let in again any more does not come to another coordinator either.
+        # A rank that was barred does not connect to a new coordinator either.
         barred = {rank for rank, times in self._caught.items() if times >= CONVICTIONS_MAX}
         self._ranks -= barred
         for awaited in self._awaited.values():
             awaited -= barred
-        saves = {last} & set(self.scenario.stops)  # from which the next run starts
+        saves = {last} & set(self.scenario.stops)  # the next part of the run starts there
         if self.waiting("restart"):
             saves |= set(range(first + 1, last + 1))
         return replace(self.server.run_between(first, last), awaited=self._awaited, saves=saves)

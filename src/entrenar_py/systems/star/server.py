@@ -1,4 +1,4 @@
-"""A coordinator's hands: it adds and averages, and keeps the state and the record."""
+"""The work of a coordinator: it adds and averages, and keeps the state and the record."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _NOBODY = -1
 
 
 class Server(Replicas):
-    """The run as the coordinator holds it: a replica of its own, and everyone's record.
+    """The run as the coordinator holds it: its own replica, and the events of all workers.
 
-    `present` are the ranks that take part. `notes` is what else the checkpoint says that was read
-    last. `reduce_s` is how long blocks of the step in work were reduced, by `clock`.
+    `present` has the ranks that take part. `notes` is the metadata of the checkpoint that was read
+    last. `reduce_s` is the time in seconds spent on reducing the current step, by `clock`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Server(Replicas):
         save: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`save` is asked to keep the state before a step; by default `write_checkpoint` does."""
+        """`save` saves the state before a given step; by default it is `write_checkpoint`."""
         super().__init__(scenario, lambda rank: backends.open_backend("cpu"))  # computes no shard
         self.present: set[int] = set()
         self.checkpoint_path = checkpoint_path
@@ -67,18 +67,18 @@ class Server(Replicas):
         self._clock = clock
         self._topology = topology.of(scenario)
         self._updates = updates.by_server(scenario)
-        self._beside: replicas.Worker | None = None  # where steps are prepared
+        self._beside: replicas.Worker | None = None  # the replica on which steps are prepared
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
         self._copies = audited.Copies()
-        self._events: dict[int, list[trace.Event]] = {}  # rank -> of a delivery not yet whole
-        # What goes down: the average as far as it is reduced; then what the step made of it.
+        self._events: dict[int, list[trace.Event]] = {}  # rank -> those of an unfinished delivery
+        # The vector sent to workers: the average as far as it is reduced, later the new weights.
         self._vector = np.empty(self.layout.num_elements, np.float32)
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._average: replicas.Average | None = None
 
     def _num_blocks(self) -> int:
-        """Return in how many parts the vector travels: none is longer than `block_bytes`."""
+        """Return the number of parts in which the vector travels, each at most `block_bytes`."""
         if "block_bytes" not in self.scenario.options:
             owners = self._topology.num_owners(self.scenario.world_size)
             return blocks.num_blocks(self.layout.num_elements, owners)
@@ -90,10 +90,9 @@ class Server(Replicas):
         return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
 
     def run_between(self, first: int, last: int) -> Run:
-        """The run from step `first` to before step `last`, as far as the scenario says.
+        """Return the run from step `first` to before step `last`, with all that the scenario says.
 
-        Whoever drives it adds whom it waits for, and before which steps it is saved
-        (`dataclasses.replace`): nobody else makes a run's shape.
+        The caller adds the ranks to await and the steps to save before, by `dataclasses.replace`.
         """
         return Run(
             terms=self.terms,
@@ -112,7 +111,7 @@ class Server(Replicas):
         return state.num_bytes(self.workload.specs, self.scenario.optimizer)
 
     def sizes(self) -> dict[type[Message], int]:
-        """The most payload bytes that a message of each kind may bring."""
+        """Return the largest payload, in bytes, that a message of each kind may have."""
         events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
         return {
             TreeNode: self.blocks.num_bytes_max,
@@ -124,13 +123,13 @@ class Server(Replicas):
         }
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
-        """Memory for the payload of `message`, which may never be whole."""
+        """Return memory for the payload of `message`, which may never arrive completely."""
         if isinstance(message, TreeNode):
             return self._sums.room(num_bytes)
         return new_room(message, num_bytes)
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
-        """Returns if `payload` is what `message` of `rank` must carry; ProtocolError if not."""
+        """Raise ProtocolError unless `payload` is valid for `message` from `rank`."""
         if isinstance(message, TreeNode) and message.block < self.blocks.count:
             due = self.blocks.num_bytes(message.block)
             if len(payload) != due:
@@ -151,7 +150,7 @@ class Server(Replicas):
                 raise ProtocolError("Applied without the loss of its step")
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
-        """Takes over what `message` carries, which `require` has seen; the memory, too."""
+        """Take over the payload of `message`, memory included; `require` has accepted it."""
         if isinstance(message, TreeNode):
             self._sums.take(rank, message.block, _node(message, payload), payload)
             return
@@ -165,28 +164,31 @@ class Server(Replicas):
             self._record(map(self._completed, events) if self._updates else events)
 
     def deliver(self, rank: int) -> None:
-        """Count what `rank` has told and sent of its last delivery."""
+        """Use the nodes and record the events of the delivery that `rank` has completed."""
         self._sums.deliver(rank)
         self._record(self._events.pop(rank, []))
 
     def copy(self, rank: int, message: Message, payload: Buffer) -> None:
-        """Takes over what `message` carries of a copy that is yet to be compared."""
+        """Take over a part of an audited shard's copy, which is compared later."""
         if isinstance(message, TreeNode):
             self._copies.take(rank, message.block, _node(message, payload), payload)
         else:
             self._copies.begin(rank, worker_records.read(rank, message, payload))
 
     def end_copy(self, rank: int, shard: int) -> None:
-        """The copy that `rank` has begun is whole."""
+        """Note that `rank` has delivered its copy of `shard` completely."""
         self._copies.end(rank, shard)
 
     def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
-        """Return what says, in any thread, which ranks gave copies of `shard`, and which agree."""
+        """Return a function that compares the copies of `shard`, for any thread.
+
+        It returns the ranks of the copies, and for each copy the index of the first equal copy.
+        """
         whole = self._copies.of(shard)
         return lambda: ([one.rank for one in whole], audited.alike(whole))
 
     def conclude(self, effect: Conclude) -> None:
-        """Takes over the copy that counts, and records the audit."""
+        """Use the copy that counts, and record the audit."""
         chosen, events = self._copies.conclude(effect, self._locate)
         self._record(events)
         if chosen is not None:
@@ -195,7 +197,7 @@ class Server(Replicas):
             self._sums.deliver(_NOBODY)
 
     def joined(self, effect: Joined) -> None:
-        """Records who came late; those of the beginning need no mention."""
+        """Note that a rank takes part, and record it if the rank joined after the start."""
         self.present.add(effect.rank)
         if effect.late:
             self.recorder.emit(
@@ -203,7 +205,7 @@ class Server(Replicas):
             )
 
     def left(self, effect: Left) -> None:
-        """Forgets what a worker that is gone had not wholly delivered."""
+        """Forget the unfinished delivery of a worker that left, and record that it left."""
         self.present.discard(effect.rank)
         self._sums.forget(effect.rank)
         self._record(audited.injected(self._events.pop(effect.rank, [])))
@@ -215,7 +217,7 @@ class Server(Replicas):
         )
 
     def gather(self, step: int) -> None:
-        """Forgets what was delivered of a step that did not happen."""
+        """Forget everything delivered so far: `step` starts, or starts over."""
         self._sums.clear()
         self._copies.clear()
         self._events.clear()
@@ -223,11 +225,11 @@ class Server(Replicas):
         self.reduce_s = 0.0
 
     def complete(self, block: int) -> None:
-        """All of `block` is there: `reduce` may be called, in any thread."""
+        """Note that `block` is complete: `reduce` may then be called, in any thread."""
         self._sums.complete(block)
 
     def reduce(self, block: int) -> tuple[float, float] | str:
-        """Adds and averages: the summed loss and its weight; a reason where that is not finite."""
+        """Add and average `block`; return the summed loss and its weight, or why training halts."""
         since, mean = self._clock(), self._vector[self.blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is None:
@@ -237,13 +239,13 @@ class Server(Replicas):
         return averaged
 
     def average_held(self) -> replicas.Average:
-        """The average of the step in work, once all of it is reduced."""
+        """Return the average of the current step; all its blocks must be reduced."""
         if self._average is None:
             self._average = self.averaged(self._vector, *self._total)
         return self._average
 
     def prepare(self, step: int) -> tuple[float, float]:
-        """Makes `step` beside the state in use, in any thread: the summed loss and its weight."""
+        """Make `step` on a second replica, in any thread; return the summed loss and its weight."""
         average = self.average_held()
         if self._beside is None:
             self._beside = self.new_worker(_NOBODY, self.replica.replica.arrays)
@@ -253,7 +255,7 @@ class Server(Replicas):
         return self._total
 
     def apply_average(self, step: int) -> None:
-        """Makes `step` here, too, or uses what was prepared."""
+        """Make `step` on the server's replica, or switch to the replica that `prepare` stepped."""
         if self._updates:
             assert self._beside is not None, "what is applied was prepared"
             self.replica, self._beside = self._beside, self.replica
@@ -262,7 +264,7 @@ class Server(Replicas):
         self.advance(len(self.batch()))
 
     def stop(self, effect: Stop) -> None:
-        """Records that training halts."""
+        """Record that training halts."""
         said = effect.said
         self.recorder.emit(
             trace.Halt(
@@ -276,9 +278,9 @@ class Server(Replicas):
         )
 
     def write_checkpoint(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Write the checkpoint before `step`, and `notes` in it; recorded as the lowest rank's.
+        """Write the checkpoint before `step`, with `notes`, and record it under the lowest rank.
 
-        Raises OSError if it can't be written.
+        Raises OSError if the file can't be written.
         """
         assert self.checkpoint_path is not None, "a run that saves has a place for it"
         progress = self.progress(step)
@@ -292,10 +294,10 @@ class Server(Replicas):
         self.recorder.emit(saved)
 
     def restore(self) -> int:
-        """Takes the state from the checkpoint, the initial one if there is none; the next step.
+        """Take the state from the checkpoint, or the initial state if there is none.
 
-        CheckpointError, naming what differs, if it is one of another scenario, or can't be gone
-        on with.
+        Returns the next step. Raises CheckpointError, naming the difference, if the checkpoint has
+        another scenario or does not fit.
         """
         assert self.checkpoint_path is not None
         self.present.clear()
@@ -333,7 +335,7 @@ class Server(Replicas):
             )
 
     def payload(self, message: Message) -> Buffer:
-        """Return what `message` carries: a state, the average, new weights, or the scenario."""
+        """Return the payload of `message`: a state, the average, new weights, or the scenario."""
         if isinstance(message, Welcome):
             return self.dump(self.replica)
         if isinstance(message, Offer):
@@ -343,7 +345,7 @@ class Server(Replicas):
         return b""
 
     def _completed(self, event: trace.Event) -> trace.Event:
-        """`event` with what only the server knows of a step that it made."""
+        """Return `event`; an Update gets what only the server knows of the step."""
         if not isinstance(event, trace.Update):
             return event
         average = self.average_held()
@@ -356,7 +358,7 @@ class Server(Replicas):
         )
 
     def _locate(self, block: int, place: int) -> tuple[str, int]:
-        """The tensor, and the element of it, at `place` in `block`."""
+        """Return the tensor and the element in it at index `place` of `block`."""
         return self.layout.locate(self.blocks.part(block).start + place)
 
     def _record(self, events: Iterable[trace.Event]) -> None:
@@ -365,6 +367,6 @@ class Server(Replicas):
 
 
 def _node(message: TreeNode, payload: Buffer) -> reduction.Node:
-    """The node whose block `message` brings; its vector is a view of `payload`."""
+    """Return the node of `message`; its vector is a view of `payload`."""
     vector = blocks.vector_of(payload)
     return reduction.Node(message.level, message.index, vector, message.loss, message.weight)

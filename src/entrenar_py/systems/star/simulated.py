@@ -1,6 +1,6 @@
 """Stars, meshes and rings in virtual time: the protocol's machines under the seeded simulator.
 
-The gradients are real, and so are the bytes; only clocks and connections are not.
+Gradients and bytes are real; only clocks and connections are simulated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from entrenar_py.systems.star.lies import Liar
 from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 
-# After so long a run is taken to wait for ever. Waits of some minutes end most runs that go wrong.
+# A longer run counts as hung. Most runs that go wrong end by themselves within minutes.
 VIRTUAL_S_MAX = 1_000.0
 VIRTUAL_S_MAX_A_STEP = 10.0
 RESTART_S = 1.0  # until a worker that was killed is started again
@@ -41,11 +41,11 @@ class SimulatedTransport:
         seed = self._scenario.options.get("network_seed", 0)
         if type(seed) is not int:
             raise UsageError(f"options network_seed={seed!r}: use a whole number")
-        # Another seed makes other delays, and the same training.
+        # The seed changes only the delays, not the training.
         self._seeds = self._scenario.rng("network", *([seed] if seed else []))
 
     def drive(self, run: Run) -> Finish:
-        """Let virtual time pass until the coordinator is finished."""
+        """Let virtual time pass until the coordinator has finished."""
         self.simulation = Simulation(
             run,
             self._of.server,
@@ -72,17 +72,17 @@ class SimulatedTransport:
         self.simulation.start(rank, self._scenario.backend_of(rank), lies.speak)
 
     def visit(self, guest: Guest) -> None:
-        """Send a simulated stranger, in a moment: what is being done is done first."""
+        """Connect a simulated stranger once the current event is handled."""
         self.simulation.later(0.0, partial(self.simulation.visit, guest))
 
     def befall(self, fault: Fault) -> None:
-        """Start another coordinator, in a moment, or later the worker that is killed again."""
+        """Replace the coordinator once the current event is handled, or restart a killed worker."""
         if fault.kind == "restart":
             self.simulation.later(0.0, self._restart)
         elif fault.kind == "kill" and fault.rank is not None:
             self.simulation.later(RESTART_S, partial(self.start, fault.rank))
 
     def _restart(self) -> None:
-        """Go on from the checkpoint with a new coordinator, and with the workers that come back."""
+        """Continue from the checkpoint with a new coordinator, to which the workers reconnect."""
         died_in = self.simulation.coordinator.machine.step
         self.simulation.restart(self._of.taken_up(died_in), self._of.server)

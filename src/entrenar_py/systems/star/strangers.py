@@ -1,4 +1,4 @@
-"""The strangers that a scenario's faults send, and what each says when it is challenged."""
+"""The strangers that a scenario's faults send, and how each of them answers a challenge."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from entrenar_py.protocol.terms import Terms
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62
 PACE_S = 1.0
-PORT = 1  # at which it says that it hears others, as who takes part in a mesh must
-OTHER = "0" * 64  # as long as a digest, and of nothing
+PORT = 1  # the port at which it claims to listen, as a mesh worker must
+OTHER = "0" * 64  # a wrong digest of the right length
 
 
 def guest(fault: Fault, terms: Terms, secret: bytes) -> Guest:
-    """The stranger that `fault` sends to a run with `terms` and `secret`."""
+    """Return the stranger that `fault` sends to a run with `terms` and `secret`."""
     match fault.value:
         case "garbage":
             noise = random.Random(fault.step).randbytes(GARBAGE_BYTES)
@@ -37,12 +37,12 @@ def guest(fault: Fault, terms: Terms, secret: bytes) -> Guest:
         case "wrong_run" | "wrong_manifest" | "wrong_data":
             wrong = {fault.value.removeprefix("wrong_"): OTHER}
             return Guest(_applicant(replace(terms, **wrong), secret, None))
-        case _:  # taken_rank, one_too_many: right but for its place
+        case _:  # taken_rank, one_too_many: a valid hello, but no rank is free for it
             return Guest(_applicant(terms, secret, fault.rank))
 
 
 def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Challenge], bytes]:
-    """One that says hello, and proves what it can."""
+    """Return a function that answers a challenge by a Hello with the proof of `secret`."""
 
     def hello(challenge: Challenge) -> bytes:
         plain = Hello(
@@ -63,7 +63,7 @@ def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Chall
 
 
 def _claim() -> bytes:
-    """The prefix of a hello that announces what nobody could hold."""
+    """Return the prefix of a hello that announces a payload of CLAIMED_BYTES."""
     fields = FIELDS.pack(
         *(MAGIC, VERSION, Hello.tag, True, TO_COORDINATOR, 0),
         *(1, CHUNK_BYTES, CLAIMED_BYTES),

@@ -1,6 +1,6 @@
-"""The ways that gradients go in a run over the protocol, and the parts of a run of each.
+"""The topologies of a run over the protocol (star, mesh, ring), and the classes that each uses.
 
-The one place that knows it of a system by its name, for harness and service alike.
+Only this module derives a topology from a system's name, for the harness and the service alike.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SIMULATED = "_simulated"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One way of gradients.
+    """One topology.
 
-    `system` is the one with real workers; the name of its simulated twin ends in `_simulated`.
-    `exchange` is a worker's part that adds what other workers send; None in a star, where all goes
-    to the coordinator. `down` are the messages of a step that the coordinator sends. `promise` is
-    what a run on one backend promises of its bits.
+    `system` names the system with real workers; the simulated one has the suffix `_simulated`.
+    `exchange` adds, in a worker, what other workers send. It is None in a star, where everything
+    goes to the coordinator. `down` lists the messages of a step that the coordinator sends.
+    `promise` is the promise that the trace of a run on one backend makes.
     """
 
     system: str
@@ -40,7 +40,7 @@ class Topology:
     promise: str = "bitwise"
 
     def num_owners(self, world_size: int) -> int:
-        """Return how many processes average blocks: a star's server, or each worker its share."""
+        """Return the number of processes that average blocks: 1 in a star, else all workers."""
         return 1 if self is STAR else world_size
 
 
@@ -72,5 +72,5 @@ _BY_SYSTEM = {topology.system: topology for topology in BY_NAME.values()}
 
 
 def of(scenario: Scenario) -> Topology:
-    """Return the topology of the scenario's system; of one that has none a star's."""
+    """Return the topology of the scenario's system; STAR if the system has none."""
     return _BY_SYSTEM.get(scenario.system.removesuffix(_SIMULATED), STAR)

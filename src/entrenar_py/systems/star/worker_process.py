@@ -1,9 +1,8 @@
-"""The main function of a worker process: one job after the other, each a stay in one run.
+"""The main function of a worker process: it does one job after the other, each a session in a run.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
-`timing`, `socket_bytes`, and `faults`, those that this process is to suffer, each noted
-before that. Its answer says how the job went, what was measured, and when it was over, by the clock
-of all processes here.
+`timing`, `socket_bytes`, and `faults`. The process injects these faults into itself, and notes each
+beforehand. The answer has the job's result, its measurements, and its end by the monotonic clock.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from entrenar_py.training.vectors import GivenVectors
 
 
 def main(pipe: Connection) -> None:
-    """Does the jobs that come over `pipe`, until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us decides
+    """Do the jobs that come over `pipe`, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)
     desk = Job(pipe)
     while (given := desk.next()) is not None:
@@ -55,7 +54,7 @@ def main(pipe: Connection) -> None:
 
 
 async def _stay(desk: Job, job: Mapping[str, Any]) -> tuple[Finish, bytes]:
-    """One run, to its end; the events of what was measured in it."""
+    """Take part in one run to its end; return how it ended, and the measured events."""
     asyncio.get_running_loop().add_reader(desk.fileno(), _abandoned)
     try:
         client = _client(desk, job)
@@ -69,7 +68,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> tuple[Finish, bytes]:
 
 
 def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
-    """Return a worker of the scenario's topology, which suffers its faults."""
+    """Return a worker of the scenario's topology that injects the faults of `job`."""
     scenario = Scenario.from_dict(job["scenario"])
     doomed = Doomed(map(Fault.from_dict, job["faults"]), desk)
     kind = topology.of(scenario)
@@ -90,12 +89,12 @@ def _client(desk: Job, job: Mapping[str, Any]) -> WorkerClient:
 
 
 def _abandoned() -> None:
-    """The pipe has ended, and nobody waits for an answer."""
+    """End this process: its parent has closed the pipe."""
     os._exit(1)
 
 
 class Doomed:
-    """The faults that a worker process suffers: real signals, and bytes on its real socket."""
+    """Injects a worker process's faults: real signals, and damage to what its socket carries."""
 
     def __init__(self, planned: Iterable[Fault], desk: Job) -> None:
         self._faults = list(planned)
@@ -103,15 +102,15 @@ class Doomed:
         self.speak = Liar(self._lies, self._suffer).speak
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        """Return what befalls a message that this worker sends; a signal comes to the worker."""
+        """Return what a fault does to a message of this worker; signal this process if it must."""
         place = getattr(message, "step", None), type(message).__name__
         for fault in self._faults:
             if fault.kind != "lie" and (fault.step, fault.at) == place:
                 self._suffer(fault)
-                if fault.kind == "restart":  # of the coordinator: this message just goes its way
+                if fault.kind == "restart":  # the coordinator dies: this message is sent as it is
                     return None
                 if fault.kind == "kill":
-                    # In a moment: half of the message is on its way by then.
+                    # Not at once: half of the message is to be sent before.
                     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGKILL)
                 elif fault.kind == "freeze":
                     os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Events that a worker records of itself: read from the messages that bring them."""
+"""Reads the events that a worker records of itself from the payloads of its messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entrenar_py.errors import ProtocolError, TraceError
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Applied, Computed, Loaded, Message, NonFinite
 
-# What may be recorded, by the message that brings it.
+# The kinds of events that each message may carry.
 _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
     Loaded: (trace.Attempt, trace.Start),
     Computed: (trace.Shard, trace.Injected),
@@ -20,7 +20,7 @@ _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
 
 
 def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-    """Return the events in `payload`; ProtocolError if they tell of another rank, step or thing."""
+    """Return the events in `payload`; ProtocolError if one is of another rank, step or kind."""
     try:
         events = trace.load_events(bytes(payload))
     except TraceError as error:
@@ -30,7 +30,7 @@ def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
         if not isinstance(event, _RECORDS[type(message)]):
             raise ProtocolError(f"{type(message).__name__} with an event {event.kind}")
         if isinstance(event, trace.Attempt):
-            continue  # of no rank, and of no step
+            continue  # an Attempt has neither rank nor step
         place = (getattr(event, "rank", None), getattr(event, "step", None))
         if place != (rank, step):
             raise ProtocolError(
@@ -40,6 +40,6 @@ def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
 
 
 def loss_in(events: Iterable[trace.Event]) -> float | None:
-    """Return the mean loss of the step that `events` record; None without a finite one."""
+    """Return the mean loss of the step in `events`, or None if there is no finite one."""
     losses = (one.loss for one in events if isinstance(one, trace.Update))
     return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)
