@@ -1,1 +1,1 @@
-"""Probes of one thing each: products, operations, fallback, manifests, memory, the wire."""
+"""Systems that test one thing without training: products, fallback, memory, the wire and others."""

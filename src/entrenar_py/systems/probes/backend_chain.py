@@ -1,4 +1,4 @@
-"""The fallback chain on one real product, with backends made to fail as the faults say."""
+"""The fallback chain on one real product, with backends that fail as the scenario's faults say."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Attempt events in order, then the Product of the backend that served, or a Halt.
+    """Record an Attempt for each backend tried, then the Product of the one that served, or a Halt.
 
-    The scenario's `backends` are the chain. Every fault whose turn comes strikes, on any machine:
-    see `Saboteur`. Raises UsageError for a chain in another order, two faults of one backend, one
-    of a backend outside the chain or of an adapter on a backend without, and options no product can
-    have.
+    The scenario's `backends` are the chain. A fault strikes on any machine when its backend is
+    tried: see `Saboteur`. Raises UsageError for a chain in another order, two faults on one
+    backend, a fault on a backend outside the chain, a fault of adapters on another backend than
+    wgpu, and options that no product can have.
     """
     order = _order(scenario)
     _check_faults(scenario.faults, order)
@@ -41,7 +41,7 @@ def run(scenario: Scenario) -> trace.Trace:
             on_attempt=lambda attempt: recorder.emit(trace.Attempt(**asdict(attempt))),
         )
     except (BackendUnavailable, MemoryError, RuntimeError) as error:
-        # Also what the chain should have caught itself: the judge sees who was never tried.
+        # The chain should have caught the last two itself; the judge sees which backend it skipped.
         reason = f"{type(error).__name__}: {error}"
         recorder.emit(trace.Halt(step=0, reason=reason))
         return recorder.finish(status="halted", reason=reason)
@@ -50,7 +50,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def _order(scenario: Scenario) -> tuple[str, ...]:
-    """The chain that `scenario` asks for."""
+    """Return the chain that `scenario` names; UsageError if it is not in the usual order."""
     order = tuple(name for name in chain.ORDER if name in scenario.backends)
     if order != scenario.backends:
         raise UsageError(
@@ -76,11 +76,11 @@ def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
 
 
 class Saboteur:
-    """Makes backends fail where `faults` say, one fault a backend, and records those that struck.
+    """Makes backends fail as `faults` say, one fault per backend, and records those that struck.
 
-    What an adapter says of itself is its own (`doomed_device`). The part of a device that is not on
-    this machine is played by the CPU under its name, but only to fail: a stand-in is opened for a
-    fault and nothing else, and `compute` spoils its product.
+    Faults of an adapter happen on the real adapter if there is one (`doomed_device`). For a device
+    that this machine lacks, the CPU stands in under its name. A stand-in is opened only for a
+    backend with a fault.
     """
 
     def __init__(self, faults: tuple[Fault, ...], recorder: Recorder) -> None:
@@ -88,7 +88,7 @@ class Saboteur:
         self._recorder = recorder
 
     def opener(self, name: str) -> Callable[[], Backend]:
-        """Opens backend `name` unless a fault says that it is absent or can't be opened."""
+        """Return a function that opens backend `name`, or fails if a fault says so."""
 
         def open_backend() -> Backend:
             if self._strikes(name, "absent"):
@@ -109,7 +109,7 @@ class Saboteur:
         return open_backend
 
     def compute(self, backend: Backend, a: Tensor, b: Tensor) -> Tensor:
-        """The real product on `backend`, spoilt if a fault says so."""
+        """Compute the real product on `backend`; fail, or spoil the product, if a fault says so."""
         if self._strikes(backend.name, "out_of_memory"):
             raise torch.OutOfMemoryError(f"backend {backend.name}: out of memory (injected)")
         for kind in OF_ADAPTERS:
@@ -122,7 +122,7 @@ class Saboteur:
         return result
 
     def _strikes(self, name: str, kind: str) -> bool:
-        """Return whether the fault of backend `name` is of this kind; recorded if so."""
+        """Return whether the fault of backend `name` is of this kind, and record it if so."""
         fault = self._faults.get(name)
         if fault is None or fault.kind != kind:
             return False
@@ -130,7 +130,7 @@ class Saboteur:
         return True
 
     def _record(self, name: str) -> None:
-        """The fault of backend `name` has struck, which counts once."""
+        """Record, once, that the fault of backend `name` has struck."""
         event = trace.Injected(fault=self._faults[name].to_dict())
         if event not in self._recorder.of(trace.Injected):
             self._recorder.emit(event)

@@ -1,4 +1,4 @@
-"""The device memory that a worker takes: of a GPU through torch, or of an adapter."""
+"""Measures the device memory that a worker takes: of a GPU through torch, or of a wgpu adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.backends import Backend
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes before the work and the most during it; and of the whole device, where it says so."""
+    """Bytes in use before the work, the most during it, and the device's total if it is known."""
 
     baseline_bytes: int
     peak_bytes: int
@@ -32,7 +32,7 @@ def measure(name: str, *, before: Work, work: Work) -> Measured:
 
 
 def _of_cuda(name: str, before: Work, work: Work) -> Measured:
-    """Measure a GPU by what torch's allocator counts."""
+    """Measure a GPU's memory by the counts of torch's allocator."""
     import torch
 
     backend = backends.open_backend(name)
@@ -46,9 +46,9 @@ def _of_cuda(name: str, before: Work, work: Work) -> Measured:
 
 
 def _of_adapter(name: str, before: Work, work: Work) -> Measured:
-    """Measure an adapter by the buffers that the backend asks for.
+    """Measure an adapter's memory by the buffers that the backend creates.
 
-    WebGPU has no word for an adapter's memory, and wgpu-native's report counts objects, not bytes.
+    WebGPU can't report an adapter's memory, and wgpu-native's report counts objects, not bytes.
     """
     from entrenar_py.backends import wgpu
     from entrenar_py.backends.wgpu.device import open_device
@@ -69,7 +69,7 @@ MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {
 
 
 class Counted:
-    """A wgpu.GPUDevice, `handle`, that counts the bytes of the buffers which it is asked for."""
+    """A wgpu.GPUDevice, `handle`, that counts the bytes of the buffers created on it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -79,11 +79,11 @@ class Counted:
         return getattr(self._handle, name)
 
     def create_buffer(self, **given: Any) -> Any:
-        """The device's, counted until nobody holds it."""
+        """Create a buffer, which is counted until it is garbage-collected."""
         return self._count(self._handle.create_buffer(**given))
 
     def create_buffer_with_data(self, **given: Any) -> Any:
-        """The same, with something in it."""
+        """Create a buffer with content, which is counted like the others."""
         return self._count(self._handle.create_buffer_with_data(**given))
 
     def _count(self, buffer: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A meter of calls to wgpu-py, and of what the CPU computes meanwhile.
+"""Counts calls to wgpu-py, and the operations that the CPU computes meanwhile.
 
-A backend that counts itself may be wrong about itself.
+The counts don't come from the backend, because they are there to check it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 @dataclass
 class Meter:
-    """Counts of what was seen so far. `on_host` are operations that computed on the CPU."""
+    """The counts so far. `on_host` names the operations that computed on the CPU."""
 
     submissions: int = 0
     read_backs: int = 0
@@ -41,7 +41,7 @@ class Meter:
     _resting: int = 0
 
     def leaving_out(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function`; what is computed or submitted while it runs is not counted."""
+        """Return `function` without the counting of operations and submissions while it runs."""
 
         def call(*arguments: P.args, **keywords: P.kwargs) -> R:
             self._resting += 1
@@ -65,14 +65,14 @@ class Meter:
         self.read_backs += 1
 
     def written(self, *arguments: Any, data: Any = None, **keywords: Any) -> None:
-        """`data`, or the argument that is data: the others are buffers and offsets."""
+        """Count an upload of `data`, or of the argument that is neither a buffer nor an offset."""
         kinds = (np.ndarray, bytes, bytearray, memoryview)
         given = data if data is not None else next(a for a in arguments if isinstance(a, kinds))
         self.uploads += 1
         self.upload_bytes += np.asarray(given).nbytes
 
     def computed(self, name: str, tensors: list[Tensor]) -> None:
-        """An operation on `tensors`, operands and results."""
+        """Count operation `name`, whose operands and results are `tensors`."""
         if self._resting:
             return
         if any(isinstance(one, FakeTensor) or one.device.type == "meta" for one in tensors):
@@ -84,7 +84,7 @@ class Meter:
 def open_adapter(scenario: Scenario) -> WgpuBackend:
     """Return the scenario's first backend, a wgpu adapter.
 
-    Raises UsageError for another kind of backend, BackendUnavailable where it can't be opened.
+    Raises UsageError for another kind of backend, BackendUnavailable if it can't be opened.
     """
     backend = backends.open_backend(scenario.backends[0])
     if not isinstance(backend, WgpuBackend):
@@ -96,7 +96,7 @@ def open_adapter(scenario: Scenario) -> WgpuBackend:
 
 @contextmanager
 def watching() -> Iterator[Meter]:
-    """A meter of all that happens inside, on any wgpu device of this process."""
+    """Yield a meter of all that happens inside the block, on any wgpu device of this process."""
     from wgpu.backends import wgpu_native as native
 
     meter = Meter()
@@ -113,7 +113,7 @@ def watching() -> Iterator[Meter]:
         ):
             told_first = _telling(getattr(owner, name), told)
             stack.enter_context(patch.object(owner, name, told_first))
-        # The library submits something itself, nothing, to get ahead, whenever it maps memory.
+        # Whenever it maps memory, the library makes an empty submission, to make progress.
         mapping = meter.leaving_out(native.GPUBuffer.map_async)
         stack.enter_context(patch.object(native.GPUBuffer, "map_async", mapping))
         stack.enter_context(_Operations(meter))
@@ -129,7 +129,7 @@ def _telling(function: Callable[..., Any], told: Callable[..., None]) -> Callabl
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of each operation that makes new data; views and shapes are no arithmetic."""
+    """Reports each operation that makes new data to the meter, but not views and shapes."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""A WebGPU device on which one request fails, really: what is said of it is the adapter's own word.
+"""A WebGPU device on which one kind of request really fails, with the adapter's own error.
 
-Everything else is the device's own.
+All other requests go to the device unchanged.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ def has_adapter(backend: Backend) -> bool:
 
 
 def open_doomed(kind: str, on_strike: Struck) -> Backend:
-    """The best adapter, opened for this alone, with the fault `kind` of `faults.OF_ADAPTERS`.
+    """Open the best adapter anew, with the fault `kind` of `faults.OF_ADAPTERS`.
 
-    `on_strike` is called when it strikes. Raises BackendUnavailable when there is no adapter, and
-    as `kind` has it.
+    `on_strike` is called when the fault strikes. Raises BackendUnavailable if there is no adapter.
     """
     from entrenar_py.backends import wgpu
     from entrenar_py.backends.wgpu.device import open_device
@@ -38,13 +37,13 @@ def open_doomed(kind: str, on_strike: Struck) -> Backend:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what wgpu-py logs of a device that is lost: where that is wanted, it is no news."""
+    """Return False for wgpu-py's messages about a lost device, which is lost on purpose here."""
     said = record.getMessage()
     return not ("DEVICE LOST" in said or "was lost (destroyed)" in said)
 
 
 class Doomed:
-    """A wgpu.GPUDevice, `handle`, as those below change it."""
+    """A wgpu.GPUDevice, `handle`; subclasses change one kind of request."""
 
     def __init__(self, handle: Any, on_strike: Struck) -> None:
         self._handle, self._on_strike = handle, on_strike
@@ -54,11 +53,11 @@ class Doomed:
 
 
 class Lost(Doomed):
-    """It is lost while it computes: after the first submission, before its result is read."""
+    """A device that is lost after the first submission, before its result is read."""
 
     @property
     def queue(self) -> Any:
-        """The device's, which takes one submission."""
+        """The device's queue, which destroys the device after one submission."""
         return _LastQueue(self._handle, self._on_strike)
 
 
@@ -70,17 +69,17 @@ class _LastQueue:
         return getattr(self._handle.queue, name)
 
     def submit(self, commands: Sequence[Any]) -> None:
-        """Submit, and destroy the device."""
+        """Submit `commands`, and destroy the device."""
         self._handle.queue.submit(commands)
         self._on_strike()
         self._handle.destroy()
 
 
 class TooLarge(Doomed):
-    """Each buffer that is asked for is larger than the adapter allows."""
+    """A device on which each new buffer is made larger than the adapter allows."""
 
     def create_buffer(self, *, size: int, **given: Any) -> Any:
-        """Asks for four bytes more than the device's limit."""
+        """Create a buffer of four bytes more than the device's limit."""
         self._on_strike()
         return self._handle.create_buffer(
             size=max(size, self._handle.limits["max-buffer-size"] + 4), **given
@@ -88,10 +87,10 @@ class TooLarge(Doomed):
 
 
 class Rejecting(Doomed):
-    """Each shader that it is given is cut in the middle."""
+    """A device on which each shader is cut in the middle."""
 
     def create_shader_module(self, *, code: str, **given: Any) -> Any:
-        """Has the first half compiled."""
+        """Compile the first half of `code`."""
         self._on_strike()
         return self._handle.create_shader_module(code=code[: len(code) // 2], **given)
 

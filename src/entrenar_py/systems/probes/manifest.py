@@ -1,4 +1,4 @@
-"""The gradients that a worker would send, on every backend that opens: what they consist of."""
+"""The names, shapes and dtypes of the gradients that a worker would send, on each backend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import dropout, engine
 from entrenar_py.training.tensors import Workload
 
-DECLARED = "model"  # stands in a Manifest's `backend` for the workload's own word
+DECLARED = "model"  # the `backend` of the Manifest that the workload declares
 
 Entries = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """The Manifest that the model declares, then one per backend, or a failed Attempt that says why
-    a backend was skipped.
+    """Record the Manifest that the model declares, then one per backend of the scenario.
 
-    Each of the scenario's `backends` starts from the same weights and sees the same batch.
+    A backend that can't be used gets a failed Attempt with the reason instead. All backends start
+    from the same weights and compute the same batch.
     """
     model = models.model_of(scenario)
     recorder = Recorder(scenario)
@@ -41,15 +41,15 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def declared(model: Workload) -> Entries:
-    """(name, shape, dtype) of the gradients as whoever receives them expects them."""
+    """Return (name, shape, dtype) of the gradients as a receiver expects them."""
     return tuple((s.name, s.shape, "float32") for s in model.specs if s.role == "trainable")
 
 
 def sent(scenario: Scenario, model: Workload, backend: Backend) -> Entries:
-    """(name, shape, dtype) of each array that `model` gives a worker on `backend` to send.
+    """Return (name, shape, dtype) of each array that a worker on `backend` would send.
 
-    Arrays travel without names: the receiver gives them those of the model, in order, and has none
-    for arrays beyond the last.
+    Arrays travel without names. They get the model's names, in order; arrays beyond the last name
+    are "without a name".
     """
     replica = engine.Engine(model, backend, model.initial(scenario.rng("initial")), scale=1.0)
     step = backend.stepper(model, replica.tensors, scale=1.0)

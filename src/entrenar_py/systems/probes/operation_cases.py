@@ -1,7 +1,7 @@
-"""Each operation that a device has kernels for, alone, on operands that its kernels find hard.
+"""A case for each operation that a device has kernels for, on operands that are hard for kernels.
 
-Of one, sizes are odd or prime; then it is tried on a transposed view, on one with gaps and an
-offset, and on large numbers.
+Sizes are odd or prime. The operands are also given as transposed views, as views with gaps and an
+offset, and as large numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Operation = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`operation` of one matrix, or of two of the same shape.
+    """`operation` of one matrix, or of two with the same shape.
 
-    `largest`: the largest absolute value of the large operand; what is larger overflows, or has no
-    bound. `least`: the smallest absolute value in any operand, 0 for none. `sign`: of all operands,
-    or 0 for both. `rows_only`: takes [rows, columns] of this very size.
+    `largest` is the largest absolute value of the large operands: larger ones overflow or have no
+    bound. `least` is the smallest absolute value of any element. `sign` is 1 if all elements must
+    be positive, else 0. With `rows_only`, operands have exactly [ROWS, COLUMNS].
     """
 
     operation: Operation
@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
     "mean": _unary(lambda x: x.mean(-1)),
     "minimum": _binary(torch.minimum),
     "mm": _unary(lambda x: x @ x.t()),
-    # The same shape whatever it is a view of: only strides and offsets differ.
+    # The same shape for every view of the operands: only strides and offsets differ.
     "mm_square": _binary(lambda x, y: x[:3, :3] @ y[:3, :3]),
     "mm_tall": _binary(lambda x, y: x.t() @ y),
     "mul": _binary(torch.mul),
@@ -159,7 +159,7 @@ CASES: dict[str, Case] = {
 
 
 def operands(case: Case, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
-    """Return the operands of `case`, float32: usual numbers, then large ones in long rows."""
+    """Return the float32 operands of `case`: usual numbers, then large ones in long rows."""
     long = (ROWS, COLUMNS) if case.rows_only else (3, LONG)
     return [
         tuple(_numbers(case, shape, size, generator) for _ in range(case.num_operands))
@@ -170,7 +170,7 @@ def operands(case: Case, generator: torch.Generator) -> list[tuple[Tensor, ...]]
 def results(case: Case, usual: tuple[Tensor, ...], large: tuple[Tensor, ...]) -> list[Tensor]:
     """Return the results of `case` on its operands, and on views of the usual ones.
 
-    Where any size will do, the views are transposed ones, and ones with an offset and gaps.
+    The views are transposed, or have an offset and gaps. A `rows_only` case has none.
     """
     found = [case.operation(*usual), case.operation(*large)]
     if not case.rows_only:
@@ -180,7 +180,7 @@ def results(case: Case, usual: tuple[Tensor, ...], large: tuple[Tensor, ...]) ->
 
 
 def poisoned(case: Case, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`given` with NaNs in the first operand, where every case looks at one."""
+    """Return `given` with NaNs in the first operand; every case reads at least one of them."""
     first = given[0].clone()
     for place in [(3, 5)] if case.rows_only else [(1, 1), (2, 2)]:
         first[place] = torch.nan

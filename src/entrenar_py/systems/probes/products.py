@@ -1,4 +1,4 @@
-"""Matrix products on a device, each compared with the CPU's float32 and with float64.
+"""Matrix products on a device, each compared with the CPU's product in float32 and in float64.
 
 Options: `m`, `k`, `n` (one product) or `shapes` (a list of [m, k, n], computed together),
 `layout`, and `magnitude` (operands are uniform in [-magnitude, magnitude]).
@@ -21,7 +21,7 @@ from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.recorder import Recorder
 
-# layout -> is a, is b a transposed view of what lies in memory?
+# layout -> whether a is a transposed view, whether b is one
 LAYOUTS: dict[str, tuple[bool, bool]] = {
     "plain": (False, False),
     "a_transposed": (True, False),
@@ -30,16 +30,16 @@ LAYOUTS: dict[str, tuple[bool, bool]] = {
 }
 
 Shape = tuple[int, int, int]
-# Where the contract states an absolute tolerance (F-WGPU-001): m = k = n = 64, entries in [-1, 1].
+# The product for which the contract states an absolute tolerance (F-WGPU-001).
 STATED_SHAPE: Shape = (64, 64, 64)
 STATED_MAGNITUDE = 1.0
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """One Product event per product of the options; all computed in one submission.
+    """Record a Product event for each product of the options, all computed in one submission.
 
-    The run is `failed`, with the reason, when the device is not there or can't do it. Raises
-    UsageError for options no product can have.
+    The run ends `failed`, with the reason, if the device is absent or fails. Raises UsageError for
+    options that no product can have.
     """
     wanted = request(scenario.options)
     recorder = Recorder(scenario)
@@ -55,16 +55,16 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def compared_backend(scenario: Scenario) -> str:
-    """The scenario's first backend that is not the CPU; `wgpu` if it names no other.
+    """Return the scenario's first backend that is not the CPU; `wgpu` if it names no other.
 
-    The CPU is always the other side: compared with itself it would show nothing.
+    Each product is compared with the CPU, so that the CPU itself would show nothing.
     """
     return next((name for name in scenario.backends if name != "cpu"), "wgpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The products a scenario asks for: (m, k, n) each, all of one layout and magnitude."""
+    """The requested products: a shape (m, k, n) for each, with one layout and magnitude for all."""
 
     shapes: tuple[Shape, ...]
     layout: str
@@ -72,11 +72,10 @@ class Request:
 
 
 def request(options: Mapping[str, Any]) -> Request:
-    """Return the products that `options` ask for.
+    """Return the products that `options` request.
 
-    If they say nothing it is one of 64 x 64 x 64, with operands in [-1, 1].
-
-    Raises UsageError for values a float32 product can't have.
+    The default is one product with m = k = n = 64 and operands in [-1, 1]. Raises UsageError for
+    values that no float32 product can have.
     """
     if "shapes" in options and {"m", "k", "n"} & set(options):
         raise UsageError("options with shapes and m, k or n: use one or the other")
@@ -107,7 +106,7 @@ def _shape(shape: Any) -> Shape:
 def _magnitude(magnitude: Any, length: int) -> float:
     if isinstance(magnitude, bool) or not isinstance(magnitude, int | float) or not magnitude > 0:
         raise UsageError(f"options magnitude={magnitude!r}: use a number > 0")
-    # Half the largest float32, so that rounding can't carry a legitimate sum over the edge.
+    # Half the largest float32, so that rounding can't make a valid sum overflow.
     highest = math.sqrt(float(np.finfo(np.float32).max) / 2 / length)
     if magnitude > highest:
         raise UsageError(
@@ -118,9 +117,9 @@ def _magnitude(magnitude: Any, length: int) -> float:
 
 
 def operands(scenario: Scenario, wanted: Request) -> list[Pair]:
-    """The float32 operands of each product, drawn from the streams `a` and `b` one after another.
+    """Return the float32 operands of each product, drawn in order from the streams `a` and `b`.
 
-    A transposed operand is a view: its memory holds [k, m] (or [n, k]).
+    A transposed operand is a view of memory that holds [k, m] (or [n, k]).
     """
     a_transposed, b_transposed = LAYOUTS[wanted.layout]
     a_rng, b_rng = scenario.rng("a"), scenario.rng("b")
@@ -142,11 +141,11 @@ def _draw(
 
 
 def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> trace.Product:
-    """Return the trace's record of `result`, which `backend` gave for the operands `pair`.
+    """Return the trace's record of `result`, which `backend` computed from the operands `pair`.
 
-    `error_f64` and `bound` belong to `element`, the one that uses up most of what rounding allows
-    it; `error_cpu` is the largest over all elements, nan if one is not finite. All three are nan,
-    and `element` None, when the result has not the shape [m, n].
+    `element` is the element whose error is the largest relative to its rounding bound; `error_f64`
+    and `bound` are its error and bound. `error_cpu` is the largest over all elements, nan if one is
+    not finite. If the shape is not [m, n], all three are nan, and `element` is None.
     """
     a, b = pair
     shape = (a.shape[0], a.shape[1], b.shape[1])

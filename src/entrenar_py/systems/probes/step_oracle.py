@@ -1,4 +1,4 @@
-"""A step of training in float64, and how much of a float32 step's error rounding explains."""
+"""A training step in float64, and the part of a float32 step's error that rounding explains."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from entrenar_py.training.tensors import Array, DropFunction, Workload
 
 
 class Oracle:
-    """One step of `workload` at `tensors`, with the masks that `drop` draws for it.
+    """One step of `workload` at `tensors`, with the dropout masks that `drop` draws.
 
-    `batch` and `masks` are what is drawn for it; `inputs` are those, and the weights and buffers
-    that change between steps.
+    `inputs` are the weights and buffers that change between steps, then `batch`, then `masks`.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Oracle:
         self.inputs = [*weights, *self.batch, *self.masks]
 
     def on_cpu(self) -> list[Array]:
-        """Loss and gradients as torch computes them in float32, here."""
+        """Return loss and gradients as torch computes them on the CPU in float32."""
         loss, gradients = self._workload.gradients(
             {
                 spec.name: self._held[spec.name].clone().requires_grad_(spec.role == "trainable")
@@ -58,11 +57,11 @@ class Oracle:
     def explain(
         self, results: Sequence[Tensor], graph: GraphModule, given: Sequence[Tensor]
     ) -> list[Deviation]:
-        """Return how far each of `results` is off, and how far rounding may take it.
+        """Return for each of `results` its error, and the bound that rounding sets on it.
 
-        `graph` is the captured step, `given` its inputs in its order. The error is the larger one
-        of two: against torch's own step in float64, and against the graph in float64. So neither a
-        mistake in the capture nor one in the walk of the graph can hide.
+        `graph` is the captured step, and `given` its inputs, in its order. The error is the larger
+        of two: against torch's step in float64, and against the graph in float64. This finds
+        mistakes in the capture as well as in the evaluation of the graph.
         """
         found = sensitivity.deviations(results, graph, given)
         exact = self._step(*(_double(one) for one in self._given()))
@@ -93,7 +92,7 @@ class Oracle:
         return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)
 
     def _draw(self, drop: DropFunction) -> None:
-        """Takes the masks that `drop` draws, in the order in which the model asks for them."""
+        """Keep the masks that `drop` draws, in the order in which the model uses them."""
         if drop is dropout.none:
             return
 

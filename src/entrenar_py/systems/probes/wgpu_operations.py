@@ -1,4 +1,4 @@
-"""Each operation alone on a wgpu adapter: beside float64, with large numbers, views, and NaNs."""
+"""Each operation alone on a wgpu adapter, compared with float64, and run with NaNs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from entrenar_py.systems.probes import device_meter, operation_cases
 from entrenar_py.systems.probes.operation_cases import CASES, Case
 from entrenar_py.systems.recorder import Recorder
 
-# Of a walk in float64 against torch's float64: both round, in orders of their own.
+# The allowed relative difference of two float64 evaluations that add in different orders.
 FLOAT64_SLACK = 1e-12
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Explained and Poisoned events for every result of every operation asked for, or of all.
+    """Record Explained and Poisoned events for each result of the operations named, or of all.
 
-    The run is `failed`, with the reason, without an adapter. Raises UsageError for a name that is
-    none of theirs.
+    The run ends `failed`, with the reason, without an adapter. Raises UsageError for an operation
+    that is not in CASES.
     """
     recorder = Recorder(scenario)
     names = scenario.options.get("operations", list(CASES))
@@ -47,7 +47,7 @@ def run(scenario: Scenario) -> trace.Trace:
 def _tried(
     name: str, case: Case, device: Device, generator: torch.Generator
 ) -> Iterator[trace.Event]:
-    """All results of one operation, from one program; then again with NaNs among its operands."""
+    """Yield the events of one operation: from all its operands in one program, then with NaNs."""
     groups = operation_cases.operands(case, generator)
     flat = [one for group in groups for one in group]
 
@@ -70,14 +70,14 @@ def _tried(
 def _explained(
     of: str, tensor: str, got: Tensor, right: Tensor, allowed: Bounded, device: Device
 ) -> trace.Explained:
-    """At the element that uses up most of its bound, the first that is outside if there is one."""
+    """Return the event for the element whose error is the largest relative to its bound."""
     assert got.shape == right.shape, f"{of}: {got.shape}"
     found, exact = got.double().reshape(-1), right.double().reshape(-1)
     low, high, value = (
         one.double().reshape(-1) for one in (allowed.low, allowed.high, allowed.value)
     )
     known = low.isfinite() & high.isfinite()
-    # An interval that does not hold float64's own value has no room at all, and explains nothing.
+    # An interval without the float64 value gets a bound of 0.
     room = torch.where(found >= exact, high - value, value - low).clamp(min=0.0)
     room = room + FLOAT64_SLACK * exact.abs() * (room > 0)
     error = (found - exact).abs().nan_to_num(torch.inf)

@@ -1,4 +1,4 @@
-"""Refusals of a wgpu adapter: operations without a kernel, and tensors without an element."""
+"""What a wgpu adapter must refuse: operations without a kernel, and tensors without elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from entrenar_py.systems.recorder import Recorder
 
 @dataclass(frozen=True)
 class Case:
-    """`compute` of `given`. A refusal names `operation`, and a line of `compute` if `has_line`."""
+    """A step, `compute` of `given`, that must be refused with the name of `operation`.
+
+    With `has_line` the refusal must name a line of `compute`, too.
+    """
 
     compute: Callable[..., tuple[Tensor, ...]]
     given: tuple[Tensor, ...]
@@ -58,7 +61,7 @@ def _cases() -> dict[str, Case]:
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """A Declined event for each case; the run is `failed`, with the reason, without an adapter."""
+    """Record a Declined event for each case; without an adapter the run ends `failed`."""
     recorder = Recorder(scenario)
     try:
         device = device_meter.open_adapter(scenario).programs.device
@@ -79,7 +82,7 @@ def _declined(name: str, case: Case, device: Device) -> trace.Declined:
             found = made.run([one.detach().numpy() for one in given])
             right = _is_right(case, found)
         except BackendUnavailable:
-            raise  # the adapter's, not the graph's
+            raise  # the adapter failed, and did not refuse the graph
         except EntrenarError as refused:
             error = refused
     message = "" if error is None else str(error)

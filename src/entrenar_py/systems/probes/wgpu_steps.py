@@ -1,4 +1,4 @@
-"""Steps of training on a wgpu adapter: what each asks of the device, and what comes out of it."""
+"""Training steps on a wgpu adapter: each one's calls to the device, and its results."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from entrenar_py.training import dropout
 from entrenar_py.training.engine import Engine
 from entrenar_py.training.tensors import Array, DropFunction
 
-SCALE = 2.0**-3  # no step of one: a scale that is left out, or applied twice, shows
+SCALE = 2.0**-3  # not 1, so that a scale that is left out or applied twice is seen
 ELEMENT_BYTES = 4
-NOISE = 0.1  # beside which no tensor is 0, as the second halves of adapters are at first
+NOISE = 0.1  # added so that no tensor is 0, as the second halves of adapters are at first
 NUM_SAMPLES = (3, 7)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One step: by which replica, of how many samples from which on, at which of its weights.
+    """One step of `replica` at its weights `version`, on `num_samples` samples from `first` on.
 
-    `explained`: what comes out is compared with float64. `poisoned`: one weight is NaN.
+    If `explained`, its results are compared with float64. If `poisoned`, one weight is NaN.
     """
 
     replica: int
@@ -44,15 +44,15 @@ class Call:
 
     @property
     def given(self) -> str:
-        """Names what the step computes with."""
+        """The name of the step's inputs."""
         return f"replica {self.replica}, weights {self.version}, {self.first}+{self.num_samples}"
 
 
 def calls(few: int, *more: int) -> list[Call]:
-    """The steps of a run, so that each kind of leftover would show in one.
+    """Return the steps of a run, in an order that shows any value left over from an earlier step.
 
-    Twice the same; other samples and weights in the same memory; other numbers of samples, if any;
-    each again; a replica whose frozen weights differ; the first one again; a NaN, and after it.
+    The first step runs twice. Then come other samples and weights of the same sizes, other numbers
+    of samples (`more`), repetitions, a replica with other frozen weights, and a NaN.
     """
     again = Call(0, few)
     return [
@@ -71,9 +71,9 @@ def calls(few: int, *more: int) -> list[Call]:
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """A Stepped event for each step, and Explained or Poisoned ones for what came out of some.
+    """Record a Stepped event for each step, and Explained or Poisoned events for results of some.
 
-    The run is `failed`, with the reason, without an adapter.
+    Without an adapter the run ends `failed`, with the reason.
     """
     recorder = Recorder(scenario)
     sizes = sizes_of(scenario)
@@ -89,9 +89,9 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def sizes_of(scenario: Scenario) -> list[int]:
-    """Return the numbers of samples of its steps: the first twice, with other samples, too.
+    """Return the numbers of samples that the steps have; two different batches have the first.
 
-    Raises UsageError for what the data set has not enough samples for.
+    Raises UsageError for other values, or if the data set has too few samples.
     """
     sizes = scenario.options.get("samples", NUM_SAMPLES)
     whole = isinstance(sizes, list | tuple) and all(type(one) is int and one > 0 for one in sizes)
@@ -107,7 +107,7 @@ def sizes_of(scenario: Scenario) -> list[int]:
 
 
 class Bench:
-    """Two replicas of a workload on one backend, and what was computed on it so far."""
+    """Two replicas of a workload on one backend, and the number of steps that each has made."""
 
     def __init__(self, scenario: Scenario, backend: WgpuBackend) -> None:
         self._scenario, self._backend = scenario, backend
@@ -122,14 +122,14 @@ class Bench:
         self._made: dict[tuple[int, int], int] = {}  # (replica, number of samples) -> steps
 
     def step(self, number: int, call: Call) -> Iterator[trace.Event]:
-        """Yield what call `number` of the run asked of the device, and what came out of it."""
+        """Make step `number` of the run; yield the events of its device calls and its results."""
         replica = self._replicas[call.replica]
         self._set_weights(replica, call)
         ids = range(call.first, call.first + call.num_samples)
         with device_meter.watching() as meter:
             drop = self._dropout(call)
             chosen = drop if drop is dropout.none else meter.leaving_out(drop)
-            # To look samples up is no arithmetic of a step either.
+            # Masks and samples come from the CPU; making them does not count.
             with patch.object(self._model, "batch", meter.leaving_out(self._model.batch)):
                 loss, gradients = self._steppers[call.replica](ids, chosen)
         names = ["loss", *replica.layout.trainable]
@@ -152,7 +152,7 @@ class Bench:
             replica.parameters[0] = np.nan
 
     def _dropout(self, call: Call) -> DropFunction:
-        """Masks that follow from what the call is given."""
+        """Return dropout whose masks depend only on the inputs of `call`."""
         if not self._scenario.dropout:
             return dropout.none
         return dropout.Dropout(self._scenario.dropout, self._scenario.rng(f"masks {call.given}"))

@@ -1,4 +1,4 @@
-"""The wire tried by itself: what goes through the codec, what it refuses, and who is let in."""
+"""The wire without training: what the codec carries and refuses, and which peers are admitted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TWICE = "sent twice"
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Carried, Refused and Admission events; the scenario's seed draws pieces and flipped bits."""
+    """Record Carried, Refused and Admission events; the seed draws pieces and flipped bits."""
     recorder = Recorder(scenario)
     rng = random.Random(scenario.seed)
     for message, payload in _letters():
@@ -47,7 +47,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def _letters() -> Iterator[tuple[Message, bytes]]:
-    """One of every message, with payloads of every awkward size where it carries one."""
+    """Yield every message, without and with payloads of sizes near those of chunks."""
     values: dict[str, Any] = {
         "int": 3,
         "int | None": None,
@@ -92,7 +92,7 @@ def _digest(message: Message, payload: Buffer) -> str:
 
 
 def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
-    """The messages that `pieces` are, the error that they give, and the most bytes it took."""
+    """Decode `pieces`; return the messages, the error's name or None, and the peak allocation."""
     got: list[Received] = []
     error = None
     tracemalloc.start()
@@ -101,7 +101,7 @@ def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, 
         for piece in pieces:
             for received in decoder.feed(piece):
                 got.append(received)
-    except Exception as raised:  # noqa: BLE001  (which one it is, is what is asked)
+    except Exception as raised:  # noqa: BLE001  (the judge compares its type)
         error = type(raised).__name__
     finally:
         _, peak_bytes = tracemalloc.get_traced_memory()
@@ -113,7 +113,7 @@ def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, 
 
 
 def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Bytes that are no message of this session, each with what is wrong with them."""
+    """Yield bytes that are no valid message of this session, each after the name of its defect."""
     node = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
     right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
     for name, place, value in (
@@ -144,7 +144,7 @@ def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def _with_header(header: bytes) -> bytes:
-    """A frame of a TreeNode whose checksum is right and whose header is `header`."""
+    """Return the frame of a TreeNode with the header `header` and a correct checksum."""
     prefix = frames.FIELDS.pack(
         *(frames.MAGIC, messages.VERSION, TreeNode.tag, 1, 0, 0, len(header), 0, 0)
     )
@@ -152,10 +152,10 @@ def _with_header(header: bytes) -> bytes:
 
 
 def _refused(case: str, data: bytes) -> trace.Refused:
-    # What claims a longer header is not just waited for: so many bytes come sooner or later.
+    # Padding, so that a frame that claims a longer header is not refused only for missing bytes.
     padded = data + bytes(frames.HEADER_BYTES_MAX + frames.PREFIX_BYTES)
     got, error, allocated_bytes = _read([padded], len(ODD_FLOATS))
-    right = case == TWICE  # the first of the two
+    right = case == TWICE  # the first of the two is valid
     accepted = len(got) > right
     return trace.Refused(
         case=case,
@@ -169,7 +169,7 @@ def _refused(case: str, data: bytes) -> trace.Refused:
 
 
 def _applicants() -> Iterator[tuple[str, Hello, bool]]:
-    """Hellos, each with whether it must be let in."""
+    """Yield the name of a case, a Hello, and whether the Hello must be admitted."""
     plain = Hello(
         version=messages.VERSION,
         run="run",

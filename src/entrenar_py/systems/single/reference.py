@@ -1,8 +1,8 @@
 """The reference trainer: a deterministic data-parallel trainer with all its workers in one process.
 
-The oracle of every other system. One step: each worker computes its logical shards and folds them
-along the tree; the coordinator adds the folded nodes, divides and clips once, and stops everyone if
-a shard is not finite; every worker steps its own replica.
+It is the oracle of every other system. In a step each worker computes its logical shards and folds
+them along the tree. The nodes are added, divided and clipped once, and every worker steps its own
+replica. If a shard is not finite, training halts before the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from entrenar_py.training import checkpoint, reduction, sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says; it promises the same bits where all compute on one backend."""
+    """Train as `scenario` says; the trace promises equal bits if all workers use one backend."""
     trainer = Trainer(scenario)
     status = trainer.train()
     promises = ("bitwise",) if trainer.devices.alike else ("draws",)
@@ -37,7 +37,7 @@ class Trainer(Replicas):
         self.workers = {rank: self.new_worker(rank, initial) for rank in ranks}
 
     def train(self) -> str:
-        """Runs all steps; `completed`, or `halted` if a non-finite value stopped it."""
+        """Run all steps; return `completed`, or `halted` if a non-finite value stopped training."""
         for worker in self.workers.values():
             self.record_start(worker, step=0)
         for step in range(self.scenario.num_steps):
@@ -52,7 +52,7 @@ class Trainer(Replicas):
     # --- one step -----------------------------------------------------------------------------
 
     def step(self, step: int) -> bool:
-        """Makes `step`, the next one; False, with the reason recorded, if it can't be made."""
+        """Make `step`, the next one. Return False, with a Halt recorded, if it can't be made."""
         ids = self.batch()
         shards = sharding.cut(ids, self.scenario.num_shards)
         nodes: list[reduction.Node] = []
@@ -74,7 +74,7 @@ class Trainer(Replicas):
         return True
 
     def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
-        """Yield workers with their shards of this step; one that dies in it hands its run on."""
+        """Yield workers with their shards; the others take over those of a worker that dies."""
         run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
         for fault in self._faults("leave", step):
             orphaned = run_of.pop(self._leave(fault, step))
@@ -106,7 +106,7 @@ class Trainer(Replicas):
         self.record_start(worker, step)
 
     def _stop_and_resume(self, step: int) -> None:
-        """Writes a checkpoint, drops every worker, and starts again from the file."""
+        """Write a checkpoint, drop every worker, and start again from the file."""
         first = next(iter(self.workers.values()))
         progress = self.progress(step)
         self.recorder.emit(
@@ -119,7 +119,7 @@ class Trainer(Replicas):
             arrays, progress = checkpoint.load(path)
         for rank in ranks:
             worker = self.new_worker(rank, checkpoint.group_of(arrays, "tensors"))
-            saved = checkpoint.group_of(arrays, "optimizer")  # in no order; a trace has one
+            saved = checkpoint.group_of(arrays, "optimizer")  # in any order; a trace needs one
             worker.state = {name: saved[name].copy() for name in worker.state}
             self.workers[rank] = worker
         self.position = sharding.Position(progress["epoch"], progress["offset"])

@@ -1,9 +1,9 @@
 """A data-parallel trainer as textbooks write it: replicas, torch.optim, one sum over ranks.
 
-Written independently of the reference trainer, with torch's own optimizers, schedulers, clipping
-and autograd accumulation, so that each is an oracle for the other: with one rank and no
-accumulation it is the plain single-device loop. Ranks are added in rank order, so it promises
-rounding, not bits, across world sizes.
+It is written independently of the reference trainer, so that each is an oracle for the other. It
+uses torch's own optimizers, schedulers, clipping and autograd accumulation. With one rank and no
+accumulation it is the plain single-device loop. Ranks are added in rank order: runs with different
+numbers of ranks agree up to rounding, not in bits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from entrenar_py.training import dropout, engine, sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says."""
+    """Train as `scenario` says."""
     recorder = Recorder(scenario)
     status = train(scenario, recorder)
     return recorder.finish(status=status)
 
 
 def train(scenario: Scenario, recorder: Recorder) -> str:
-    """The whole run; `completed` or `halted`."""
+    """Run all steps; return `completed` or `halted`."""
     setup = Setup(scenario, models.model_of(scenario), recorder, Devices(scenario, recorder))
     for rank in range(scenario.world_size):
-        setup.devices.of(rank)  # before training starts: what is missing is found at once
+        setup.devices.of(rank)  # fails before training starts if a device is missing
     ranks = membership.initial_ranks(scenario)
     replicas = [textbook_replica.build_replica(setup, rank) for rank in ranks]
     textbook_replica.broadcast(replicas)
@@ -57,31 +57,31 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
 
 
 def global_batch(setup: Setup, position: sharding.Position) -> sharding.Ids:
-    """The samples of this step, over all ranks."""
+    """Return the sample ids of this step, over all ranks."""
     scenario = setup.scenario
     visit = sharding.order(scenario.num_samples, order_rng(scenario, position.epoch))
     return visit[position.offset : position.offset + scenario.batch_size]
 
 
 def order_rng(scenario: Scenario, epoch: int) -> np.random.Generator:
-    """The stream of an epoch's order: keyed by the epoch, the same on every rank."""
+    """Return the random stream of an epoch's order, which is the same on every rank."""
     return scenario.rng("order", epoch)
 
 
 def local_batch(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """Return what the rank at `index` of `num_ranks` takes of the global batch."""
+    """Return the part of the global batch that the rank at `index` of `num_ranks` computes."""
     return split(ids, num_ranks)[index]
 
 
 def split(ids: sharding.Ids, num_parts: int) -> list[sharding.Ids]:
-    """`ids` in order in parts that differ by at most one sample, the larger ones first."""
+    """Split `ids`, in order, into parts whose sizes differ by at most one, larger ones first."""
     return [part.tolist() for part in np.array_split(np.asarray(ids, np.int64), num_parts)]
 
 
 def train_step(
     setup: Setup, replicas: list[Replica], step: int, epoch: int, ids: sharding.Ids
 ) -> bool:
-    """Forward and backward on every rank, one sum over ranks, one optimizer step; False on halt."""
+    """Run forward and backward on every rank, sum over ranks, and step; return False on a halt."""
     weight = float(setup.model.weight(ids))
     shards: list[trace.Shard] = []
     for index, replica in enumerate(replicas):
@@ -110,7 +110,7 @@ def train_step(
 
 
 def zero_grad(replica: Replica) -> None:
-    """Forgets the gradients of the step before."""
+    """Forget the gradients of the step before."""
     replica.optimizer.zero_grad()
 
 
@@ -123,7 +123,7 @@ def micro_step(
     ids: sharding.Ids,
     weight: float,
 ) -> trace.Shard:
-    """Adds one micro-batch's share of the global mean gradient to `.grad`."""
+    """Add one micro-batch's share of the global mean gradient to `.grad`, and record it."""
     scenario = setup.scenario
     drop = masks(setup, replica, step, ids)
     faults = textbook_faults.MicroBatchFaults(setup, replica, step, micro, ids)
@@ -151,8 +151,10 @@ def micro_step(
 
 
 def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropout.Dropout | None:
-    """Dropout from the rank's own stream; on a single device from the streams of the logical
-    shards, which makes it the oracle of trainers that key dropout by shard.
+    """Return dropout that draws from the rank's own stream, or None without dropout.
+
+    One rank without accumulation draws from the streams of the logical shards, as the oracle of
+    trainers that key dropout by shard.
     """
     scenario = setup.scenario
     if not scenario.dropout:
@@ -165,23 +167,23 @@ def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropo
 
 
 def backward(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """Back-propagates this micro-batch's part of the mean over the global batch's `weight`."""
+    """Back-propagate this micro-batch's part of the mean over the global batch's `weight`."""
     (loss / weight).backward()  # type: ignore[no-untyped-call]
 
 
 def gradients_finite(setup: Setup, replica: Replica) -> bool:
-    """Return whether the gradients accumulated so far hold no NaN or Inf."""
+    """Return whether the gradients accumulated so far have no NaN or Inf."""
     grads = [replica.tensors[name].grad for name in setup.trainable]
     return all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
 
 
 def non_finite_shard(shards: Sequence[trace.Shard]) -> trace.Shard | None:
-    """The first micro-batch whose loss or gradient is not finite, agreed on by all ranks."""
+    """Return the first micro-batch of any rank whose loss or gradient is not finite, or None."""
     return next((shard for shard in shards if not shard.finite), None)
 
 
 def all_reduce(setup: Setup, replicas: list[Replica]) -> None:
-    """Sums each gradient over ranks, in rank order, and gives everyone the sum."""
+    """Sum each gradient over ranks, in rank order, and give every rank the sum."""
     for name in setup.trainable:
         total = sum_ranks([gradient_of(replica, name) for replica in replicas])
         for replica in replicas:
@@ -189,13 +191,13 @@ def all_reduce(setup: Setup, replicas: list[Replica]) -> None:
 
 
 def gradient_of(replica: Replica, name: str) -> Tensor:
-    """The rank's local gradient of a tensor; zeros when it had no samples."""
+    """Return the rank's local gradient of a tensor; zeros if the rank had no samples."""
     grad = replica.tensors[name].grad
     return torch.zeros_like(replica.tensors[name]) if grad is None else grad
 
 
 def sum_ranks(gradients: list[Tensor]) -> Tensor:
-    """The sum over ranks, in rank order."""
+    """Return the sum over ranks, in rank order."""
     total = gradients[0].clone()
     for gradient in gradients[1:]:
         total += gradient
@@ -203,12 +205,12 @@ def sum_ranks(gradients: list[Tensor]) -> Tensor:
 
 
 def reported_loss(shards: Sequence[trace.Shard], weight: float) -> float:
-    """The mean loss over the global batch."""
+    """Return the mean loss over the global batch."""
     return sum(shard.loss_sum or 0.0 for shard in shards) / weight
 
 
 def update_buffers(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> None:
-    """Moves every replica's running means towards the global batch's mean."""
+    """Move every replica's running means towards the global batch's mean."""
     for name, total in setup.model.statistics(ids).items():
         mean = torch.from_numpy(total) / len(ids)
         for replica in replicas:
@@ -216,7 +218,7 @@ def update_buffers(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> 
 
 
 def apply(setup: Setup, replica: Replica, step: int, loss: float, weight: float) -> None:
-    """Clips, steps, and records one rank."""
+    """Clip one rank's gradient, step its optimizer and scheduler, and record the update."""
     recorder = setup.recorder
     gradient = recorder.tensors(
         {name: gradient_of(replica, name).detach().numpy() for name in setup.trainable}
@@ -245,13 +247,13 @@ def apply(setup: Setup, replica: Replica, step: int, loss: float, weight: float)
 
 
 def grad_norm(setup: Setup, replica: Replica) -> float:
-    """L2 norm over all trainable gradients, accumulated in float64."""
+    """Return the L2 norm over all trainable gradients, accumulated in float64."""
     squares = [gradient_of(replica, n).double().square().sum() for n in setup.trainable]
     return float(torch.stack(squares).sum().sqrt())
 
 
 def clip(setup: Setup, replica: Replica) -> None:
-    """Clips the reduced gradient, in place, by its float64 norm: in float32 squares overflow."""
+    """Clip the reduced gradient, in place, by its float64 norm: float32 squares may overflow."""
     if setup.scenario.clip_norm is not None:
         tensors = [replica.tensors[name] for name in setup.trainable]
         norm = torch.tensor(grad_norm(setup, replica), dtype=torch.float64)
@@ -259,19 +261,19 @@ def clip(setup: Setup, replica: Replica) -> None:
 
 
 def optimizer_step(replica: Replica) -> None:
-    """One optimizer step."""
+    """Make one optimizer step."""
     replica.optimizer.step()
 
 
 def scheduler_step(setup: Setup, replica: Replica) -> None:
-    """One scheduler step per optimizer step."""
+    """Make one scheduler step; there is one for each optimizer step."""
     replica.scheduler.step()
 
 
 def stop_and_resume(
     setup: Setup, replicas: list[Replica], step: int, position: sharding.Position
 ) -> tuple[list[Replica], sharding.Position]:
-    """Saves a checkpoint, forgets everything, and builds new replicas from the file."""
+    """Save a checkpoint, and return new replicas and a position that are read from the file."""
     setup.recorder.emit(
         trace.Saved(
             step=step,

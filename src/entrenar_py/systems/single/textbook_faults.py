@@ -1,8 +1,8 @@
-"""Faults in a run of the textbook trainer: ranks that leave or join, values planted.
+"""Faults in a run of the textbook trainer: ranks that leave or join, and values planted.
 
-Ranks of this trainer have micro-batches and no logical shards. A fault at logical shard `shard` of
-the scenario strikes the micro-batch that holds the shard's first sample, and is recorded under that
-micro-batch's number, rank * accumulation + micro.
+Ranks of this trainer have micro-batches and no logical shards. A fault at a logical shard strikes
+the micro-batch with that shard's first sample, and is recorded under the number of the micro-batch,
+rank * accumulation + micro.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from entrenar_py.training import sharding
 
 
 def leave(setup: Setup, replicas: list[Replica], step: int) -> list[Replica]:
-    """The ranks that stay for `step`; the samples of those that leave go to them."""
+    """Return the ranks that remain in `step`; they take over the samples of those that leave."""
     for fault in _of(setup.scenario, "leave", step):
         replicas = [replica for replica in replicas if replica.rank != fault.rank]
         _record_change(setup, fault, "left")
@@ -30,7 +30,7 @@ def leave(setup: Setup, replicas: list[Replica], step: int) -> list[Replica]:
 def join(
     setup: Setup, replicas: list[Replica], step: int, position: sharding.Position
 ) -> list[Replica]:
-    """The ranks with those that come before `step`, each with a full copy of the first one's."""
+    """Return the ranks and those that join before `step`, each with a copy of the first's state."""
     for fault in _of(setup.scenario, "join", step):
         assert fault.rank is not None, "faults.NEEDED has it"
         newcomer = build_newcomer(setup, replicas[0], fault.rank, step)
@@ -41,9 +41,9 @@ def join(
 
 
 def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replica:
-    """Rank `rank` with the donor's tensors, optimizer and schedule, and dropout of its own.
+    """Return rank `rank` with the donor's tensors, optimizer and schedule, and its own dropout.
 
-    Its dropout stream is keyed by the step too: a rank that was there before draws no mask again.
+    The dropout stream depends on the step, too, so that a rank that returns repeats no mask.
     """
     newcomer = textbook_replica.build_replica(setup, rank)
     textbook_replica.broadcast([donor, newcomer])
@@ -54,7 +54,7 @@ def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replic
 
 
 class MicroBatchFaults:
-    """The values planted in one micro-batch; made before its backward pass, applied after it."""
+    """The values planted in one micro-batch: create it before the backward pass, `apply` after."""
 
     def __init__(
         self, setup: Setup, replica: Replica, step: int, micro: int, ids: sharding.Ids
@@ -69,7 +69,7 @@ class MicroBatchFaults:
         self._before = [self._element(fault).item() for fault in self._faults]
 
     def apply(self, loss_sum: float, share: float) -> float:
-        """Plants the values and records them; the summed loss as it is afterwards.
+        """Plant the values and record them; return the summed loss as it is afterwards.
 
         `share` is the micro-batch's number of samples over the weight of the global batch.
         """
@@ -93,8 +93,9 @@ class MicroBatchFaults:
         return loss_sum
 
     def _element(self, fault: Fault) -> Tensor:
-        """A view of the struck element of the accumulated gradient; a rank without samples had
-        none, and gets zeros.
+        """Return a view of the accumulated gradient's element that `fault` changes.
+
+        Without a gradient, as on a rank without samples, a gradient of zeros is made first.
         """
         name, element = models.place_of(fault, self._setup.model)
         tensor = self._replica.tensors[name]
@@ -104,10 +105,9 @@ class MicroBatchFaults:
 
 
 def huge_element(before: float, value: float, share: float) -> float:
-    """The accumulated element when `value` is the gradient of every sample of a micro-batch.
+    """Return the accumulated element if `value` is the gradient of every sample of a micro-batch.
 
-    `before` is what earlier micro-batches have left there; the micro-batch adds its share of the
-    mean.
+    `before` is the element before this micro-batch, which adds its `share` of the mean.
     """
     return before + value * share
 
@@ -119,7 +119,7 @@ def _strikes(scenario: Scenario, fault: Fault, step: int, rank: int, ids: shardi
 
 
 def _first_sample(scenario: Scenario, step: int, shard: int) -> int:
-    """The sample at the head of logical shard `shard`; the batch's last one if it is empty."""
+    """Return the first sample of logical shard `shard`; the batch's last one if it is empty."""
     num_batches = -(-scenario.num_samples // scenario.batch_size)  # of one epoch
     epoch, index = divmod(step, num_batches)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", epoch))

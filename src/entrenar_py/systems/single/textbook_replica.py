@@ -1,4 +1,4 @@
-"""One rank of the textbook trainer: how it is built, saved, restored and recorded."""
+"""One rank of the textbook trainer: builds, saves, restores and records it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Setup:
 
 
 def build_replica(setup: Setup, rank: int) -> Replica:
-    """A fresh replica; every rank draws the same initial values from the same stream."""
+    """Return a new replica; every rank draws the same initial values from the same stream."""
     scenario = setup.scenario
     values = setup.model.initial(initial_rng(scenario, rank))
     tensors = {name: master(torch.tensor(value)) for name, value in values.items()}
@@ -63,17 +63,17 @@ def build_replica(setup: Setup, rank: int) -> Replica:
 
 
 def initial_rng(scenario: Scenario, rank: int) -> np.random.Generator:
-    """The stream of the initial weights: the same on every rank."""
+    """Return the random stream of the initial weights, which is the same on every rank."""
     return scenario.rng("initial")
 
 
 def master(value: Tensor) -> Tensor:
-    """The master copy of a weight: float32."""
+    """Return the float32 master copy of a weight."""
     return value.float()
 
 
 def build_optimizer(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """torch.optim with two groups: weights that decay, and the rest."""
+    """Return an optimizer of torch.optim with two groups: weights that decay, and the rest."""
     scenario = setup.scenario
     specs = [spec for spec in setup.model.specs if spec.role == "trainable"]
     groups = [
@@ -93,7 +93,7 @@ def build_optimizer(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Opt
 def build_scheduler(
     scenario: Scenario, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The scenario's schedule as a factor on the peak learning rate."""
+    """Return the scenario's schedule as a factor on the peak learning rate."""
 
     def factor(step: int) -> float:
         return schedule.learning_rate(
@@ -108,14 +108,14 @@ def build_scheduler(
 
 
 def broadcast(replicas: list[Replica]) -> None:
-    """Every rank starts from rank 0's tensors."""
+    """Copy the tensors of the first replica to all others."""
     for replica in replicas[1:]:
         for name, tensor in replica.tensors.items():
             tensor.data.copy_(replicas[0].tensors[name])
 
 
 def save(path: Path, replicas: list[Replica], position: sharding.Position) -> None:
-    """Rank 0's tensors and optimizer, every rank's random state, and the position in the data."""
+    """Save the first rank's tensors and optimizer, every rank's random state, and the position."""
     first = replicas[0]
     arrays = {name: tensor.detach().numpy() for name, tensor in first.tensors.items()}
     progress = progress_of(first, position)
@@ -128,7 +128,7 @@ def save(path: Path, replicas: list[Replica], position: sharding.Position) -> No
 
 
 def load(path: Path, setup: Setup, replicas: list[Replica]) -> sharding.Position:
-    """Fills `replicas` from the checkpoint; the position in the data."""
+    """Fill `replicas` from the checkpoint; return the position in the data."""
     arrays, progress = checkpoint.load(path)
     for replica in replicas:
         for name, array in checkpoint.group_of(arrays, "tensors").items():
@@ -140,7 +140,7 @@ def load(path: Path, setup: Setup, replicas: list[Replica]) -> sharding.Position
 
 
 def progress_of(replica: Replica, position: sharding.Position) -> dict[str, Any]:
-    """Epoch, offset and schedule step: what a resume must restore beside the tensors."""
+    """Return epoch, offset and schedule step, which a resume must restore besides the tensors."""
     return {
         "epoch": position.epoch,
         "offset": position.offset,
@@ -149,7 +149,7 @@ def progress_of(replica: Replica, position: sharding.Position) -> dict[str, Any]
 
 
 def optimizer_arrays(replica: Replica) -> dict[str, np.ndarray[Any, Any]]:
-    """The optimizer's state as arrays, `index/key`, in parameter order."""
+    """Return the optimizer's state as arrays under `index/key`, in parameter order."""
     state = replica.optimizer.state_dict()["state"]
     return {
         f"{index}/{key}": np.atleast_1d(value.detach().numpy())
@@ -160,7 +160,7 @@ def optimizer_arrays(replica: Replica) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def load_optimizer(replica: Replica, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Puts `optimizer_arrays` back, in whatever order they come."""
+    """Restore the optimizer's state from the result of `optimizer_arrays`, in any order."""
     content = replica.optimizer.state_dict()
     for name, array in sorted(arrays.items()):
         index, key = name.split("/")
@@ -170,7 +170,7 @@ def load_optimizer(replica: Replica, arrays: dict[str, np.ndarray[Any, Any]]) ->
 
 
 def load_schedule(replica: Replica, schedule_step: int) -> None:
-    """Sets the scheduler, and the learning rate it gives, to `schedule_step`."""
+    """Set the scheduler to `schedule_step`, and the optimizer to its learning rate."""
     scheduler = replica.scheduler
     scheduler.last_epoch = schedule_step
     groups = replica.optimizer.param_groups
@@ -179,21 +179,21 @@ def load_schedule(replica: Replica, schedule_step: int) -> None:
 
 
 def rng_state(replica: Replica) -> dict[str, Any]:
-    """The rank's random state, ready for JSON."""
+    """Return the rank's random state as JSON can hold it."""
     state: dict[str, Any] = replica.rng.bit_generator.state  # type: ignore[assignment]
     plain = {name: value.tolist() for name, value in state["state"].items()}
     return {**state, "state": plain, "buffer": state["buffer"].tolist()}
 
 
 def restored_rng(states: dict[str, str], rank: int) -> dict[str, Any]:
-    """The state that `rng_state` saved for `rank`."""
+    """Return the state that `rng_state` saved for `rank`."""
     state: dict[str, Any] = json.loads(states[str(rank)])
     arrays = {name: np.array(value, np.uint64) for name, value in state["state"].items()}
     return {**state, "state": arrays, "buffer": np.array(state["buffer"], np.uint64)}
 
 
 def state_records(setup: Setup, replica: Replica) -> dict[str, trace.Tensors]:
-    """Weights, optimizer state and buffers of a rank, as records."""
+    """Return records of a rank's weights, optimizer state and buffers."""
     arrays = {name: tensor.detach().numpy() for name, tensor in replica.tensors.items()}
     return {
         "weights": setup.recorder.tensors(
@@ -212,7 +212,7 @@ def record_start(
     *,
     resumed: bool = False,
 ) -> None:
-    """Emits what a rank holds before `step`."""
+    """Emit a Start event with the state of a rank before `step`."""
     specs = setup.model.specs
     setup.recorder.emit(
         trace.Start(

@@ -1,6 +1,6 @@
-"""The samples of a step that each rank of torch's trainers takes, and what all make together.
+"""The samples that each rank of torch's trainers computes in a step, and their totals over ranks.
 
-Every rank shuffles alike, by seed and epoch, and takes its own part: nothing is sent for that.
+Every rank derives the same order from seed and epoch, and takes its own part without communication.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from entrenar_py.training import sharding
 
 
 def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
-    """The samples of this step, over all ranks."""
+    """Return the sample ids of this step, over all ranks."""
     visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
     return sharding.batch(visit, position, scenario.batch_size)
 
 
 def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
-    """Return what rank `index` takes of a global batch, in micro-batches; some may be empty."""
+    """Return rank `index`'s part of a global batch, in micro-batches; some may be empty."""
     local = sharding.cut(ids, rank.world_size)[index]
     return sharding.cut(local, rank.scenario.accumulation)
 
 
 def total_weight(rank: Rank, model: Model, ids: sharding.Ids) -> float:
-    """Return what the global batch counts: ranks differ in numbers of samples, and of tokens."""
+    """Return the weight of the global batch, in samples or tokens; it is all-reduced."""
     local = sharding.cut(ids, rank.world_size)[rank.index]
     weight = torch.tensor(model.count(local), device=rank.device)
     dist.all_reduce(weight)
@@ -35,7 +35,7 @@ def total_weight(rank: Rank, model: Model, ids: sharding.Ids) -> float:
 
 
 def update_buffers(rank: Rank, model: Model, ids: sharding.Ids) -> None:
-    """Moves the running means by the global batch's mean, not the rank's; all ranks hold them."""
+    """Move the running means towards the mean of the global batch, the same on all ranks."""
     totals = model.statistics(sharding.cut(ids, rank.world_size)[rank.index])
     for total in totals.values():
         dist.all_reduce(total)

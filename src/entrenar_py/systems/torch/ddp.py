@@ -1,8 +1,8 @@
-"""torch's DistributedDataParallel, as it is to be used: gloo on the CPU, NCCL on GPUs.
+"""A correct use of torch's DistributedDataParallel: gloo on the CPU, NCCL on GPUs.
 
-Batches of any size on any number of ranks: each rank's loss is weighted by what it counts in the
-global batch, micro-batches but the last are not synchronised, a NaN stops every rank before it is
-reduced, and a run goes on from its checkpoint as if nothing had been.
+The batch and the number of ranks may have any size: each rank's loss is weighted by its samples or
+tokens in the global batch. Only the last micro-batch is synchronised. A NaN stops every rank before
+it is reduced. A run resumes exactly from its checkpoint.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from entrenar_py.training import sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each rank a process of its own."""
+    """Train as `scenario` says, each rank in its own process."""
     return ranks.run(scenario)
 
 
 def train(rank: Rank) -> None:
     """Train one rank, from its start or the last checkpoint to its last step.
 
-    Raises NotFinite where that is why training stops.
+    Raises NotFinite if a loss or a gradient is not finite.
     """
     scenario = rank.scenario
-    torch.manual_seed(rank.seed)  # dropout's: another on every rank
+    torch.manual_seed(rank.seed)  # for dropout, different on every rank
     model = workload_module.Model(scenario).to(rank.device)
-    # Else buckets are made anew after the first step, also after the first of a resume: with three
-    # ranks or more a gradient in another place of its bucket is added in another order.
+    # With find_unused_parameters DDP doesn't rebuild its buckets after a process's first step. With
+    # three ranks or more, a rebuild changes the order of sums: a resume would change the bits.
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
     optimizer = workload_module.optimizer_of(scenario, model)
     scheduler = workload_module.scheduler_of(scenario, optimizer)
@@ -84,23 +84,23 @@ def accumulate(
     ids: sharding.Ids,
     epoch: int,
 ) -> None:
-    """Leaves the mean gradient of the global batch in every rank's `.grad`."""
+    """Leave the mean gradient of the global batch in every rank's `.grad`."""
     ddp.zero_grad()
     weight = total_weight(rank, ddp.module, ids)
     parts = micro_batches(rank, ids, rank.index)
     for number, part in enumerate(parts):
         obs.samples(part, epoch=epoch)
         with nullcontext() if number == len(parts) - 1 else ddp.no_sync():
-            # Who has no samples takes part all the same, with a loss that counts nothing.
+            # A rank without samples takes part, too, with a loss of zero.
             loss = ddp(part) if part else ddp(ids[:1]) * 0
             guard.begin(loss)
             own = ddp.module.count(part)
             obs.loss(loss.detach() / max(own, 1.0), own)
-            (loss * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
+            (loss * rank.world_size / weight).backward()  # DDP divides by world_size
 
 
 def clip(scenario: Scenario, model: nn.Module) -> None:
-    """Clips the reduced gradient, in place, by its float64 norm: in float32 squares overflow."""
+    """Clip the reduced gradient, in place, by its float64 norm: float32 squares may overflow."""
     if scenario.clip_norm is not None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         squares = [p.grad.double().square().sum() for p in trainable if p.grad is not None]
@@ -119,7 +119,7 @@ def save(
     position: sharding.Position,
     step: int,
 ) -> None:
-    """Rank 0 writes one file with all that a resume needs, every rank's random state too."""
+    """Write all that a resume needs, including every rank's random state, to one file on rank 0."""
     random = rank.all_random_states()
     if rank.index == 0:
         content: dict[str, Any] = {
@@ -141,7 +141,7 @@ def load(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> tuple[sharding.Position, int]:
-    """Return where to go on, and the next step; a rank that the checkpoint lacks draws its own."""
+    """Restore all, and the random state if this worker saved one; return position and next step."""
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

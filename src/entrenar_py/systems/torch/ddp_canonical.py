@@ -1,7 +1,7 @@
 """DistributedDataParallel with the canonical all-reduce: the same bits for 1, 2, 4, 8 ... workers.
 
-As `ddp`, but for the loop over micro-batches: these are the leaves of one tree over the global
-batch, and what is random in one depends on its place there, not on who computes it.
+It differs from `ddp` in the loop over micro-batches. These are the leaves of one tree over the
+global batch, and dropout in a leaf depends on its place in the tree, not on the rank.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from entrenar_py.training import sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each rank a process of its own."""
+    """Train as `scenario` says, each rank in its own process."""
     share = num_leaves(scenario) // scenario.world_size
     return ranks.run(scenario, micro_batches=share, promises=("bitwise", "draws"))
 
 
 def num_leaves(scenario: Scenario) -> int:
-    """Return the number of micro-batches of a global batch, over all ranks."""
+    """Return the number of micro-batches in a global batch, over all ranks."""
     return scenario.num_shards * scenario.accumulation
 
 
 def train(rank: Rank) -> None:
     """Train one rank, from its start or the last checkpoint to its last step.
 
-    Raises NotFinite where that is why training stops.
+    Raises NotFinite if a loss or a gradient is not finite.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # nothing was multiplied yet
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # must be set before the first product
     torch.use_deterministic_algorithms(True)
     scenario = rank.scenario
     model = workload_module.Model(scenario).to(rank.device)
@@ -85,20 +85,20 @@ def accumulate(
     epoch: int,
     leaves: list[sharding.Ids],
 ) -> None:
-    """Leaves the mean gradient of the global batch in every rank's `.grad`, in the tree's bits."""
+    """Leave the mean gradient of the global batch, added along the tree, in every `.grad`."""
     total = sum(wrapped.module.count(leaf) for leaf in leaves)
     own = [leaves[shard] for shard in reducer.shards]
     for leaf in reducer.fold(own):
         torch.manual_seed(seed(rank.scenario, step, reducer.shard))
         obs.samples(leaf, epoch=epoch)
-        # A leaf without samples has a loss that counts nothing, wherever it is computed.
+        # A leaf without samples has a loss of zero, on whichever rank it is computed.
         loss = wrapped(leaf) if leaf else wrapped(leaves[0][:1]) * 0
         guard.begin(loss)
         count = wrapped.module.count(leaf)
         obs.loss(loss.detach() / max(count, 1.0), count)
-        (loss * len(leaves) / total).backward()  # the mean of all leaves is that of the batch
+        (loss * len(leaves) / total).backward()  # the reducer divides by the number of leaves
 
 
 def seed(scenario: Scenario, step: int, shard: int) -> int:
-    """Return what dropout draws from in a leaf: the same on whichever rank it is computed."""
+    """Return the seed of dropout in a leaf, the same on whichever rank the leaf is computed."""
     return int(scenario.rng("torch", step, shard).integers(2**63))

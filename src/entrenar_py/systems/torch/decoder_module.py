@@ -1,7 +1,7 @@
-"""The `decoder` workloads as torch modules, as a model that is to be sharded is written.
+"""The `decoder` workloads as torch modules that can be sharded.
 
-The names of parameters are those of the workload's tensors. Letters in shape comments: n
-sequences, t positions, d = HIDDEN, h heads of size e; of h and wider layers a rank may have a part.
+Parameters have the names of the workload's tensors. Letters in shape comments: n sequences, t
+positions, d = HIDDEN, h heads of size e. A rank may have a part of the heads and of wider layers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py.training import decoder
 
-LENGTH = decoder.POSITIONS + 1  # even, so that ranks can share a sequence; the last one is padding
+LENGTH = decoder.POSITIONS + 1  # even, so that ranks can share a sequence; the end is padding
 
 
 def drop(x: Tensor, probability: float) -> Tensor:
-    """Dropout by this rank's generator; of a DTensor, too, which would draw by one of its own."""
+    """Apply dropout from this rank's generator, even to a DTensor, which has its own generator."""
     if not isinstance(x, DTensor) or not probability:
         return F.dropout(x, probability)
     dropped = F.dropout(x.to_local(), probability)
@@ -27,7 +27,7 @@ def drop(x: Tensor, probability: float) -> Tensor:
 
 
 class Adapted(nn.Linear):
-    """A linear layer with a low-rank adapter beside it: W x + s B A drop(x)."""
+    """A linear layer with a low-rank adapter: W x + s B A drop(x)."""
 
     def __init__(self, fan_in: int, fan_out: int, dropout: float) -> None:
         super().__init__(fan_in, fan_out, bias=False)
@@ -41,7 +41,7 @@ class Adapted(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, of as many heads as its layers have outputs for."""
+    """Causal grouped-query attention; the number of heads follows from the layers' outputs."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores of all bytes, by a weight that is the embedding's."""
+    """The scores of all bytes; the weight is the embedding's."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """[n, t, d] -> [n, t, VOCABULARY]."""
@@ -94,7 +94,7 @@ class Head(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, or one of them, each behind its norm and beside a residual."""
+    """Attention and feed-forward, or one of them, each with its norm before and a residual."""
 
     def __init__(self, parts: Iterable[str], dropout: float) -> None:
         super().__init__()
@@ -111,9 +111,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A chain of units that a pipeline may cut anywhere: attention and feed-forward in turn.
+    """A chain of units, attention and feed-forward in turn; a pipeline may cut between any two.
 
-    The embedding belongs to the first unit, and to the last, too.
+    The embedding belongs to both the first and the last unit.
     """
 
     num_units = 2 * decoder.NUM_BLOCKS
@@ -135,9 +135,10 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
     ) -> Tensor:
-        """Return what comes out of `units`, all that are here if None: bytes int64 [n, t] go into
-        the first, scores [n, t, VOCABULARY] come out of the last, in between [n, t, d]; with
-        `targets` their loss.
+        """Return the output of `units`, by default of all that this module has.
+
+        The first unit takes bytes, int64 [n, t]. The last one returns scores [n, t, VOCABULARY], or
+        their loss if there are `targets`. In between the shape is [n, t, d].
         """
         for unit in self.units if units is None else units:
             if unit == 0:
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
 
     @staticmethod
     def loss_sum(scores: Tensor, targets: Tensor) -> Tensor:
-        """0-d; a target PADDING counts nothing."""
+        """Return the summed loss, 0-d; targets equal to PADDING are ignored."""
         scores, targets = scores.flatten(0, 1), targets.flatten()
         return F.cross_entropy(scores, targets, ignore_index=decoder.PADDING, reduction="sum")
 

@@ -1,6 +1,4 @@
-"""The places at which faults strike in trainers that torch.distributed carries: at which ranks of a
-life, in which of their micro-batches.
-"""
+"""The ranks and micro-batches at which faults strike in trainers over torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from entrenar_py.training import sharding
 class Arrangement:
     """The division of the work among the ranks of one life.
 
-    Each has `micro_batches` a step; `group_size` of them, one after the other, compute one batch:
-    together, or `in_stages`, each with parameters of its own.
+    Each rank has `micro_batches` a step. `group_size` consecutive ranks compute one batch together.
+    With `in_stages` they form a pipeline, and each has its own parameters.
     """
 
     micro_batches: int
@@ -28,12 +26,12 @@ class Arrangement:
 def place(
     scenario: Scenario, fault: Fault, workers: Sequence[int], arranged: Arrangement
 ) -> list[Fault]:
-    """`fault` where it strikes in this life: in ranks, and for a logical shard in the micro-batch
-    that stands where it does in its rank's share: both are cut in order.
+    """Return `fault` once for each rank of this life that it strikes, with rank and micro-batch.
 
-    What is added to a batch's gradient is added by all who compute it: they may hold copies. In
-    stages a gradient is struck where its tensor is, by default in the first stage, a loss in the
-    last, and a step is one micro-batch.
+    A logical shard becomes the micro-batch at the same place in its rank's share. Ranks that
+    compute a batch together may hold copies: a huge gradient, or a fault at a shard, strikes all of
+    them. In stages a step is one micro-batch. A loss is changed in the last stage, a gradient in
+    the stage that has the tensor, by default in the first.
     """
     if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
         return []
@@ -60,7 +58,7 @@ def place(
 def _of_shard(
     scenario: Scenario, shard: int, num_groups: int, arranged: Arrangement
 ) -> tuple[int, int]:
-    """Return the group of ranks that has logical shard `shard`, and in which micro-batch."""
+    """Return the group of ranks that computes logical shard `shard`, and its micro-batch."""
     runs = sharding.runs(range(scenario.num_shards), range(num_groups))
     group, run = next((group, run) for group, run in runs.items() if shard in run)
     return group, (shard - run[0]) * arranged.micro_batches // len(run)

@@ -1,4 +1,4 @@
-"""Finds what is not finite before it is reduced: afterwards all have it, and nobody is named."""
+"""Finds values that are not finite before the reduction spreads them to all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_NONE = 2**62  # the place where nothing is bad
+_NONE = 2**62  # the place of a rank whose values are all finite
 
 
 class NotFinite(Exception):
-    """The step must not be made: micro-batch `micro` of `rank` is not finite.
+    """Raised when the gradient of `tensor` in micro-batch `micro` of `rank` is not finite.
 
-    In the gradient of `tensor` or, where that is None, in the loss.
+    If `tensor` is None, the loss is not finite. The step must not be made.
     """
 
     def __init__(self, rank: int, micro: int, tensor: str | None) -> None:
@@ -26,23 +26,22 @@ class NotFinite(Exception):
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where it is, as `Observation.halted` takes it."""
+        """The place as keyword arguments of `Observation.halted`."""
         return {"rank": self.rank, "micro_batch": self.micro, "tensor": self.tensor}
 
 
 class FiniteGuard:
-    """Looks at each micro-batch's own loss, and at the rank's gradients with its own added, and
-    tells everyone of the first bad one.
+    """Checks each micro-batch's loss, and the rank's gradients once the micro-batch is added.
 
-    A flag per tensor is kept on the device: the host waits once a step, in `agree`. `names` are
-    those of all ranks, where each has other tensors: then nothing is looked at before `look`.
+    One flag per tensor stays on the device, so the host waits only once a step, in `agree`. Give
+    the `names` of all ranks' tensors if ranks differ: then only `look` checks gradients.
     """
 
     def __init__(
         self, trainable: Mapping[str, nn.Parameter], *, names: Sequence[str] | None = None
     ) -> None:
-        self._names = [None, *(names or trainable)]  # the loss is looked at first
-        self._flags: list[Tensor] = []  # of each micro-batch, per name whether it is bad
+        self._names = [None, *(names or trainable)]  # None is the loss
+        self._flags: list[Tensor] = []  # for each micro-batch, and each name: is it not finite?
         self._trainable = {self._names.index(name): p for name, p in trainable.items()}
         self._device = next(iter(trainable.values())).device
         if names is None:
@@ -51,21 +50,21 @@ class FiniteGuard:
                 parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
 
     def begin(self, loss: Tensor) -> None:
-        """A micro-batch has this loss; its backward pass comes next."""
+        """Check the loss of a micro-batch; call it before its backward pass."""
         flags = torch.zeros(len(self._names), dtype=torch.bool, device=self._device)
         flags[0] = ~loss.detach().isfinite()
         self._flags.append(flags)
 
     def look(self) -> None:
-        """At the gradients that are there, of all micro-batches since `begin` together."""
+        """Check the accumulated gradients, and count them to the last micro-batch."""
         for index, parameter in self._trainable.items():
             if parameter.grad is not None:
                 self._look(index, parameter)
 
     def agree(self) -> None:
-        """Returns on every rank, or raises NotFinite on every rank, naming the same place.
+        """Return on every rank if all is finite, else raise NotFinite with the same place on each.
 
-        That of the lowest rank, its first micro-batch, and the first tensor there.
+        The place is the lowest rank with a bad value, its first bad micro-batch and tensor.
         """
         first = self._first()
         found = [torch.empty_like(first) for _ in range(dist.get_world_size())]
@@ -76,13 +75,11 @@ class FiniteGuard:
                 raise error
 
     def found(self, rank: int) -> NotFinite | None:
-        """Return what this rank has found, without asking the others: of its first micro-batch that
-        is bad, the first tensor.
-        """
+        """Return this rank's first bad micro-batch and tensor, without communication, or None."""
         return self._error(rank, int(self._first()))
 
     def _first(self) -> Tensor:
-        """int64 [1]: the first bad place of this rank, or _NONE; nothing is remembered of it."""
+        """Return the first bad place of this rank or _NONE, int64 [1], and clear all flags."""
         bad = torch.stack(self._flags).flatten()
         self._flags.clear()
         places = torch.arange(len(bad), device=self._device)

@@ -1,9 +1,9 @@
-"""torch's fully_shard (FSDP2), as it is to be used: gloo on the CPU, NCCL on GPUs.
+"""A correct use of torch's fully_shard (FSDP2): gloo on the CPU, NCCL on GPUs.
 
-Each rank keeps a piece of every parameter, of its gradient and of the optimizer's state. Batches
-may be of any size, as with `ddp`: a rank's loss counts what it counts in the global batch, and a
-NaN stops every rank before it is reduced. A checkpoint is of the whole model, so that another
-number of ranks can go on from it.
+Each rank keeps a piece of every parameter, of its gradient and of the optimizer's state. As in
+`ddp`, batches may have any size, a rank's loss is weighted by its part of the global batch, and a
+NaN stops every rank before it is reduced. A checkpoint holds the whole model, so that another
+number of ranks can resume from it.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank, write
 from entrenar_py.training import sharding
 
-# What is computed in; parameters, their gradients once reduced, and the optimizer are float32.
+# Option `precision` -> dtype of forward and backward. Parameters, reduced gradients and the
+# optimizer's state are always float32.
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
-# On rank 0's CPU alone; each rank takes its pieces of what rank 0 reads.
+# The whole state is gathered on rank 0's CPU; rank 0 reads it back, and each rank takes its pieces.
 WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Sharded(FSDPModule, workload_module.Model):
-    """The model as `fully_shard` makes it."""
+    """The type of a model after `fully_shard`."""
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each rank a process of its own."""
+    """Train as `scenario` says, each rank in its own process."""
     return ranks.run(scenario)
 
 
 def train(rank: Rank) -> None:
     """Train one rank, from its start or the last checkpoint to its last step.
 
-    Raises NotFinite where that is why training stops.
+    Raises NotFinite if a loss or a gradient is not finite.
     """
     scenario = rank.scenario
-    torch.manual_seed(rank.seed)  # dropout's: another on every rank
+    torch.manual_seed(rank.seed)  # for dropout, different on every rank
     model = shard(rank, workload_module.Model(scenario).to(rank.device))
-    optimizer = workload_module.optimizer_of(scenario, model)  # of the pieces: after sharding
+    optimizer = workload_module.optimizer_of(scenario, model)  # after sharding: it holds pieces
     scheduler = workload_module.scheduler_of(scenario, optimizer)
     position, step = sharding.Position(), 0
     if rank.resumes:
@@ -90,10 +91,10 @@ def train(rank: Rank) -> None:
 
 
 def shard(rank: Rank, model: workload_module.Model) -> Sharded:
-    """`model` in pieces, one of each parameter on every rank.
+    """Shard `model`, in place, so that every rank has a piece of each parameter.
 
-    All ranks made the same model: `fully_shard` takes what each has, and compares nothing. Where a
-    model has layers that are called, each is sharded before the whole: then one at a time is held.
+    All ranks must have built the same model: `fully_shard` does not compare them. A model with
+    layers is better sharded layer by layer first: then only one layer at a time is gathered.
     """
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
     asked = rank.scenario.options.get("precision", "float32")
@@ -104,8 +105,9 @@ def shard(rank: Rank, model: workload_module.Model) -> Sharded:
 
 
 def unsharded(model: Sharded) -> dict[str, nn.Parameter]:
-    """The whole trainable parameters, which hold values while a rank computes, and get its own
-    gradient before that is reduced.
+    """Return the unsharded trainable parameters.
+
+    They have values while a rank computes, and receive its own gradient before the reduction.
     """
     model.unshard()
     whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -121,26 +123,27 @@ def accumulate(
     ids: sharding.Ids,
     epoch: int,
 ) -> None:
-    """Leaves each rank's piece of the global batch's mean gradient in `.grad`."""
+    """Leave each rank's piece of the global batch's mean gradient in `.grad`."""
     model.zero_grad()
     weight = total_weight(rank, model, ids)
     parts = micro_batches(rank, ids, rank.index)
     for number, part in enumerate(parts):
-        # Until the last one a rank keeps its whole gradient, as it would without sharding: less to
-        # send. Reducing every one holds less, and is right as well.
+        # Before the last micro-batch a rank keeps its whole gradient, as without sharding: this
+        # saves traffic. To reduce every micro-batch is also correct, and saves memory.
         model.set_requires_gradient_sync(number == len(parts) - 1)
         obs.samples(part, epoch=epoch)
-        # Who has no samples takes part all the same, with a loss that counts nothing.
+        # A rank without samples takes part, too, with a loss of zero.
         loss = model(part) if part else model(ids[:1]) * 0
         guard.begin(loss)
         own = model.count(part)
         obs.loss(loss.detach() / max(own, 1.0), own)
-        (loss.float() * rank.world_size / weight).backward()  # averaged over ranks, it is the mean
+        (loss.float() * rank.world_size / weight).backward()  # FSDP divides by world_size
 
 
 def clip(scenario: Scenario, model: nn.Module) -> None:
-    """Clips the reduced gradient, in place, by the float64 norm of all its pieces: a rank's own
-    piece has another norm, and in float32 squares overflow.
+    """Clip the reduced gradient, in place, by the norm over the pieces of all ranks.
+
+    The norm is float64: float32 squares may overflow.
     """
     if scenario.clip_norm is not None:
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -162,13 +165,13 @@ def save(
     position: sharding.Position,
     step: int,
 ) -> None:
-    """Rank 0 writes one file with the whole model and all else that a resume needs.
+    """Write the whole model, and all else that a resume needs, to one file on rank 0.
 
-    Of models that no rank can hold, `torch.distributed.checkpoint.save` writes each rank's pieces.
+    For models that no rank can hold, use `torch.distributed.checkpoint.save` instead.
     """
     random = rank.all_random_states()
-    # Asked for a state that there is not, torch makes a step with gradients of zero to have one,
-    # and Adam counts it: there is none before the first step, and SGD never has any.
+    # Without an optimizer state (before the first step, or with SGD) torch would make a step with
+    # gradients of zero to create one, and Adam would count that step.
     kept = None
     if optimizer.state:
         kept = state_dict.get_optimizer_state_dict(model, optimizer, options=WHOLE)
@@ -189,7 +192,7 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
 ) -> tuple[sharding.Position, int]:
-    """Return where to go on, and the next step; a rank that the checkpoint lacks draws its own."""
+    """Restore all, and the random state if this worker saved one; return position and next step."""
     saved = torch.load(rank.checkpoint, map_location="cpu", mmap=True, weights_only=True)
     state_dict.set_model_state_dict(model, saved["model"], options=FROM_RANK_0)
     if saved["optimizer"]:
@@ -198,7 +201,7 @@ def load(
         )
     scheduler.load_state_dict(saved["scheduler"])
     for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = learning_rate  # also where there was no state to bring it
+        group["lr"] = learning_rate  # needed if the checkpoint has no optimizer state
     if rank.worker in saved["random"]:
         rank.restore_random(saved["random"][rank.worker])
     return sharding.Position(saved["epoch"], saved["offset"]), saved["step"]

@@ -1,9 +1,9 @@
 """DiLoCo (Douillard et al. 2023, arXiv:2311.08105), a local SGD: gloo on the CPU, NCCL on GPUs.
 
-Each worker makes a number of steps alone, with an optimizer of its own that it keeps. Then the
-outer weights make one Nesterov step along the mean of what the workers moved, and everyone goes on
-from there: one all-reduce a round. A worker that dies takes its round with it; one that comes is
-given the outer weights and their momentum.
+In a round each worker makes a number of steps alone, with its own optimizer, which it keeps. Then
+the outer weights make one Nesterov step along the mean change of the workers' weights, and every
+worker continues from there: one all-reduce a round. The round of a worker that dies is lost. A
+worker that joins gets the outer weights and their momentum.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from entrenar_py.training import sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each worker a process of its own."""
-    Outer.of(scenario.options)  # told at once if it is out of range
+    """Train as `scenario` says, each worker in its own process."""
+    Outer.of(scenario.options)  # raises at once if an option is out of range
     return replace(ranks.run(scenario), promises=("rounds",))
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A value that a worker found not finite, and the step it was in."""
+    """A value that is not finite, as found by one worker, with its step and samples."""
 
     step: int
     ids: tuple[int, ...]
@@ -46,10 +46,11 @@ class Bad:
 
 @dataclass
 class Round:
-    """A worker's position: `step` is its next, `begun` the first after the last outer step.
+    """A worker's position: `step` is its next step, `begun` the first step of the round.
 
-    The global batch is cut for `members`, also for one that has died since: nobody hears of that
-    before the round is over. `weight` is what the worker's samples of this round count.
+    The global batch is divided among `members`, including one that died in this round: the others
+    learn of that only when the round is over. `weight` is the weight of the worker's samples in
+    this round.
     """
 
     members: tuple[int, ...]
@@ -60,7 +61,7 @@ class Round:
 
 
 class Worker:
-    """The state of one worker: the model it trains alone, and the outer weights of all."""
+    """The state of one worker: the model that it trains alone, and the common outer weights."""
 
     def __init__(self, rank: Rank) -> None:
         scenario = rank.scenario
@@ -77,7 +78,7 @@ class Worker:
 
 
 def outer_optimizer_of(rule: Outer, weights: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Momentum as Nesterov's, over the rounds; every worker has one, and all have the same."""
+    """Return SGD with Nesterov momentum over the rounds; all workers keep equal copies of it."""
     return torch.optim.SGD(
         weights,
         lr=rule.outer_learning_rate,
@@ -89,13 +90,13 @@ def outer_optimizer_of(rule: Outer, weights: Sequence[Tensor]) -> torch.optim.Op
 def train(rank: Rank) -> None:
     """Train one worker, from its start or its checkpoint to its last step.
 
-    Raises NotFinite where that is why training stops.
+    Raises NotFinite if a loss or a gradient is not finite.
     """
-    torch.manual_seed(rank.seed)  # dropout's: another on every worker
+    torch.manual_seed(rank.seed)  # for dropout, different on every worker
     worker = Worker(rank)
     begin(worker)
     obs = entrenar_py.observe(worker.model, worker.inner, step=worker.round.step)
-    # After observe: hooks of a tensor run in their order, and this is to see what that one plants.
+    # After observe: hooks run in the order of registration, and observe plants the faults.
     guard = FiniteGuard(worker.trained)
     bad: Bad | None = None
     while True:
@@ -109,7 +110,7 @@ def train(rank: Rank) -> None:
         bad = inner_step(worker, guard, obs)
         save(worker)
     if worker.round.step > worker.round.begun and average([torch.zeros(1)], worker) is None:
-        halt(obs, bad)  # nobody leaves in the middle of a round that is lost
+        halt(obs, bad)  # a worker has found a bad value in the unfinished last round
     obs.close()
 
 
@@ -117,10 +118,10 @@ def train(rank: Rank) -> None:
 
 
 def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation) -> Bad | None:
-    """Moves this worker's weights by the mean gradient of its own samples.
+    """Make one step of this worker's optimizer with the mean gradient of its own samples.
 
-    Where that is not finite nothing moves, what it was is returned, and the round is over for this
-    worker: the others hear of it when theirs is.
+    If a value is not finite, return it without a step, and end the round for this worker. The other
+    workers learn of it at the end of their round.
     """
     now, scenario = worker.round, worker.rank.scenario
     own = samples(worker)
@@ -129,7 +130,7 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
     worker.inner.zero_grad()
     for part in own:
         obs.samples(part, epoch=worker.round.position.epoch)
-        # Who has no samples makes the step all the same, with a loss that counts nothing.
+        # A worker without samples makes the step, too, with a loss of zero.
         loss = worker.model(part) if part else worker.model([0]) * 0
         guard.begin(loss)
         count = worker.model.count(part)
@@ -155,7 +156,7 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
 
 
 def samples(worker: Worker) -> list[sharding.Ids]:
-    """Return what this worker takes of the global batch, in micro-batches; some may be empty."""
+    """Return this worker's part of the global batch, in micro-batches; some may be empty."""
     ids = global_batch(worker.rank.scenario, worker.round.position)
     members = worker.round.members
     local = sharding.cut(ids, len(members))[members.index(worker.rank.worker)]
@@ -163,7 +164,7 @@ def samples(worker: Worker) -> list[sharding.Ids]:
 
 
 def clip(worker: Worker) -> None:
-    """Clips this worker's gradient, in place, by the norm of its own."""
+    """Clip this worker's gradient, in place, by its own norm."""
     ddp.clip(worker.rank.scenario, worker.model)
 
 
@@ -171,16 +172,16 @@ def clip(worker: Worker) -> None:
 
 
 def is_due(worker: Worker) -> bool:
-    """Return whether a round is over, and its outer step not made."""
+    """Return whether a round is over and its outer step still to be made."""
     now, num_steps = worker.round, worker.rank.scenario.num_steps
     return now.step > now.begun and worker.rule.ends_round(now.step - 1, num_steps)
 
 
 @torch.no_grad()
 def synchronise(worker: Worker) -> bool:
-    """Makes the outer step along the mean pseudo-gradient, and everyone goes on from there.
+    """Make the outer step along the mean pseudo-gradient, and continue from the outer weights.
 
-    False, and nothing done, if one of the workers has found something not finite.
+    Returns False, without a step, if a worker has found a value that is not finite.
     """
     buffers = dict(worker.model.named_buffers())
     mean = average([*pseudo_gradient(worker), *buffers.values()], worker)
@@ -197,14 +198,14 @@ def synchronise(worker: Worker) -> bool:
 
 
 def pseudo_gradient(worker: Worker) -> list[Tensor]:
-    """Return this worker's distance from the outer weights, per tensor, against its direction."""
+    """Return the outer weights minus this worker's weights, per tensor."""
     return [outer - worker.trained[name].detach() for name, outer in worker.outer.items()]
 
 
 def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
-    """The mean over the workers that are there, by the weight of their samples; one all-reduce.
+    """Return the mean over all workers, weighted by their samples, with one all-reduce.
 
-    None if somebody's weight is NaN: that is how all hear of what is not finite there.
+    Returns None if a worker's weight is NaN, which says that it found a value that is not finite.
     """
     weight = worker.round.weight
     device = worker.rank.device
@@ -218,20 +219,20 @@ def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
 
 
 def outer_step(worker: Worker, gradient: Sequence[Tensor]) -> None:
-    """Moves the outer weights by the outer optimizer's rule."""
+    """Step the outer weights with the outer optimizer."""
     for outer, mean in zip(worker.outer.values(), gradient, strict=True):
         outer.grad = mean
     worker.outer_optimizer.step()
 
 
 def go_on_from_outer(worker: Worker) -> None:
-    """The next round begins at the outer weights; the inner optimizer keeps what it knows."""
+    """Copy the outer weights to the worker's model; the inner optimizer keeps its state."""
     for name, outer in worker.outer.items():
         worker.trained[name].copy_(outer)
 
 
 def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
-    """Stops every worker, all naming the first place that any of them has found."""
+    """Raise NotFinite on every worker, with the bad value of the earliest step of any worker."""
     told = own and (own.step, own.ids, own.error.rank, own.error.micro, own.error.tensor)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, told)
@@ -245,7 +246,7 @@ def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
 
 
 def begin(worker: Worker) -> None:
-    """Gives the worker what it goes on from: its own checkpoint, or the outer state of another."""
+    """Load the worker's own checkpoint, or else the outer state of another worker."""
     rank = worker.rank
     own = load(worker)
     holders: list[Any] = [None] * rank.world_size
@@ -262,7 +263,7 @@ def begin(worker: Worker) -> None:
 
 
 def outer_state(worker: Worker) -> dict[str, Any]:
-    """Return what all workers have in common, and one that comes is given."""
+    """Return the state that all workers have in common, and that a joining worker receives."""
     now, states = worker.round, worker.outer_optimizer.state
     momentum = {
         name: states[outer]["momentum_buffer"]
@@ -279,13 +280,13 @@ def outer_state(worker: Worker) -> dict[str, Any]:
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that any rank can read."""
+    """Return copies that any rank can read."""
     return {name: one.detach().cpu().clone() for name, one in tensors.items()}
 
 
 @torch.no_grad()
 def take(worker: Worker, state: dict[str, Any]) -> None:
-    """Makes the outer state this worker's; its own model is left as it is."""
+    """Set the worker's outer state to `state`, and leave its own model unchanged."""
     for name, outer in worker.outer.items():
         outer.copy_(state["weights"][name])
     worker.averaged = {name: one.to(worker.rank.device) for name, one in state["buffers"].items()}
@@ -299,10 +300,7 @@ def take(worker: Worker, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def welcome(worker: Worker, state: dict[str, Any]) -> None:
-    """Lets a worker begin at the outer weights, with the outer momentum; its own optimizer is new.
-
-    What it did before it went away is lost, with the round in which it went.
-    """
+    """Start a joining worker from the outer weights and momentum, with a new inner optimizer."""
     take(worker, state)
     go_on_from_outer(worker)
     for name, buffer in worker.model.named_buffers():
@@ -313,12 +311,12 @@ def welcome(worker: Worker, state: dict[str, Any]) -> None:
 
 
 def checkpoint(rank: Rank) -> Path:
-    """Each worker's own: between outer steps no two hold the same."""
+    """Return the path of a worker's own checkpoint: weights differ between outer steps."""
     return rank.checkpoint.with_name(f"{rank.checkpoint.name}-{rank.worker}")
 
 
 def save(worker: Worker) -> None:
-    """Writes all that this worker needs to go on; asks nobody."""
+    """Write all that this worker needs to resume, without communication."""
     if not worker.rank.saves:
         return
     content: dict[str, Any] = {
@@ -333,12 +331,12 @@ def save(worker: Worker) -> None:
 
 
 def load(worker: Worker) -> bool:
-    """Return whether the worker was there until now, and goes on where it stood."""
+    """Restore the worker from its checkpoint; return False unless one of the last life exists."""
     rank = worker.rank
     if not rank.resumes or not checkpoint(rank).exists():
         return False
     saved = torch.load(checkpoint(rank), map_location=rank.device, weights_only=True)
-    if saved["life"] != rank.life - 1:  # of a worker that was away
+    if saved["life"] != rank.life - 1:  # the worker was absent in the last life
         return False
     take(worker, saved["outer"])
     worker.round.weight = saved["weight"]

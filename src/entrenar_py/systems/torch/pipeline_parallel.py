@@ -1,9 +1,9 @@
-"""Pipeline parallelism by torch's schedules, beside data parallelism: each rank of a group holds a
-stage of the model (or two of them) and computes micro-batches as they come.
+"""Pipeline parallelism by torch's schedules, with data parallelism over groups of ranks.
 
-`options.pp` is the number of ranks in a group (2), `options.schedule` one of SCHEDULES (`1f1b`). Of
-a world that it does not divide, and of a model that can't be cut so often, it is the largest number
-that does. The embedding is the output's weight, too: the first and the last rank hold a copy each.
+Each rank of a group holds one or two stages of the model. `options.pp` is the number of ranks in a
+group, by default 2. Where it does not divide the number of ranks, the largest possible divisor of
+both is used. `options.schedule` is one of SCHEDULES, by default `1f1b`. The embedding is also the
+weight of the output: the first and the last rank each hold a copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from entrenar_py.systems.torch.finite_guard import FiniteGuard, NotFinite
 from entrenar_py.systems.torch.ranks import Rank
 from entrenar_py.training import sharding
 
-# name -> torch's schedule, and how many stages a rank has in it.
+# name -> torch's schedule, and its number of stages per rank.
 SCHEDULES = {
     "gpipe": (ScheduleGPipe, 1),
     "1f1b": (Schedule1F1B, 1),
@@ -47,7 +47,7 @@ TIED = "embedding.weight"
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each rank a process of its own."""
+    """Train as `scenario` says, each rank in its own process."""
     degree(scenario, scenario.world_size)
     return ranks.run(scenario, group_size=degree, in_stages=True)
 
@@ -56,9 +56,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
-    """Return how many ranks share the model; UsageError for a schedule, and for a number of ranks,
-    that there can't be.
-    """
+    """Return the number of ranks in a group; UsageError for an impossible schedule or number."""
     size, name = scenario.options.get("pp"), scenario.options.get("schedule", "1f1b")
     if name not in SCHEDULES:
         raise UsageError(
@@ -79,14 +77,17 @@ def degree(scenario: Scenario, world_size: int) -> int:
 
 
 def stages_of(scenario: Scenario, size: int) -> list[list[range]]:
-    """Return the stages of each of `size` ranks, which are units of the model: 0, 1, .. 0, 1, .."""
+    """Return for each of `size` ranks its stages, as ranges of the model's units.
+
+    Consecutive stages are on consecutive ranks: 0, 1, ..., 0, 1, ...
+    """
     per_rank = SCHEDULES[scenario.options.get("schedule", "1f1b")][1] if size > 1 else 1
     cuts = sharding.cut(range(workload_layers.num_units(scenario)), size * per_rank)
     return [[range(c[0], c[-1] + 1) if c else range(0) for c in cuts[i::size]] for i in range(size)]
 
 
 def _can_share(scenario: Scenario, size: int) -> bool:
-    """Return whether each stage holds something, and each of `size` ranks something to train."""
+    """Return whether no stage is empty, and each of `size` ranks has something to train."""
     stages = stages_of(scenario, size)
     adapters_only = scenario.workload == "decoder"  # in attention, which is every second unit
     return all(all(own) for own in stages) and all(
@@ -102,16 +103,17 @@ class Stage(nn.Module):
         self.model, self._units = model, units
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what comes out of the units."""
+        """Return the output of the stage's units."""
         out: Tensor = self.model(x, units=self._units)
         return out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A rank's part of the pipeline: its `mesh` has axes dp and pp, what goes in at once has
-    `num_rows`, whatever the number of samples, since buffers are of one size. `ends` are the first
-    and the last rank of its group.
+    """A rank's part of the pipeline. `mesh` has the axes dp and pp.
+
+    Each input has `num_rows` rows, with padding for missing samples: buffers have a fixed size.
+    `ends` is the process group of the first and the last rank of the pipeline.
     """
 
     mesh: DeviceMesh
@@ -123,7 +125,7 @@ class Pipeline:
 
     @property
     def index(self) -> int:
-        """Its rank in its group."""
+        """The index of this rank in its group."""
         return self.mesh.get_local_rank("pp")
 
     @property
@@ -132,18 +134,18 @@ class Pipeline:
         return self.mesh["pp"].size()
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank trains."""
+        """Return the parameters that this rank trains, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def counted(self) -> Iterable[Tensor]:
-        """The gradients of which the norm is made: of copies the first one's."""
+        """Yield this rank's gradients that enter the norm; of tied copies only the first counts."""
         for name, parameter in self.trainable().items():
             if parameter.grad is not None and (name != TIED or self.index == 0):
                 yield parameter.grad
 
 
 def build(rank: Rank) -> Pipeline:
-    """The part of the model that this rank holds, and the schedule by which it computes."""
+    """Build this rank's part of the model, and the schedule by which it computes."""
     scenario, size = rank.scenario, degree(rank.scenario, rank.world_size)
     shape = (rank.world_size // size, size)
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "pp"))
@@ -152,7 +154,7 @@ def build(rank: Rank) -> Pipeline:
     model = workload_layers.build(scenario, [unit for units in own for unit in units])
     model.to(rank.device)
     data = workload_layers.Data(scenario, rank.device)
-    # As many micro-batches as ranks are enough to show the order; `accumulation` is apart from it.
+    # One micro-batch per rank is enough for every schedule. `accumulation` comes on top of it.
     num_rows = -(-scenario.batch_size // (shape[0] * scenario.accumulation * size))
     stages = [
         PipelineStage(
@@ -160,7 +162,7 @@ def build(rank: Rank) -> Pipeline:
             index + turn * size,
             len(own) * size,
             rank.device,
-            # Said, not found out: a first forward pass that only looks would draw dropout, too.
+            # Given here, because torch's shape inference runs a forward pass, which draws dropout.
             input_args=data.example(units[0], num_rows),
             output_args=data.example(units[-1] + 1, num_rows),
             group=mesh["pp"].get_group(),
@@ -172,7 +174,7 @@ def build(rank: Rank) -> Pipeline:
         stages if len(stages) > 1 else stages[0],
         size,
         loss_fn=partial(loss_sum, model),
-        scale_grads=False,  # the loss is a sum: it is divided once, by what the batch counts
+        scale_grads=False,  # the loss is a sum, which `reduce` divides by the batch's weight
     )
     return Pipeline(
         mesh=mesh,
@@ -185,14 +187,12 @@ def build(rank: Rank) -> Pipeline:
 
 
 def loss_sum(model: workload_layers.Layers, scores: Tensor, targets: Tensor) -> Tensor:
-    """0-d. Rows that are there to fill a buffer count nothing, but what is not finite in them shows
-    as it does in all others.
-    """
+    """Return the summed loss, 0-d. Padding rows add nothing, but make it NaN if not finite."""
     return model.loss_sum(scores, targets) + 0 * scores.sum()
 
 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The first and the last rank of this rank's group; every rank makes all of them."""
+    """Return the process group of this pipeline's first and last rank; every rank creates all."""
     rows = mesh.mesh.tolist()
     made: list[dist.ProcessGroup] = [dist.new_group(sorted({row[0], row[-1]})) for row in rows]
     return made[mesh.get_local_rank("dp")]
@@ -204,10 +204,10 @@ def _ends(mesh: DeviceMesh) -> dist.ProcessGroup:
 def train(rank: Rank) -> None:
     """Train one rank, from its start or the last checkpoint to its last step.
 
-    Raises NotFinite where that is why training stops.
+    Raises NotFinite if a loss or a gradient is not finite.
     """
     scenario = rank.scenario
-    torch.manual_seed(rank.seed)  # dropout's: another on every rank
+    torch.manual_seed(rank.seed)  # for dropout, different on every rank
     pipeline = build(rank)
     model, trainable = pipeline.model, pipeline.trainable()
     optimizer = workload_module.optimizer_of(scenario, model)
@@ -229,7 +229,7 @@ def train(rank: Rank) -> None:
             guard.agree()
         except NotFinite as error:
             there = groups[error.rank // pipeline.size]
-            # What a pipeline computes in a step is recorded as one micro-batch.
+            # The whole step of a pipeline is recorded as one micro-batch.
             parts = [there] if pipeline.size > 1 else sharding.cut(there, scenario.accumulation)
             micro = 0 if pipeline.size > 1 else error.micro
             obs.halted(str(error), ids=parts[micro], **{**error.place, "micro_batch": micro})
@@ -254,8 +254,9 @@ def compute(
     parts: Iterable[sharding.Ids],
     epoch: int,
 ) -> None:
-    """Leaves in `.grad`, of what this rank holds, the gradient of the loss's sum over `parts`, each
-    of which goes through the pipeline in micro-batches.
+    """Leave this rank's gradient of the loss, summed over `parts`, in `.grad`.
+
+    Each part goes through the pipeline in micro-batches.
     """
     pipeline.model.zero_grad()
     is_first, is_last = pipeline.index == 0, pipeline.index == pipeline.size - 1
@@ -277,7 +278,7 @@ def compute(
 
 
 def reduce(pipeline: Pipeline, weight: float) -> None:
-    """Leaves in `.grad` the mean over a global batch that counts `weight`, on whoever holds it."""
+    """Sum gradients over copies and groups, and divide them by the global batch's `weight`."""
     trainable = pipeline.trainable()
     for parameter in trainable.values():
         if parameter.grad is None:
@@ -289,16 +290,16 @@ def reduce(pipeline: Pipeline, weight: float) -> None:
 
 
 def add_copies(pipeline: Pipeline, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Adds the gradients of the tied tensor's copies: of its uses in the first and the last stage.
+    """Add the gradients of the tied tensor's two copies, in the first and the last stage.
 
-    Before the sum over groups: all copies of all groups are then the same.
+    This comes before the sum over groups, after which all copies of all groups are equal.
     """
     if TIED in trainable and pipeline.size > 1:
         dist.all_reduce(trainable[TIED].grad, group=pipeline.ends)
 
 
 def clip(pipeline: Pipeline, clip_norm: float | None) -> None:
-    """Scales all gradients, in place, by the norm over all stages, in float64."""
+    """Clip all gradients, in place, by their float64 norm over all stages."""
     if clip_norm is None:
         return
     squares = torch.zeros((), dtype=torch.float64, device=pipeline.data.device)

@@ -1,8 +1,8 @@
-"""Runs of the trainers that torch.distributed carries: a process a rank, started as torchrun does.
+"""Runs the trainers over torch.distributed: one process per rank, with torchrun's environment.
 
-A run has one life or more: it ends one at a stop, when a worker is to join, and when a worker dies;
-the next begins from the checkpoint with those who are there then. Each rank is recorded by
-`observe`, as anybody's own trainer is.
+A run consists of lives. A life ends at a stop, when a worker joins, and when a worker dies. The
+next one starts from the checkpoint with the workers present then. `observe` records each rank, as
+it records a user's trainer.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from entrenar_py.systems.torch.finite_guard import NotFinite
 
 DEADLINE_S = 120.0
 _SILENT = "silent"  # the status of a rank that did not answer
-PARTING_S = 5.0  # for the others, once a rank has failed: their collectives fail too, or hang
+PARTING_S = 5.0  # how long other ranks may go on after one failed: their collectives may hang
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The job of one process: it is rank `index` of those `workers`, in life `life` of a run.
+    """The job of one process: rank `index` of `workers` in life `life` of a run.
 
-    It trains until step `until`, and `saves` a checkpoint after every step if anything is to happen
-    after which a run goes on from one.
+    It trains to before step `until`. If it `saves`, it writes a checkpoint after every step, from
+    which the next life starts.
     """
 
     scenario: Scenario
@@ -63,7 +63,7 @@ class Rank:
 
     @property
     def resumes(self) -> bool:
-        """Return whether it goes on from the checkpoint."""
+        """Whether training starts from the checkpoint."""
         return self.life > 0
 
     @property
@@ -73,20 +73,20 @@ class Rank:
 
     @property
     def worker(self) -> int:
-        """The scenario's worker that it is, the same in all lives."""
+        """The scenario's number of this worker, which is the same in all lives."""
         return self.workers[self.index]
 
     @property
     def seed(self) -> int:
-        """Another for every worker, and for one that comes back."""
+        """The random seed, different for every worker and every life."""
         return self.seed_of(self.worker)
 
     def seed_of(self, worker: int) -> int:
-        """Return that of another worker."""
+        """Return the seed of `worker` in this life."""
         return int(self.scenario.rng("torch", worker, self.life).integers(2**63))
 
     def random_states(self) -> list[Tensor]:
-        """Return where the generators stand that this rank draws from: the CPU's, and its GPU's."""
+        """Return the states of torch's generators on the CPU and on this rank's GPU, if any."""
         states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))
@@ -99,14 +99,14 @@ class Rank:
         return dict(zip(self.workers, states, strict=True))
 
     def restore_random(self, states: Sequence[Tensor]) -> None:
-        """Puts the generators back where they stood."""
+        """Restore the generators from the result of `random_states`."""
         torch.set_rng_state(states[0].cpu())
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(states[1].cpu(), self.device)
 
 
 def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """Writes it whole or not at all: who dies while it writes leaves the last one."""
+    """Write `content` atomically: a process that dies meanwhile leaves the previous checkpoint."""
     unfinished = checkpoint.with_suffix(".part")
     torch.save(content, unfinished)
     unfinished.replace(checkpoint)
@@ -117,7 +117,7 @@ def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
 
 @cache
 def crew() -> Crew:
-    """The ranks' processes; they end with this one."""
+    """Return the processes of the ranks; they end with this process."""
     made = Crew(main, preload=preloaded.MODULES, one_job=True)
     atexit.register(made.dismiss)
     return made
@@ -131,11 +131,11 @@ def run(
     group_size: Callable[[Scenario, int], int] = lambda *_: 1,
     in_stages: bool = False,
 ) -> trace.Trace:
-    """Trains as `scenario` says with the system it names.
+    """Train as `scenario` says, with the system that it names.
 
-    A rank has `micro_batches` a step, or as many as the scenario accumulates. Of a number of ranks
-    `group_size` tells how many, one after the other, compute one batch: together, or `in_stages`,
-    each with parameters of its own.
+    Each rank has `micro_batches` a step, by default the scenario's accumulation. `group_size`
+    returns, for a number of ranks, how many consecutive ones compute one batch together. With
+    `in_stages` they form a pipeline, and each has its own parameters.
     """
 
     def arrange(world_size: int) -> Arrangement:
@@ -165,12 +165,12 @@ class _Lives:
         self._scenario, self._folder, self._arrange = scenario, folder, arrange
         self._life = 0
         self._workers = membership.initial_ranks(scenario)
-        self._faults = list(scenario.faults)  # those that have not struck
+        self._faults = list(scenario.faults)  # those that have not struck yet
         self._joins = [one for one in self._faults if one.kind == "join"]
         self.events: list[trace.Event] = []
 
     def live(self) -> tuple[str, str]:
-        """Runs to the end: its status, and the reason."""
+        """Run to the end; return its status and the reason."""
         scenario, step = self._scenario, 0
         ends = {*scenario.stops, *((one.step or 0) for one in self._joins), scenario.num_steps}
         for until in sorted(ends - {0}):
@@ -182,7 +182,7 @@ class _Lives:
         return "completed", ""
 
     def _reach(self, until: int) -> tuple[str, str] | None:
-        """Lives until step `until` is made: None, or the status and reason of an earlier end."""
+        """Train to before step `until`; return None, or the status and reason of an earlier end."""
         while True:
             answers, died = self._one_life(until)
             if all(status == "done" for status, _ in answers):
@@ -196,7 +196,7 @@ class _Lives:
             self._workers = [worker for worker in self._workers if worker not in died]
 
     def _left(self) -> set[int]:
-        """The workers that have left as the scenario says."""
+        """Return the workers whose `leave` fault has struck."""
         struck = [event.fault for event in self.events if isinstance(event, trace.Injected)]
         return {fault["rank"] for fault in struck if fault["kind"] == "leave"}
 
@@ -211,8 +211,9 @@ class _Lives:
             self._joins.remove(fault)
 
     def _one_life(self, until: int) -> tuple[list[tuple[str, str]], set[int]]:
-        """Return the status and reason of each rank, _SILENT of one that died or was stuck; and the
-        workers that died by themselves.
+        """Run one life; return the status and reason of each rank, and the workers that died.
+
+        The status is _SILENT for a rank that died or hung.
         """
         folder = self._folder / f"life-{self._life:03}"
         folder.mkdir()
@@ -248,7 +249,7 @@ class _Lives:
     def _take(
         self, folder: Path, arranged: Arrangement, placed: Mapping[str, Fault], *, struck: bool
     ) -> None:
-        """Adds what the ranks of a life recorded: under the workers' numbers, not the ranks'."""
+        """Add the events that the ranks of a life recorded, with ranks replaced by workers."""
         ranks, problems = assembly.load(folder)
         if problems:
             raise SystemFailure(problems[0])
@@ -269,8 +270,9 @@ class _Lives:
 
 
 def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
-    """Waits until every rank has answered or died, and gives those that died; once one has failed
-    the others have PARTING_S, as a collective that lacks a rank may wait for ever.
+    """Wait until every rank has answered or died, and return those that died.
+
+    Once a rank has failed, the others have PARTING_S left: a collective may wait for it for ever.
     """
     dead = []
     deadline = time.monotonic() + deadline_s
@@ -292,17 +294,17 @@ def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
 
 
 def main(pipe: Connection) -> NoReturn:
-    """Does one job, answers, and ends at once.
+    """Do one job, answer, and end at once.
 
-    Nothing of torch's is taken down: gloo's threads sometimes hang, or abort, while it is.
+    torch is not shut down: gloo's threads sometimes hang or abort when it is.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)
     desk = Job(pipe)
     given = desk.next()
     if given is not None:
         job = json.loads(given)
-        # What torch prints is no part of a report; it is there to be read until the run is over.
+        # torch's output is no part of a report. The file can be read until the run is over.
         with Path(job["folder"], f"{job['index']:05}.output.txt").open("wb") as output:
             os.dup2(output.fileno(), sys.stdout.fileno())
             os.dup2(output.fileno(), sys.stderr.fileno())
@@ -316,7 +318,7 @@ def main(pipe: Connection) -> NoReturn:
 
 
 def _train(scenario: Scenario, job: Mapping[str, Any]) -> tuple[str, str]:
-    """Trains as one rank: how that ended, and why."""
+    """Train as one rank; return the status and the reason."""
     index, workers, folder = job["index"], tuple(job["workers"]), Path(job["folder"])
     os.environ.update(
         {
@@ -355,7 +357,7 @@ def _train(scenario: Scenario, job: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _device(scenario: Scenario, index: int, world_size: int) -> torch.device:
-    """The CPU, or a GPU of the rank's own; BackendUnavailable if there are fewer GPUs."""
+    """Return the CPU, or the rank's own GPU; BackendUnavailable if there are too few GPUs."""
     if scenario.backends[0] != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -1,8 +1,8 @@
-"""Sequence parallelism: tensor parallelism whose ranks, between the layers that they share, hold a
-part of each sequence each, instead of all of it.
+"""Sequence parallelism: tensor parallelism where each rank holds a part of each sequence.
 
-What tensor parallelism all-reduces is reduce-scattered and all-gathered here: the same traffic, and
-norms and residuals take 1/tp of the memory and of the time. Training itself is `tensor_parallel`'s.
+Ranks hold these parts between the layers that they share. A reduce-scatter and an all-gather
+replace each all-reduce of tensor parallelism. The traffic is the same, and norms and residuals take
+1/tp of the memory and the time. The training loop is that of `tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from entrenar_py.systems.torch.ranks import Rank
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each rank a process of its own."""
+    """Train as `scenario` says, each rank in its own process."""
     tensor_parallel.degree(scenario, scenario.world_size)
     return ranks.run(scenario, group_size=tensor_parallel.degree)
 
@@ -36,17 +36,16 @@ def train(rank: Rank) -> None:
 
 
 def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
-    """Cuts `model`, in place, over the ranks of `mesh`; what has no sequences as
-    `tensor_parallel` does.
+    """Cut `model`, in place, over the ranks of `mesh`.
 
-    A norm's gradient comes from a part of the sequence on each rank: the parts are to be added
-    (`tensor_parallel.add_terms`), not averaged.
+    A model without sequences is cut as in `tensor_parallel`. Each rank has a norm's gradient from
+    its part of the sequence: these are added (`tensor_parallel.add_terms`), not averaged.
     """
     if not isinstance(model, workload_layers.Decoder):
         tensor_parallel.parallelize(model, mesh)
         return
     part, whole = Shard(1), Replicate()  # of [n, t, d]
-    # Gathered once for all the layers that read it: their gradients are added, then scattered.
+    # One gather serves all layers that read the input. Their gradients are added, then scattered.
     gather = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
     parallelize_module(
         model,

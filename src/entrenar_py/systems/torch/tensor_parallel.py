@@ -1,8 +1,9 @@
-"""Tensor parallelism by `parallelize_module`, beside data parallelism: ranks in pairs hold half of
-each layer and compute the same batch, pairs hold copies and compute different ones.
+"""Tensor parallelism by `parallelize_module`, with data parallelism over groups of ranks.
 
-`options.tp` is the size of such a group (2); of a world that it does not divide, the largest number
-that divides both. The checkpoint holds whole tensors: a run goes on with any number of ranks.
+The ranks of a group share each layer and compute the same batch. Groups hold copies of the model
+and compute different batches. `options.tp` is the size of a group, by default 2; it is reduced to
+its greatest common divisor with the number of ranks. The checkpoint holds whole tensors, so that
+any number of ranks can resume from it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Parallelize = Callable[[workload_layers.Layers, DeviceMesh], None]
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Trains as `scenario` says, each rank a process of its own."""
+    """Train as `scenario` says, each rank in its own process."""
     degree(scenario, scenario.world_size)
     return ranks.run(scenario, group_size=degree)
 
@@ -48,7 +49,7 @@ def train(rank: Rank) -> None:
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
-    """Return how many ranks share a layer; UsageError if its heads can't be split so."""
+    """Return the number of ranks that share a layer; UsageError if it can't split the heads."""
     size = scenario.options.get("tp", 2)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UsageError(f"option tp={size!r} on system {scenario.system}: use a number of ranks")
@@ -64,14 +65,14 @@ def degree(scenario: Scenario, world_size: int) -> int:
 
 
 def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
-    """Cuts `model`, in place, over the ranks of `mesh`.
+    """Cut `model`, in place, over the ranks of `mesh`.
 
-    Each pair of layers is cut by columns and then by rows: one all-reduce behind the second, and
-    one, of the gradient, before the first. The embedding, which is the output's weight, too, is cut
-    by the vocabulary.
+    The first layer of each pair is cut by columns, the second by rows. So there is one all-reduce
+    after the second layer, and one of the gradient before the first. The embedding, which is also
+    the weight of the output, is cut by the vocabulary.
     """
     if isinstance(model, workload_layers.Classifier):
-        # Dropout comes between its layers: it is drawn of the whole, the same on all ranks.
+        # Dropout between the layers is drawn for the whole output, the same on all ranks.
         whole = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, mesh, dict.fromkeys(("hidden1", "hidden2", "output"), whole))
     elif isinstance(model, workload_layers.Decoder):
@@ -101,9 +102,7 @@ def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
 
 
 class AdaptedColwise(ColwiseParallel):
-    """A layer with an adapter beside it, by columns: A, which is small, is on all ranks, B and the
-    frozen weight are cut alike.
-    """
+    """Cuts a layer with an adapter by columns: the small A is replicated, B is cut like W."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         for key, parameter in module.named_parameters(recurse=False):
@@ -113,8 +112,8 @@ class AdaptedColwise(ColwiseParallel):
 
 
 class Replicated(ParallelStyle):
-    """A module that computes the same on all ranks, its parameters DTensors like all others: the
-    optimizer's multi-tensor kernels take one kind at a time.
+    """Replicates a module. Its parameters become DTensors like all others, because the optimizer's
+    multi-tensor kernels can't mix them with plain tensors.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -131,11 +130,11 @@ class Replicated(ParallelStyle):
 def cut_model(
     model: workload_layers.Layers, mesh: DeviceMesh, parallelize: Parallelize
 ) -> list[nn.Parameter]:
-    """Cuts `model`; its parameters that train."""
+    """Cut `model`, in place; return its trainable parameters."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     parallelize(model, mesh)
     for name, parameter in model.named_parameters():
-        # A style makes new parameters, and all of them train.
+        # Parallel styles create new parameters, which are all trainable.
         parameter.requires_grad_(name not in frozen)
     trainable = [p for p in model.parameters() if p.requires_grad]
     for parameter in trainable:
@@ -145,8 +144,9 @@ def cut_model(
 
 
 def add_terms(gradient: Tensor) -> Tensor:
-    """A replicated parameter's gradient: the sum, where ranks of a group have come to terms of it,
-    each by its part of what comes behind.
+    """Return a replicated parameter's gradient, summed over the group if it is partial.
+
+    It is partial where each rank has only the term from its part of the following layers.
     """
     assert isinstance(gradient, DTensor)
     return gradient.redistribute(placements=[Replicate()])
@@ -156,12 +156,12 @@ def add_terms(gradient: Tensor) -> Tensor:
 
 
 def train_with(rank: Rank, parallelize: Parallelize) -> None:
-    """Train as `train` does, the model cut by `parallelize`; NotFinite where that stops it."""
+    """Train one rank with the model cut by `parallelize`; NotFinite for a bad loss or gradient."""
     scenario, size = rank.scenario, degree(rank.scenario, rank.world_size)
     shape = (rank.world_size // size, size)
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
     place, group = mesh.get_local_rank("dp"), mesh["tp"].get_group()
-    # Who shares a layer draws the same dropout, other groups another.
+    # The ranks of a group draw the same dropout; groups differ.
     torch.manual_seed(rank.seed_of(rank.workers[place * size]))
     model = workload_layers.build(scenario).to(rank.device)
     trainable = cut_model(model, mesh["tp"], parallelize)
@@ -185,7 +185,7 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
             there = sharding.cut(local_batch(ids, mesh, error.rank // size), scenario.accumulation)
             obs.halted(str(error), ids=there[error.micro], **error.place)
             raise
-        for parameter in trainable:  # over the groups; within one the layers have seen to it
+        for parameter in trainable:  # over groups; within a group backward has added everything
             dist.all_reduce(local_gradient(parameter), group=mesh["dp"].get_group())
         obs.reduced()
         data.move_buffers(model, ids)
@@ -200,9 +200,7 @@ def train_with(rank: Rank, parallelize: Parallelize) -> None:
 
 
 def local_batch(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids:
-    """Return what the group of ranks at `place` takes of a global batch: there are as many parts as
-    groups, not as ranks.
-    """
+    """Return the part of a global batch that the group of ranks at `place` computes."""
     return sharding.cut(ids, mesh["dp"].size())[place]
 
 
@@ -215,7 +213,7 @@ def accumulate(
     epoch: int,
     weight: float,
 ) -> None:
-    """Leaves in `.grad` this group's share of the mean over a global batch of `weight`."""
+    """Leave in `.grad` this group's share of the mean over a global batch of `weight`."""
     model.zero_grad()
     for part in parts:
         obs.samples(part, epoch=epoch)
@@ -227,7 +225,7 @@ def accumulate(
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank holds of the gradient, not a copy; zeros where there was none."""
+    """Return this rank's piece of the gradient, not a copy; it is set to zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
@@ -235,8 +233,9 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def norm_l2(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
-    """The norm of the whole gradient, in float64: pieces are added over `group`, copies count once;
-    0-d.
+    """Return the norm of the whole gradient, float64, 0-d.
+
+    The squares of pieces are added over `group`; those of copies count once.
     """
     squares: dict[bool, list[Tensor]] = {True: [], False: []}  # of pieces, of copies
     for parameter in trainable:
@@ -251,7 +250,7 @@ def norm_l2(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tens
 def clip(
     trainable: Iterable[nn.Parameter], clip_norm: float | None, group: dist.ProcessGroup
 ) -> None:
-    """Scales all that this rank holds of the gradient by the same factor, in place."""
+    """Clip this rank's pieces of the gradient, in place, by the norm of the whole."""
     if clip_norm is None:
         return
     factor = (clip_norm / (norm_l2(trainable, group) + 1e-6)).clamp(max=1.0)

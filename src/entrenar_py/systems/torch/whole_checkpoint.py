@@ -1,6 +1,6 @@
-"""Checkpoints of trainers that shard: one file of whole tensors under the names of the model.
+"""Checkpoints of sharded trainers: one file of whole tensors under the names of the model.
 
-Who saved it in pieces and stages is forgotten: any other number of ranks can go on from it.
+The file does not depend on shards and stages, so that any number of ranks can resume from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def save(
     position: sharding.Position,
     step: int,
 ) -> None:
-    """Rank 0 writes what all ranks hold, and every rank's random state; all ranks call it."""
+    """Write the state of all ranks and their random states on rank 0; all ranks must call it."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     own: dict[str, Any] = {
         "model": {name: whole(one) for name, one in tensors_of(model).items()},
@@ -49,7 +49,7 @@ def save(
 def load(
     rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR
 ) -> tuple[sharding.Position, int]:
-    """Return where to go on, and the next step; a rank that the checkpoint lacks draws its own."""
+    """Restore all, and the random state if this worker saved one; return position and next step."""
     saved = torch.load(rank.checkpoint, map_location=rank.device, weights_only=True)
     step: int = saved["step"]
     with torch.no_grad():
@@ -70,27 +70,25 @@ def load(
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def global_name(name: str) -> str:
-    """Return the name in the file of what this rank calls `name`: the same in all stages."""
+    """Return the name in the file of this rank's tensor `name`: all stages use the same names."""
     return name
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it; all ranks that hold a piece take part."""
+    """Return the whole tensor; all ranks that hold a piece must call it."""
     held = tensor.detach()
     return held.full_tensor() if isinstance(held, DTensor) else held
 
 
 def placed(name: str, saved: Mapping[str, Tensor], *, like: Tensor) -> Tensor:
-    """The piece of `saved[name]` that this rank holds, if `like` is held in pieces and it is of
-    that shape; else all of it.
-    """
+    """Return `saved[name]`, or this rank's piece of it if `like` is a DTensor of the same shape."""
     value = saved[name]
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
-    # Each rank has all of it: it takes its own, and nobody is asked.
+    # Every rank has the whole tensor and takes its piece without communication.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,7 +1,6 @@
-"""A scenario's workload as a chain of real torch layers, which can be sharded and cut into stages.
+"""A scenario's workload as a chain of torch layers that can be sharded and cut into stages.
 
-The names of parameters are those of the workload's tensors. `linear` and `mlp` stand here, the
-decoders in `decoder_module`.
+Parameters have the names of the workload's tensors. The decoders are in `decoder_module`.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class Regression(nn.Linear):
 
     @staticmethod
     def loss_sum(y: Tensor, targets: Tensor) -> Tensor:
-        """0-d; a target that is NaN counts nothing."""
+        """Return the summed loss, 0-d; targets that are NaN are ignored."""
         real = ~targets.isnan()
         return F.mse_loss(y[real], targets[real], reduction="sum")
 
 
 class Classifier(nn.Module):
-    """Two hidden tanh layers with dropout, a unit each, and the output."""
+    """Three units: two hidden tanh layers with dropout, and the output layer."""
 
     num_units = 3
     running_mean: Tensor  # of the pixels
@@ -66,8 +65,10 @@ class Classifier(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, units: Iterable[int] | None = None
     ) -> Tensor:
-        """Return what comes out of `units`, all that are here if None: pixels float32 [n, 64] go
-        into the first, scores [n, 10] come out of the last; with `targets` their loss.
+        """Return the output of `units`, by default of all that this module has.
+
+        The first unit takes pixels, float32 [n, 64]. The last one returns scores [n, 10], or their
+        loss if there are `targets`.
         """
         for unit in self.units if units is None else units:
             if unit == 0:
@@ -79,7 +80,7 @@ class Classifier(nn.Module):
 
     @staticmethod
     def loss_sum(scores: Tensor, targets: Tensor) -> Tensor:
-        """0-d; a target PADDING counts nothing."""
+        """Return the summed loss, 0-d; targets equal to PADDING are ignored."""
         return F.cross_entropy(scores, targets, ignore_index=decoder.PADDING, reduction="sum")
 
 
@@ -95,7 +96,7 @@ _KINDS: dict[str, type[Layers]] = {
 
 
 def num_units(scenario: Scenario) -> int:
-    """Return the largest number of stages of the workload; UsageError if it has no layers."""
+    """Return the number of units, the most stages possible; UsageError without layers."""
     if scenario.workload not in _KINDS:
         raise UsageError(
             f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
@@ -105,7 +106,7 @@ def num_units(scenario: Scenario) -> int:
 
 
 def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
-    """The workload with its initial values, or those of its `units` alone."""
+    """Return the workload with its initial values, or only some of its `units`."""
     workload = models.model_of(scenario)
     model: Layers
     here = range(num_units(scenario)) if units is None else list(units)
@@ -125,7 +126,7 @@ def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
 
 
 class Data:
-    """The samples of a scenario's workload, as its layers take them."""
+    """The samples of a scenario's workload, as inputs and targets of its layers."""
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
         workload = models.model_of(scenario)
@@ -133,9 +134,9 @@ class Data:
         self._workload, self.device = workload, device
 
     def batch(self, ids: Sequence[int], num_rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `ids`, in `num_rows` rows: those behind them count nothing."""
+        """Return inputs and targets of `ids` in `num_rows` rows; rows after these are ignored."""
         workload = self._workload
-        # Who has no samples has rows all the same, of a sample that does not count.
+        # The other rows repeat sample 0, with targets that the loss ignores.
         inputs, targets = workload.batch([*ids, *[0] * (num_rows - len(ids))])
         nothing = torch.nan if targets.is_floating_point() else decoder.PADDING
         targets = targets.clone()
@@ -146,16 +147,14 @@ class Data:
         return inputs.to(self.device), targets.to(self.device)
 
     def count(self, ids: Sequence[int]) -> float:
-        """Return what `ids` count in the mean: samples, or tokens."""
+        """Return the weight of `ids` in the mean: their number of samples or tokens."""
         return float(self._workload.weight(ids)) if ids else 0.0
 
     def example(self, unit: int, num_rows: int) -> Tensor:
-        """Return what goes into `unit`, or out of the last one if there is none of that number: a
-        tensor without values.
-        """
+        """Return a meta tensor like the input of `unit`; for `num_units`, like the last output."""
         shape = self._shapes()[unit]
         kind = self._workload.batch([0])[0].dtype if unit == 0 else torch.float32
-        # What comes out of a unit has a gradient; without it none would be sent back.
+        # The output of a unit requires a gradient: otherwise none would be sent back.
         return torch.empty(num_rows, *shape, dtype=kind, device="meta", requires_grad=unit > 0)
 
     def _shapes(self) -> list[tuple[int, ...]]:
@@ -169,7 +168,7 @@ class Data:
         return [(1,), (1,)]
 
     def move_buffers(self, model: nn.Module, ids: sharding.Ids) -> None:
-        """Moves the running means towards the mean of the global batch `ids`: all are told."""
+        """Move the running means towards the mean of the whole global batch `ids`."""
         totals = self._workload.statistics(ids)
         for name, buffer in model.named_buffers():
             total = torch.from_numpy(totals[name]).to(buffer)

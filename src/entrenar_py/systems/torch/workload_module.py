@@ -1,6 +1,6 @@
 """A scenario's workload as a `torch.nn.Module`, with its optimizer and schedule by torch.
 
-What `ddp` and its like train; the names of its parameters are those of the workload's tensors.
+Used by `ddp` and similar trainers. Parameters have the names of the workload's tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOMENTUM = 0.9
 
 
 class Model(nn.Module):
-    """Holds the tensors of a workload; called with sample ids, it gives the SUM of their losses."""
+    """A module with the tensors of a workload; it maps sample ids to the SUM of their losses."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
@@ -39,17 +39,17 @@ class Model(nn.Module):
                 place.register_parameter(name, nn.Parameter(value, spec.role == "trainable"))
 
     def forward(self, ids: Sequence[int]) -> Tensor:
-        """0-d. `ids` are never empty."""
+        """Return the summed loss of `ids`, 0-d; there must be at least one."""
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         batch = self.workload.batch(ids)
         return self.workload.loss_of(tensors, batch, linear=_linear, drop=self._drop)
 
     def count(self, ids: Sequence[int]) -> float:
-        """Return what `ids` count in the mean: samples, or tokens."""
+        """Return the weight of `ids` in the mean: their number of samples or tokens."""
         return float(self.workload.weight(ids)) if ids else 0.0
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Per buffer, the sum over `ids` of what its running mean averages, on its device."""
+        """Return for each buffer the sum over `ids` of what it averages, on the buffer's device."""
         totals = self.workload.statistics(ids) if ids else {}
         return {
             name: torch.from_numpy(totals[name]).to(buffer) if ids else torch.zeros_like(buffer)
@@ -57,7 +57,7 @@ class Model(nn.Module):
         }
 
     def move_buffers(self, totals: dict[str, Tensor], num_samples: int) -> None:
-        """Moves the running means towards the mean over the whole batch."""
+        """Move the running means towards the mean over the whole batch."""
         for name, buffer in self.named_buffers():
             buffer.lerp_(totals[name] / num_samples, engine.BUFFER_MOMENTUM)
 
@@ -66,12 +66,12 @@ class Model(nn.Module):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the precision of the weights, whatever the data have."""
+    """Apply a linear layer in the precision of the weights, whatever that of `x`."""
     return nn.functional.linear(x.to(weight.dtype), weight, bias)
 
 
 def optimizer_of(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's, of what is there of the workload, in two groups: what decays, and the rest."""
+    """Return torch's optimizer of the model's parameters, in two groups: decayed and others."""
     there = {name: p for name, p in model.named_parameters() if p.requires_grad}
     specs = [spec for spec in models.model_of(scenario).specs if spec.name in there]
     groups = [
@@ -91,7 +91,7 @@ def optimizer_of(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
 def scheduler_of(
     scenario: Scenario, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The scenario's schedule, a factor on the peak learning rate."""
+    """Return the scenario's schedule as a factor on the peak learning rate."""
 
     def factor(step: int) -> float:
         return schedule.learning_rate(
