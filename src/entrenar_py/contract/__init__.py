@@ -1,7 +1,7 @@
-"""A contract: what must hold, as read from a YAML file with the place of every clause.
+"""Contracts: load a YAML file into a `Contract` that knows the place of every clause.
 
-Decides nothing about trainers: it finds the clauses, keeps what it does not know, and reports
-what is wrong with the file.
+This package decides nothing about trainers. It finds the clauses, keeps as plain data the parts
+that it does not know, and reports problems with the file.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ __all__ = [
 def load(
     path: Path, *, vocabulary: Vocabulary, strict: bool = False, bind: Sequence[Path] = ()
 ) -> Contract:
-    """Return the contract at `path`, valid; nothing in it was executed.
+    """Load the contract at `path`, without executing anything in it.
 
-    `vocabulary` holds the names that a clause may use beside those in the file; `bind` are files of
-    bindings, beside the one that lies next to it. Raises ContractError with all problems at once,
-    each `file:line:column: error: ...`; under `strict` the warnings are problems too, the notes
-    never.
+    `vocabulary` holds the names from outside the file that a clause may use. `bind` are further
+    files of bindings, in addition to the shipped one and the one next to the contract. Raises
+    ContractError with all problems at once, each `file:line:column: error: ...`. Under `strict`
+    warnings are errors too.
     """
     problems = Problems()
     _, loaded = read(path, vocabulary=vocabulary, problems=problems, bind=bind)
@@ -77,10 +77,10 @@ def load(
 def read(
     path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
 ) -> tuple[MapNode | None, Contract | None]:
-    """Return the tree of the file at `path` and the contract that it makes, or None for either.
+    """Return the tree of the file at `path` and its Contract, each None if it can't be made.
 
-    What is to say about them, or about a file that can't be read, goes into `problems`; with an
-    error among these the contract is not fit for use.
+    Errors, warnings and notes go into `problems`, also for a file that can't be read. If one of
+    them is an error, the contract must not be used.
     """
     data = composer.read(path, problems)
     root = None if data is None else composer.compose(data, str(path), problems)

@@ -1,7 +1,7 @@
-"""The falsification tests of a contract, and what each of them attacks.
+"""The falsification tests of a contract, and the target that each attacks.
 
-A test's `rule` names its target by a leading id, by a name, or by a property; anything else is a
-sentence, and right as it is.
+A test's `rule` names its target by an id at its beginning, by a name, or by a property. Any other
+rule is kept as free text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from entrenar_py.contract.records import Equation, FalsificationTest, Invariant,
 from entrenar_py.contract.tree import MapNode, ScalarNode
 
 _FIRST_WORD = re.compile(r"[\w.\-]+")
-_ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # what alone in a rule can only be meant as an id
+_ID = re.compile(r"[A-Za-z][\w.]*-[\w.\-]*\d")  # a whole rule of this form is meant as an id
 
 
 class Targets:
-    """The targets that a test may attack, by everything that they may be called."""
+    """The targets that a test may attack, found by id or name."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class Targets:
         named = [(clause.name, clause.id) for clause in invariants]
         named += [(equation.name, equation.name) for equation in equations]
         named += [(obligation.property, obligation.id) for obligation in obligations]
-        # Of several that are called the same the first is meant.
+        # If several have the same name, the first is the target.
         self._names = {_normal(name): target for name, target in reversed(named)}
 
     def resolve(self, rule: str) -> str:
-        """Return the id, or the equation's name, that `rule` means; "" if it means none."""
+        """Return the target of `rule`, an id or the name of an equation; "" if there is none."""
         if rule in self.ids:
             return rule
         named = self._names.get(_normal(rule))
@@ -52,7 +52,7 @@ def _normal(text: str) -> str:
 
 
 def read(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
-    """Return the tests in the file's order; a note for those whose rule is free text."""
+    """Return the tests in the file's order, and note those whose rule is free text."""
     nodes = rules.entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, targets, problems) for node in nodes)
     free = [test for test in tests if not test.target]
@@ -71,7 +71,7 @@ def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationT
     test = record.read_as(
         FalsificationTest,
         id=record.identifier(),
-        # Some authors call it so; that rules want a prediction is said by --validate.
+        # Some authors write `claim`; --validate reports a missing `prediction`.
         prediction=record.text("prediction")
         or record.text("claim")
         or record.filled("prediction", rule="SCHEMA-008"),

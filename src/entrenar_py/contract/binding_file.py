@@ -1,6 +1,6 @@
-"""A file of bindings: which check tries which statement of a contract, as its author has it.
+"""Reads files of bindings: which check tries each statement of a contract.
 
-Read like a contract: with the place of everything, all problems at once, nothing executed.
+As in a contract, values have places, problems are reported together, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ENTRY_KEYS = (*KINDS, "part", "statement", "gate_names", "not_tried", "guess", *
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One binding: `kind` and `name` say of what, `check` or `not_tried` says what becomes of it.
+    """One binding: `kind` and `name` identify the statement, `check` or `not_tried` its treatment.
 
-    `options` are added to those of every scenario. `record` is the mapping as it stands, to say
-    where something in it is wrong. Without a `severity` or `tolerance` the statement's own counts.
+    `options` in the file are merged into each scenario. `record` is the mapping itself, for
+    messages. If `severity` or `tolerance` is None, the statement's own applies.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class BindingFile:
-    """The bindings of one file, and the stem of the contract that they are for."""
+    """The bindings in one file, and `contract`, the stem of the contract that they are for."""
 
     path: Path
     contract: str
@@ -71,7 +71,7 @@ class BindingFile:
 
 
 def read(path: Path, problems: Problems) -> BindingFile | None:
-    """Return the file at `path`; None if it has no bindings, the reason in `problems`."""
+    """Return the bindings in the file at `path`; None, and a problem, if it has none."""
     root = composer.load(path, problems, form=_FORM)
     if root is None:
         return None
@@ -94,20 +94,20 @@ def read(path: Path, problems: Problems) -> BindingFile | None:
 
 
 def stem(name: str) -> str:
-    """Return a contract's file name without `.yaml` or `.yml`."""
+    """Return the file name of a contract without `.yaml` or `.yml`."""
     return name.removesuffix(".yaml").removesuffix(".yml")
 
 
 def for_contract(
     given: Sequence[Path], contract: str, contracts: Collection[str]
 ) -> tuple[Path, ...]:
-    """Return the files `given` that are not, by name, for another one of `contracts`."""
+    """Return the files in `given`, less those whose `contract` is another one of `contracts`."""
     others = {stem(Path(name).name) for name in contracts} - {stem(Path(contract).name)}
     return tuple(path for path in given if not others or _contract_of(path) not in others)
 
 
 def _contract_of(path: Path) -> str:
-    file = read(path, Problems())  # what is wrong with the file is said when it is read
+    file = read(path, Problems())  # its problems are reported when its contract is loaded
     return "" if file is None else file.contract
 
 
@@ -164,7 +164,7 @@ def _entry(kind: str, name: str, record: Record) -> Entry:
 
 
 def _require_check_or_reason(record: Record) -> None:
-    """Require a check with its reason, or `not_tried` and nothing on how to try."""
+    """Require a check with a reason, or `not_tried` without keys on how to try."""
     check, not_tried = record.text("check"), record.text("not_tried")
     if bool(check) == bool(not_tried):
         both = "both are" if check else "neither is"
@@ -179,7 +179,7 @@ def _require_check_or_reason(record: Record) -> None:
 
 
 def _scenarios(record: Record) -> tuple[Mapping[str, Any], ...]:
-    """Return the scenarios as plain data, with the binding's own `options` in each of them."""
+    """Return the scenarios as plain data, with the binding's `options` merged into each."""
     scenarios = [plain(node) for node in record.maps("scenarios")]
     options = record.present("options")
     if options is None:
@@ -193,6 +193,6 @@ def _scenarios(record: Record) -> tuple[Mapping[str, Any], ...]:
     else:
         for scenario in scenarios:
             own = scenario.get("options", {})
-            if isinstance(own, dict):  # else the scenario itself says what is wrong
+            if isinstance(own, dict):  # else expanding the scenario reports the error
                 scenario["options"] = {**plain(options), **own}
     return tuple(scenarios)

@@ -1,7 +1,7 @@
-"""Applies files of bindings to a contract's statements: clauses that a check tries, or none.
+"""Applies files of bindings to the statements of a contract.
 
-Three places are looked at, the later wins: what is shipped for a contract of that name, the file
-beside the contract, the files that were given.
+Bindings come from the shipped file for the contract's name, then the file next to the contract,
+then the files given by the user. For each statement the last of these with a binding wins.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from entrenar_py.untrusted import escaping
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files of bindings for a contract whose file is called `stem`; None where there is none.
+    """The files of bindings for the contract with this `stem`; None for one that does not exist.
 
-    `shipped` comes with the project, `beside` lies next to the contract, `given` was named.
+    `shipped` is part of this package, `beside` lies next to the contract, `given` are the user's.
     """
 
     stem: str
@@ -36,7 +36,7 @@ class Files:
 
 
 def files(contract: Path, given: Sequence[Path]) -> Files:
-    """Return the files in which the bindings of `contract` are to be read."""
+    """Return the files that may hold bindings of `contract`."""
     stem = binding_file.stem(contract.name)
     beside = contract.with_name(f"{stem}{SUFFIX}")
     return Files(
@@ -48,9 +48,9 @@ def files(contract: Path, given: Sequence[Path]) -> Files:
 
 
 def _says_something(beside: Path) -> bool:
-    """Return whether something is there, but for the empty file of a shell's `--suggest > FILE`.
+    """Return whether `beside` exists; not if it is empty, as of `--suggest > FILE` in a shell.
 
-    A pipe, a folder or a link to itself is something: reading it says what is wrong.
+    A pipe, a folder or a link to itself exists; reading it reports the error.
     """
     is_empty = beside.is_file() and beside.stat().st_size == 0
     return os.path.lexists(beside) and not is_empty
@@ -59,10 +59,7 @@ def _says_something(beside: Path) -> bool:
 def bind(
     known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
 ) -> tuple[Invariant, ...]:
-    """Return the clauses of a contract with these statements: those that count, and those bound.
-
-    What is wrong with a file of bindings is added to the problems of the contract.
-    """
+    """Return the clauses made of the statements `known`: those bound, and those that count anyway."""
     chosen = _choose(known, files, problems)
     clauses: list[Invariant] = []
     room = scenario_counts.Room(problems)
@@ -77,7 +74,7 @@ def bind(
 def _choose(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """Return (kind, id) of an item -> the bindings of it that count."""
+    """Return (kind, id) of an item -> its bindings, from the last source that has some."""
     chosen = _shipped(known, files, problems)
     for level in ((files.beside,), files.given):
         found: dict[tuple[str, str], list[Bound]] = {}
@@ -103,9 +100,9 @@ def _is_for(file: BindingFile, wanted: str, problems: Problems) -> bool:
 def _shipped(
     known: Sequence[Item], files: Files, problems: Problems
 ) -> dict[tuple[str, str], list[Bound]]:
-    """Return the shipped bindings, if the contract is the one that they were written for.
+    """Return the shipped bindings, if they were written for this contract.
 
-    A name alone says little: one of its statements has to be the same to the letter.
+    The file's name is not enough: the digest of at least one bound statement has to match too.
     """
     if files.shipped is None:
         return {}
@@ -127,7 +124,7 @@ def _shipped(
 def _collect(
     file: BindingFile, known: Sequence[Item], found: dict[tuple[str, str], list[Bound]]
 ) -> None:
-    """Add the bindings of `file` to those found, each under the item that it names."""
+    """Add the bindings of `file` to `found`, each under the item that it names."""
     for entry in file.entries:
         named = [
             item
@@ -160,7 +157,7 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item]) -> None:
 
 
 def _require_parts(bound: Sequence[Bound]) -> None:
-    """Require that several bindings of one statement are parts of it, each with its own name."""
+    """Require that several bindings of one statement each name a distinct part of it."""
     parts: dict[str, Position] = {}
     for binding in bound:
         part, record = binding.entry.part, binding.entry.record

@@ -1,4 +1,4 @@
-"""Makes the clause of a statement and its binding, and tells where they differ."""
+"""Makes clauses from statements and their bindings, and reports where the two differ."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A binding that applies; `stale` says what has changed since it was written."""
+    """A binding of a statement. `stale` says how the statement changed since; empty if it did not."""
 
     entry: Entry
     stale: str
 
 
 def clause(item: Item, bound: Bound, terms: Vocabulary, room: scenario_counts.Room) -> Invariant:
-    """Return the clause that `bound` makes of `item`, or of a part of it.
+    """Return the clause that `bound` makes of `item`, or of a part of `item`.
 
-    What is wrong with the binding, and where it demands less than the contract, is a problem.
+    Errors in the binding, and values that demand less than the contract's, become problems.
     """
     entry = bound.entry
     binding = Binding(
@@ -59,7 +59,7 @@ def clause(item: Item, bound: Bound, terms: Vocabulary, room: scenario_counts.Ro
 
 
 def _bare(item: Item, entry: Entry, binding: Binding) -> Invariant:
-    """Return the clause of `item` before anything is said of how it is tried."""
+    """Return the clause of `item` without the binding's check, tolerance and scenarios."""
     own, part = item.clause, entry.part
     aliases = tuple(name for name in item.names if name not in (own.id, own.name))
     if part:
@@ -68,9 +68,9 @@ def _bare(item: Item, entry: Entry, binding: Binding) -> Invariant:
 
 
 def _departures(item: Item, entry: Entry) -> dict[str, str]:
-    """Return where `entry` demands less than the contract, or otherwise, by its key.
+    """Return key -> description of each value that departs from the contract's.
 
-    A person who sees the verdict is to know of it.
+    Reported are a milder severity, a wider tolerance, and another check or kind of tolerance.
     """
     said, found = item.clause, {}
     is_milder = SEVERITIES.index(entry.severity or "P0") > SEVERITIES.index(said.severity)
@@ -85,7 +85,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
-    """Require that a tolerance says of which kind it is, where its check knows several."""
+    """Require a `tolerance_kind` that the check knows, and one at all if it knows several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)

@@ -1,4 +1,4 @@
-"""The clauses of a contract, read into records."""
+"""Reads the clauses of a contract into `Invariant` records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 from entrenar_py.contract.vocabulary import Vocabulary, check_names
 from entrenar_py.wording import listed
 
-# What others call the severities. An error or a critical one must hold, as P0 must.
+# Severity words in contracts of other tools, and the severity that each stands for here.
 SEVERITY_WORDS = {
     **dict.fromkeys(("CRITICAL", "ERROR", "HIGH"), "P0"),
     **dict.fromkeys(("WARNING", "MEDIUM"), "P1"),
     **dict.fromkeys(("INFO", "LOW"), "P2"),
 }
-_NAMES_MAX = 5  # so many names stand in a note on mappings that are no clauses
+_NAMES_MAX = 5  # ids that a note lists for mappings that aren't clauses
 
 
 def read(root: MapNode, vocabulary: Vocabulary, problems: Problems) -> tuple[Invariant, ...]:

@@ -1,7 +1,7 @@
-"""The bytes of a YAML file -> a tree in which every value knows its line and column.
+"""Composes the bytes of a YAML file into a tree in which every value knows its line and column.
 
-A hostile file costs little: its bytes, nodes and depth are bounded, aliases count as what they
-stand for, and no tag builds an object. Knows nothing of contracts.
+A hostile file costs little: bytes, nodes and depth are bounded, an alias counts as many nodes as
+its target, and no tag builds an object. This module knows nothing of contracts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTRACT_FORM = "a contract is a mapping (metadata, clauses, ...)"
 
 
 def load(path: Path, problems: Problems, *, form: str = CONTRACT_FORM) -> MapNode | None:
-    """Return the tree of the file at `path`; None, and a problem, if it has none (`compose`)."""
+    """Return the tree of the file at `path`, or record a problem and return None."""
     data = read(path, problems)
     return None if data is None else compose(data, str(path), problems, form=form)
 
@@ -36,7 +36,7 @@ def load(path: Path, problems: Problems, *, form: str = CONTRACT_FORM) -> MapNod
 def read(path: Path, problems: Problems) -> bytes | None:
     """Return the file's bytes, at most BYTES_MAX.
 
-    None, and a problem, if it is larger (before reading it), no file, or can't be read.
+    Record a problem and return None if it is larger (before reading), not a file, or unreadable.
     """
     try:
         return files.read(path, bytes_max=BYTES_MAX)
@@ -49,10 +49,10 @@ def read(path: Path, problems: Problems) -> bytes | None:
 def compose(
     data: bytes, file: str, problems: Problems, *, form: str = CONTRACT_FORM
 ) -> MapNode | None:
-    """Return the tree of the one document in `data`; None, and a problem, if it has none.
+    """Return the tree of the only document in `data`, or record a problem and return None.
 
-    `form` says what the document should be, to whoever gave something else than a mapping.
-    Duplicate keys, foreign tags and keys that are no text are problems too, but leave a tree.
+    `form` describes the expected document in the message on anything other than a mapping.
+    Duplicate keys, unknown tags and keys that aren't text are problems too, but a tree is returned.
     """
     text = _decode(data, file, problems)
     if text is None:
@@ -109,7 +109,7 @@ def _words(error: yaml.MarkedYAMLError, text: str, at: Position) -> str:
 
 @dataclass(slots=True)
 class _Open:
-    """A collection whose end has not come yet; a list has no `keys`."""
+    """A list or mapping that has not ended yet; a list has no `keys`."""
 
     at: Position
     anchor: str | None
@@ -121,7 +121,7 @@ class _Open:
 
 
 class _Composer:
-    """Builds the tree from events; a stack instead of recursion."""
+    """Builds the tree from parser events, with a stack in place of recursion."""
 
     def __init__(self, file: str, problems: Problems) -> None:
         self.root: Node | None = None
@@ -135,7 +135,7 @@ class _Composer:
         return Position(self._file, mark.line + 1, mark.column + 1)
 
     def take(self, event: yaml.Event) -> None:
-        """Add one event; raise ComposerError where the file can't be a contract."""
+        """Add one event. Raise ComposerError if the document can't be a contract."""
         if isinstance(event, yaml.ScalarEvent):
             node = resolve(event, self.position(event.start_mark), self._problems)
             self._count(1, event)
@@ -227,7 +227,7 @@ class _Composer:
         )
 
     def _merge(self, top: _Open, merged: Node) -> None:
-        """Fill in the keys that the mapping lacks, as `<<` of YAML 1.1 does; the first one wins."""
+        """Add the keys that the mapping lacks, as `<<` of YAML 1.1 does. The first source wins."""
         for source in merged.items if isinstance(merged, ListNode) else (merged,):
             if not isinstance(source, MapNode):
                 self._problems.error(top.keys["<<"], "<< takes a mapping or a list of mappings")

@@ -1,4 +1,4 @@
-"""Follows what a contract depends on: the file that each name means, and circles among them."""
+"""Follows `depends_on`: finds the file of each name, and cycles among the files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from entrenar_py.contract.tree import MapNode
 
 
 def check(path: Path, root: MapNode, problems: Problems) -> None:
-    """Follow `metadata.depends_on` of the contract at `path` through every file it leads to.
+    """Follow `metadata.depends_on` of the contract at `path` through all files it leads to.
 
-    A circle is an error; a name that leads to no readable contract is a note.
+    A cycle is an error. A name that leads to no readable contract is a note.
     """
     start = path.resolve()
     direct: dict[Path, Position] = {}
@@ -57,7 +57,7 @@ def _resolve(name: str, folder: Path) -> Path | None:
 
 
 def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
-    """Add the files that `start` leads to; return false if `start` is no readable contract."""
+    """Add the files that `start` leads to; return False if `start` is not a readable contract."""
     waiting = [start]
     while waiting:
         path = waiting.pop()
@@ -73,6 +73,6 @@ def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
 
 
 def _dependencies(path: Path) -> list[str] | None:
-    quiet = Problems()  # what is wrong with another file is said when that file is checked
+    quiet = Problems()  # problems of another file are reported when it is loaded itself
     root = composer.load(path, quiet)
     return None if root is None else [name for name, _ in _names(root, quiet)]

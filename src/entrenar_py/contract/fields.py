@@ -1,6 +1,6 @@
-"""One mapping of a contract, read field by field: a wrong shape becomes a problem, not a crash.
+"""Reads one mapping of a contract field by field. A wrong shape is a problem, never a crash.
 
-Every reader gives back something usable, so that all problems of a file come out at once.
+Each reader returns a usable value even after an error, so that one load finds all problems.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Record:
         self.node, self.what, self.known, self.problems = node, what, known, problems
 
     def error(self, key: str, message: str, *, rule: str = "") -> None:
-        """Record an error in the value of `key`, or in the mapping if it has no such key."""
+        """Record an error at the value of `key`, or at the mapping if it has no such key."""
         self.problems.error(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def warn(self, key: str, message: str, *, rule: str = "") -> None:
-        """Record a warning at the same place."""
+        """Record a warning at the value of `key`, or at the mapping if it has no such key."""
         self.problems.warn(self.place(key), f"{self.what}: {message}", rule=rule)
 
     def warn_unread(self, *, read_elsewhere: Collection[str] = ()) -> None:
-        """Warn of every key that no one reads."""
+        """Warn of every key that is neither known nor read elsewhere."""
         for key in self.node.keys:
             if key in self.node.fields and key not in self.known and key not in read_elsewhere:
                 self._warn_unread(key)
 
     def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Return the keys that no one reads, as plain data; one note tells of all such of a `kind`.
+        """Return the keys that are neither known nor read elsewhere, as plain data.
 
-        A key that looks like a slip of a known one is a warning of its own.
+        A key that looks misspelled is a warning; all others of a `kind` of mapping share one note.
         """
         data = {}
         for key, child in self.node.fields.items():
@@ -61,7 +61,7 @@ class Record:
         self.problems.warn(self.node.keys[key], f"{self.what}: key {key!r} is not read{hint}")
 
     def place(self, key: str) -> Position:
-        """Return the place of the value of `key`; that of the mapping if there is none."""
+        """Return the place of the value of `key`, or of the mapping if it has no such key."""
         found = self.node.fields.get(key)
         return self.node.at if found is None else found.at
 
@@ -73,18 +73,18 @@ class Record:
         return found
 
     def text(self, key: str) -> str:
-        """Return the text of `key` as written, "" if none; a list of texts joined by `; `."""
+        """Return the text of `key` as written, "" if missing. A list of texts is joined by `; `."""
         return "; ".join(self.texts(key))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return the texts of `key`, one text counting as a list of one; blank ones are left out.
+        """Return the non-blank texts of `key`; a single text counts as a list of one.
 
-        A sentence in a list that YAML takes for a mapping (`- so it is: a = b`) is a text, too.
+        A sentence in the list that YAML reads as a mapping (`- so it is: a = b`) is a text too.
         """
         return tuple(item.text.strip() for item in self.scalars(key, prose=True))
 
     def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
-        """Return `texts` with their places; sentences with a colon only where it is `prose`."""
+        """Return the items of `texts` with places; with `prose`, also sentences with a colon."""
         node = self.present(key)
         if node is None:
             return ()
@@ -97,14 +97,14 @@ class Record:
         return tuple(scalar for scalar in scalars if scalar.text.strip())
 
     def filled(self, key: str, *, rule: str = "") -> str:
-        """Return the same as `text`; an empty or missing one is an error, which breaks `rule`."""
+        """Return the same as `text`. An empty or missing text is an error that breaks `rule`."""
         text = self.text(key)
         if not text:
             self.error(key, f"{key} is empty; write it down", rule=rule)
         return text
 
     def identifier(self) -> str:
-        """Return the one text of `id`; "" and an error if there is none."""
+        """Return the text of `id`. Without one, record an error and return ""."""
         node = self.present("id")
         if isinstance(node, ScalarNode) and node.text.strip():
             return node.text.strip()
@@ -112,7 +112,7 @@ class Record:
         return ""
 
     def flag(self, key: str) -> bool:
-        """Return true or false, also for a quoted text ('true'); false if there is none."""
+        """Return true or false, also for a quoted text ('true'); false if the key is missing."""
         node = self.present(key)
         if node is None:
             return False
@@ -124,7 +124,7 @@ class Record:
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
-        """Return one of `allowed`, or None. `words` are capitals that stand for one."""
+        """Return the value of `key` if allowed, else None; `words` map other words to allowed ones."""
         node = self.present(key)
         if node is None:
             return None
@@ -136,9 +136,10 @@ class Record:
         return None
 
     def read_as(self, kind: type[T], /, **values: Any) -> T:
-        """Return a record of `kind`: the `values`, and as text whatever else its fields are.
+        """Return a record of `kind` with the field `values` and, for the rest, texts of the
+        mapping.
 
-        A field that is text, or a tuple of texts, and not among the values is read by its name.
+        A `str` or `tuple[str, ...]` field that is not among the values is read by its name.
         """
         readers: dict[str, Callable[[str], Any]] = {"str": self.text, "tuple[str, ...]": self.texts}
         for field in fields(kind):  # type: ignore[arg-type]
@@ -147,7 +148,7 @@ class Record:
         return kind(**values)
 
     def number(self, key: str) -> float | None:
-        """Return a finite number >= 0, also written as text ("1e-4"); None if there is none."""
+        """Return a finite number >= 0, also if written as text ("1e-4"); None if it is missing."""
         node = self.present(key)
         if node is None:
             return None
@@ -157,7 +158,7 @@ class Record:
         return number
 
     def data(self, key: str) -> dict[str, Any]:
-        """Return the mapping of `key` as plain data; `{key: it}` for anything else, {} for none."""
+        """Return the mapping under `key` as plain data; {} if missing, else `{key: value}`."""
         node = self.present(key)
         if node is None:
             return {}
@@ -165,18 +166,18 @@ class Record:
         return data if isinstance(node, MapNode) else {key: data}
 
     def is_percentage(self, key: str) -> bool:
-        """Return whether the text of `key` is a number of percent (`1%`)."""
+        """Return whether the text of `key` is a percentage (`1%`)."""
         node = self.present(key)
         return isinstance(node, ScalarNode) and _percentage(node) is not None
 
     def amount(self, key: str) -> float | None:
-        """Return the same as `number`, also for percents: `1%` is 0.01."""
+        """Return the same as `number`, but accept a percentage too: `1%` is 0.01."""
         node = self.present(key)
         share = _percentage(node) if isinstance(node, ScalarNode) else None
         return self.number(key) if share is None else share
 
     def maps(self, key: str) -> tuple[MapNode, ...]:
-        """Return the mappings of the list `key`; none if there is no list."""
+        """Return the mappings in the list `key`; an empty tuple if it is missing or not a list."""
         node = self.present(key)
         if node is None:
             return ()
@@ -206,7 +207,7 @@ def _percentage(node: ScalarNode) -> float | None:
 
 
 def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
-    """Return the text of `node`; with `colon`, also of a sentence that a colon makes a mapping."""
+    """Return the scalar of `node`; with `colon`, also one that YAML read as a mapping."""
     if isinstance(node, ScalarNode):
         return node
     if colon and isinstance(node, MapNode) and len(node.fields) == 1:

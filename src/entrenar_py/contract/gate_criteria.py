@@ -1,4 +1,4 @@
-"""The prose of a gate's `pass_criteria`: which clauses it asks for by id, severity or kind."""
+"""Reads the prose of a gate's `pass_criteria`: the clauses it names by id, severity or kind."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _IDS = re.compile(
     r"(?:\s*(?:\.{2,3}=?|…|–|—|~|\bto\b|\bthrough\b)\s*(?:(?P=prefix))?(?P<last>\d{1,6})"
     r"|\s+-\s+(?P=prefix)(?P<to>\d{1,6}))?(?!\w)"
 )
-# A number as long, behind an id or another such number, is one too: F-DP-001, 002 and 003.
-_MORE_DIGITS_MIN = 2  # of one digit it may count anything
+# After an id, a bare number of as many digits continues the list: F-DP-001, 002 and 003.
+_MORE_DIGITS_MIN = 2  # a single digit may be a count of something else
 _MORE = re.compile(r"(?:\s*(?:,\s*(?:and|&)?|/|&|\+|\band\b)\s*)(\d{1,6})(?![\w%.]*\w|%|-)")
 _NUMBERED = re.compile(r"(.*-)\d{1,6}-")
-_IDS_MAX = 1000  # so many of them are read, ranges counted in full
+_IDS_MAX = 1000  # ids read from one text, with each id of a range counted
 _ALL_OF = re.compile(
     r"\b(?:all|every|each)\s+(P[0-2](?:\s*(?:,|/|&|\+|and|or)+\s*P[0-2])*)\b", re.IGNORECASE
 )
@@ -33,14 +33,14 @@ _KANI = re.compile(r"\bkani\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Demands:
-    """The demands of a gate: ids of `clauses`, and the `unresolved`, which no clause decides."""
+    """A gate's demands: the ids of clauses that must hold, and demands that no clause decides."""
 
     clauses: tuple[str, ...] = ()
     unresolved: tuple[str, ...] = ()
 
 
 def read(text: str, names: Names) -> Demands:
-    """Return what the prose of `pass_criteria` asks for by id, by severity, or of all tests."""
+    """Return what `text` demands; ids without a clause and Kani harnesses are `unresolved`."""
     found, unresolved = _by_id(text, names)
     found |= dict.fromkeys(_by_severity(text, names))
     if _ALL_TESTS.search(text):
@@ -52,7 +52,7 @@ def read(text: str, names: Names) -> Demands:
 
 
 def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
-    """Return the clauses that are named by their ids, and the ids of nothing."""
+    """Return the ids of the clauses that `text` names, and the ids in it that name no clause."""
     prefixes = {_prefix(clause_id) for clause_id in names.ids} - {""}
     given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
     unresolved = [f"more than {_IDS_MAX} ids"] if len(given_ids) > _IDS_MAX else []
@@ -66,7 +66,7 @@ def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
-    """Yield the ids of all clauses, or of those of the severities that are asked for."""
+    """Yield the ids of all clauses, or of the clauses with a severity that `text` names."""
     severities = {
         severity for told in _ALL_OF.findall(text) for severity in _SEVERITY.findall(told.upper())
     }
@@ -82,16 +82,16 @@ def _prefix(text: str) -> str:
 
 
 def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
-    """Yield every id in `text` that begins like one of the contract's, those in ranges too.
+    """Yield every id in `text` that has the prefix of a known id; ranges yield each of their ids.
 
-    A range that goes backwards is given as it is written: no clause is called so.
+    A range that goes backwards is yielded as written, which matches no clause.
     """
     for found in _IDS.finditer(text):
         prefix, first = found["prefix"], found["first"]
         if prefix not in prefixes:
             if (more := _NUMBERED.fullmatch(prefix)) and more[1] in prefixes:
-                yield found[0]  # F-DP-001-004: a range, or the id of nothing here
-            continue  # of an issue, a standard, ...
+                yield found[0]  # F-DP-001-004 is not an id; it stays unresolved
+            continue  # an id of something else, such as an issue or a standard
         last = found["last"] or found["to"] or first
         if int(last) < int(first):
             yield " ".join(found[0].split())

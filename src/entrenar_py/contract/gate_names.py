@@ -1,4 +1,4 @@
-"""The names by which a gate may call clauses."""
+"""Finds the clauses that a gate names."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from entrenar_py.contract.records import Contract, FalsificationTest, Invariant
 
 _WORD = re.compile(r"[^\W_]+")
-# So many names, of so many words, are sought in the clauses' descriptions.
+# Limits of the search in descriptions: names per gate, and words per name.
 _TRIES_MAX, _WORDS_MAX = 1000, 8
 
 
 class Names:
-    """Everything by which a gate may call a clause: id, name, group, or a test that attacks it.
+    """The names that a gate may use for a clause: id, name, group, or a test that attacks it.
 
-    Names match as they are written. Those of clauses and rules also match word by word
-    (`weight_consistency`).
+    Names match as written. Names of clauses and rules of tests also match word by word, so that
+    `weight_consistency` finds "Weight consistency".
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -38,20 +38,20 @@ class Names:
             self._ruled.setdefault(_words(test.rule), {}).update(attacked)
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
-        """Return the clauses that `test` attacks, or those that it was bound as."""
+        """Return the ids of the clauses that `test` attacks or that were made by binding it."""
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
-        """Return the clause with an id, or the parts that a statement with it is bound in."""
+        """Return the ids of the clauses whose own id, or whose statement's id, is `given`."""
         return list(self._parts.get(given, ()))
 
     @property
     def ids(self) -> list[str]:
-        """The ids that criteria may name: those of clauses, bound statements and tests."""
+        """The ids that criteria may name: of clauses, of bound statements and of tests."""
         return [*self._parts, *self.tests]
 
     def resolve(self, name: str) -> list[str]:
-        """Return the ids of the clauses that `name` means; none if it means none."""
+        """Return the ids of the clauses that `name` stands for; an empty list if none."""
         words = _words(name)
         ids = self._written.get(name) or (self._worded.get(words) if words else None)
         ids = ids or dict.fromkeys(self.tests.get(name, ()))
@@ -59,7 +59,7 @@ class Names:
 
 
 class Described:
-    """Clauses by the words of their names, groups and descriptions."""
+    """Finds a clause by words of its name, group and description."""
 
     def __init__(self, clauses: Iterable[Invariant]) -> None:
         self._titles: dict[str, set[str]] = {}
@@ -73,7 +73,7 @@ class Described:
                 self._texts.setdefault(word, set()).add(clause.id)
 
     def resolve(self, name: str) -> list[str]:
-        """Return the one clause whose title, or else whose whole text, has all words of `name`."""
+        """Return the only clause with all words of `name` in its title, or else in all its text."""
         words = _words(name)
         if not words or len(words) > _WORDS_MAX or not self._tries_left:
             return []

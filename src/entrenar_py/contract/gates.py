@@ -1,7 +1,7 @@
-"""The gate of a contract: what it asks for, in clauses.
+"""Reads a contract's gate and resolves its demands to clauses.
 
-A name in `checks` is looked up among clauses, groups and tests, then among the clauses that
-`pass_criteria` names. What is found nowhere stays unresolved: such a gate can't pass.
+A name in `checks` is looked up among clauses, groups and tests, then in the descriptions of the
+clauses that `pass_criteria` names. A name without a match is unresolved, and the gate can't pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OTHER_DEMAND = re.compile(r"(?:min|max|required)_\w+|\w+_threshold")
 
 
 def read(root: MapNode, problems: Problems) -> Gate | None:
-    """Return the gate as it is written; None, and a warning, if there is none."""
+    """Return the gate as written. Without one, warn and return None."""
     node = rules.block(root, "qa_gate", problems)
     if node is None:
         message = "no qa_gate: say which clauses must hold for a pass"
@@ -46,10 +46,10 @@ def _worded(key: str, node: MapNode) -> str:
 
 
 def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> None:
-    """Tell of a gate that can't pass, for it asks for what no clause of its contract says.
+    """Report each demand of the gate that no clause decides; with one, the gate can't pass.
 
-    A name that looks like a slip of a clause's is a warning where it stands; the others, which may
-    be sentences or demands on something else than a trainer, are one note.
+    A name that is nearly that of a clause is a warning at its place. All other names are reported
+    in one note, because they may be sentences or demands on something other than a trainer.
     """
     gate = contract.gate
     if gate is None:
@@ -58,7 +58,7 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
     known = [name for clause in contract.invariants for name in clause.gate_names]
     node = root.fields["qa_gate"]
     assert isinstance(node, MapNode)
-    quiet = Record(node, what="qa_gate", known=(), problems=Problems())  # told when it was read
+    quiet = Record(node, what="qa_gate", known=(), problems=Problems())  # `read` reported these
     for item in quiet.scalars("checks"):
         name = item.text.strip()
         if name in unresolved and problems.is_near(name, known):
@@ -71,10 +71,10 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
 
 
 def demands(contract: Contract) -> Demands:
-    """Return what the contract's gate asks for; nothing if it has none.
+    """Return the demands of the contract's gate, empty if it has no gate.
 
-    Without `checks` that is what `pass_criteria` names, or else every clause that is P0 or
-    critical.
+    A gate without `checks` demands the clauses that `pass_criteria` names. If there are none
+    either, it demands every clause that is P0 or critical.
     """
     gate = contract.gate
     if gate is None:

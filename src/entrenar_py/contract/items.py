@@ -1,4 +1,4 @@
-"""The statements that a binding may name: clauses, falsification tests, obligations, equations."""
+"""The statements that a binding may name: clauses, tests, proof obligations and equations."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TESTS, EQUATIONS = "falsification_tests", "equations"
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A statement of a contract, as a binding sees it.
+    """A statement of a contract that can be bound.
 
-    `names` are what a binding and a gate may call it, `texts` is all that it says. `clause` is what
-    it is in a run; `counts` tells whether it is one without a binding, too.
+    `names` are the names that a binding or a gate may use, `texts` are all its texts. `clause` is
+    the clause it becomes in a run; `counts` says whether it becomes one even without a binding.
     """
 
     kind: str
@@ -37,12 +37,12 @@ class Item:
 
     @property
     def id(self) -> str:
-        """Its id in a run: its own, that of its property, or `equation:name`."""
+        """The id in a run: the statement's own, one made from its property, or `equation:name`."""
         return self.clause.id
 
     @property
     def digest(self) -> str:
-        """DIGEST_CHARS hex digits of BLAKE3 of what it says, however its lines are broken."""
+        """DIGEST_CHARS hex digits of BLAKE3 of the texts, each run of whitespace as one space."""
         said = "\0".join(map(_on_one_line, self.texts))
         return str(blake3(said.encode("utf-8", "backslashreplace")).hexdigest()[:DIGEST_CHARS])
 
@@ -53,8 +53,8 @@ def items(
     obligations: Iterable[Obligation],
     equations: Iterable[Equation],
 ) -> tuple[Item, ...]:
-    """Return every item, the clauses first. `clauses` are the obligations where a contract has no
-    others; where it has not these either, its tests count.
+    """Return every item, the clauses first. `clauses` are the obligations if there are no others;
+    if there are none at all, the tests count as clauses.
     """
     own = tuple(clauses)
     counting = {clause.id: clause for clause in own if clause.group == OBLIGATIONS}
@@ -67,7 +67,7 @@ def items(
 
 
 def of(contract: Contract) -> tuple[Item, ...]:
-    """Return every item of a contract that has been loaded, but for the clauses that are bound."""
+    """Return every item of a loaded contract, except clauses that are bound."""
     clauses = [
         clause
         for clause in contract.invariants

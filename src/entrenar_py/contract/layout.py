@@ -1,7 +1,7 @@
-"""The keys of a contract, and the places where its clauses stand.
+"""The keys of a contract, and the places at which its clauses stand.
 
-A clause is a mapping with an `id` in a list, at any depth, in any block but the reserved ones, that
-states something (`is_clause`). Other mappings with an id tell of work, and are data.
+A clause is a mapping with an `id` that states something (`is_clause`), in a list at any depth of
+any block but the reserved ones. Other mappings with an id, such as steps of work, are data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
 
-# Blocks with a meaning of their own, at the top of the file only: no clause is looked for in them.
+# Top-level blocks with a meaning of their own, in which no clauses are searched.
 RESERVED = (
     *("metadata", "equations", "proof_obligations"),
     *("falsification_tests", "kani_harnesses", "qa_gate"),
@@ -21,7 +21,7 @@ METADATA_KEYS = (
     *("version", "created", "author", "description", "references", "depends_on", "registry"),
     "kind",
 )
-# What stands for a clause's sentence, the first that is there.
+# Keys of a clause's statement; the first that is present is used.
 STATEMENT_KEYS = (
     *("invariant", "invariants", "postcondition", "postconditions"),
     *("statement", "property", "formal", "formula"),
@@ -47,29 +47,29 @@ GATE_KEYS = (
     *("pass_criteria", "falsification"),
 )
 
-# Where a contract has no metadata block, these may stand at the top of the file in its place.
+# Keys that may stand at the top level of a contract without a metadata block.
 TOP_KEYS = (*METADATA_KEYS, "contract", "contract_id", "name")
 
-# The reserved blocks that are read into records, and so are not kept as plain data.
+# Reserved blocks that are read into records and not kept as plain data.
 _IN_RECORDS = ("metadata", "falsification_tests", "qa_gate")
-# Only a clause has these: what it demands, how badly, and how it is tried.
+# Keys that only a clause has.
 _OF_CLAUSES = (
     *STATEMENT_KEYS,
     *("critical", "tolerance", "tolerance_kind", "check", "scenarios", "mutants"),
     *("falsification", "falsifier", "verified_by"),
 )
 _SAID_OF_ALL = ("id", "name", "description", "reference", "precondition", "preconditions")
-# A list of one of these names states what must hold, whatever else its items say.
+# Each item of a list with one of these names is a clause.
 _STATING_BLOCKS = ("invariants", "obligations", "clauses", "requirements", "properties")
 _NOTHING = object()
 
 
 def is_clause(item: MapNode, *, group: str) -> bool:
-    """Return whether a mapping with an id, in the list `group`, states something that must hold.
+    """Return whether `item`, a mapping with an id in the list `group`, is a clause.
 
-    It does if it has a statement, a tolerance, or what else only clauses have; if its list is named
-    after them (`invariants`); or if it has a severity, or nothing that a clause has not, and no
-    status: a mapping with other keys, or a status, tells of work (a step, a gap, a risk).
+    It is one if it has a key that only clauses have, or if its list is named for clauses
+    (`invariants`). Without a `status` it is also one if it has a `severity`, or nothing but an id
+    and descriptive keys. All other items describe work, such as a step, a gap or a risk.
     """
     keys = item.fields.keys()
     if any(key in keys for key in _OF_CLAUSES) or group.rsplit(".", 1)[-1] in _STATING_BLOCKS:
@@ -80,21 +80,21 @@ def is_clause(item: MapNode, *, group: str) -> bool:
 
 
 def clauses(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Yield every clause with its group, the dotted path of the list it stands in."""
+    """Yield every clause with its group, the dotted path of its list."""
     for group, item in _items(root):
         if is_clause(item, group=group):
             yield group, item
 
 
 def records_of_work(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Yield every mapping with an id that is no clause, with its group."""
+    """Yield every mapping with an id that is not a clause, with its group."""
     for group, item in _items(root):
         if not is_clause(item, group=group):
             yield group, item
 
 
 def named_invariants(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Yield the entries of a top-level `invariants` that is a mapping from names to statements."""
+    """Yield (name, entry) for a top-level `invariants` that maps names to statements."""
     block = root.fields.get("invariants")
     if isinstance(block, MapNode):
         for name, entry in block.fields.items():
@@ -109,7 +109,7 @@ def _items(root: MapNode) -> Iterator[tuple[str, MapNode]]:
 
 
 def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
-    """Yield every mapping with an id in a list under `node`, those inside another's keys too."""
+    """Yield every mapping with an id in a list under `node`, also one nested in another."""
     if isinstance(node, MapNode):
         for key, child in node.fields.items():
             yield from _items_in(child, group=f"{group}.{key}")
@@ -124,12 +124,12 @@ def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
 
 
 def _nesting_keys(item: MapNode) -> list[str]:
-    """Return the keys of a clause under which others may stand: not those of its own record."""
+    """Return the keys of a clause that may contain other clauses."""
     return [key for key in item.fields if key not in CLAUSE_KEYS or key == "invariants"]
 
 
 def groups_in(clause: MapNode) -> set[str]:
-    """Return the keys of a clause under which other clauses stand."""
+    """Return the keys of `clause` that contain other clauses."""
     return {
         key
         for key in _nesting_keys(clause)
@@ -140,7 +140,7 @@ def groups_in(clause: MapNode) -> set[str]:
 
 
 def strays(node: Node) -> Iterator[MapNode]:
-    """Yield the mappings without an id that stand in one list with clauses."""
+    """Yield the mappings without an id in lists in which others have one."""
     if isinstance(node, MapNode):
         for child in node.fields.values():
             yield from strays(child)
@@ -154,7 +154,7 @@ def strays(node: Node) -> Iterator[MapNode]:
 
 
 def other_blocks(root: MapNode) -> dict[str, Any]:
-    """Return as plain data what no record holds: blocks without their clauses."""
+    """Return the blocks that no record holds, as plain data without their clauses."""
     rest = {
         name: plain(block) if name in RESERVED else _without_clauses(block, group=name)
         for name, block in root.fields.items()
@@ -164,7 +164,7 @@ def other_blocks(root: MapNode) -> dict[str, Any]:
 
 
 def _without_clauses(node: Node, *, group: str) -> Any:
-    """Return `plain(node)` less its clauses; _NOTHING if it held clauses alone."""
+    """Return `plain(node)` without clauses; _NOTHING if only clauses were in it."""
     if isinstance(node, MapNode):
         children = {
             key: _without_clauses(child, group=f"{group}.{key}")
@@ -185,7 +185,7 @@ def _is_listed_clause(item: Node, *, group: str) -> bool:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Return whether the file is a registry of which function implements which equation."""
+    """Return whether the file is a registry of which function implements each equation."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False

@@ -1,8 +1,7 @@
-"""The problems of a contract, with their places: collected first, told or raised once.
+"""Collects the problems of a contract with their places, to report or raise them all at once.
 
-Three levels. An error makes the contract invalid. A warning is an error under `--strict`. A note
-says what was made of something that is right as it is, and is never an error. Decides nothing: the
-readers and the rules choose the level.
+An error makes the contract invalid. A warning becomes an error under `--strict`. A note describes
+how something valid was read, and is never an error. The readers and rules choose the level.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from entrenar_py.errors import ContractError, did_you_mean
 from entrenar_py.untrusted import escaping
 
 MESSAGE_CHARS_MAX = 500
-# Names compared in search of the nearest: a file of thousands of unknown names gets no more hints.
+# Comparisons with known names in one file; after these, unknown names get no more hints.
 COMPARISONS_MAX = 20_000
-# A key of up to so many characters that is so like a known one (difflib's ratio) is a slip of it.
+# A name is a misspelling of a known one up to this length, from this difflib ratio on.
 SLIP_CHARS_MAX, SLIP = 64, 0.8
 
 Level = Literal["error", "warning", "note"]
@@ -39,9 +38,9 @@ class Position:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Problem:
-    """One thing to say about a place; `message` may quote the file, `line` is fit to print.
+    """A message about a place. `message` may quote the file as it is; `line` is safe to print.
 
-    `rule` is the id of the rule that it breaks ("" if it breaks none that has one).
+    `rule` is the id of the rule that is broken, "" for a problem that belongs to no rule.
     """
 
     at: Position
@@ -51,13 +50,13 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """`file:line:column: level: message`, as compilers have it; one printable line."""
+        """`file:line:column: level: message`, as compilers print it, on one printable line."""
         message = escaping.shortened(escaping.line(self.message), chars_max=MESSAGE_CHARS_MAX)
         return f"{escaping.line(self.at)}: {self.level}: {message}"
 
 
 class Problems:
-    """Everything met so far."""
+    """The problems found so far."""
 
     def __init__(self) -> None:
         self._found: list[Problem] = []
@@ -66,33 +65,34 @@ class Problems:
         self._comparisons_left = COMPARISONS_MAX
 
     def error(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Record that the contract is invalid."""
+        """Record an error: the contract is invalid."""
         self._found.append(Problem(at, "error", message, rule))
 
     def warn(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Record what a strict reader would not accept."""
+        """Record a warning: the contract is invalid under `--strict`."""
         self._found.append(Problem(at, "warning", message, rule))
 
     def note(self, at: Position, message: str, *, rule: str = "") -> None:
-        """Record what was made of something that even a strict reader accepts."""
+        """Record a note on how something valid was read."""
         self._found.append(Problem(at, "note", message, rule))
 
     def unread(self, at: Position, kind: str, key: str) -> None:
-        """Record a key that nothing reads: one note for all keys of a `kind` of mapping."""
+        """Record a key that no reader knows; all keys of one `kind` of mapping share a note."""
         _, keys = self._unread.setdefault(kind, (at, Counter()))
         keys[key] += 1
 
     def is_near(self, given: str, known: Collection[str]) -> bool:
-        """Return whether a name that is not `known` looks like a slip of one that is."""
+        """Return whether the unknown name `given` looks like a misspelling of a `known` one."""
         if len(known) > self._comparisons_left:
             return False
         self._comparisons_left -= len(known)
         return len(given) <= SLIP_CHARS_MAX and bool(get_close_matches(given, known, 1, SLIP))
 
     def hint(self, given: str, known: Collection[str], *, otherwise: str | None = None) -> str:
-        """Return the hint on a name that is not `known`: `; did you mean 'x'?`, or `otherwise`.
+        """Return the end of a message on an unknown name: `; did you mean 'x'?`, or `otherwise`.
 
-        Without that it is a list of them, but once a file; later "".
+        Without `otherwise`, it lists the known names the first time in a file, and is "" after
+        that.
         """
         names = tuple(known)
         near = self._near(given, names)
@@ -105,14 +105,14 @@ class Problems:
 
     @property
     def all(self) -> tuple[Problem, ...]:
-        """Errors, warnings and notes, in the order of the file, each once."""
+        """Errors, warnings and notes in the order of the file, without duplicates."""
         return tuple(dict.fromkeys(sorted([*self._found, *self._notes_on_keys()])))
 
     def settle(self, *, strict: bool) -> tuple[Problem, ...]:
-        """Return the warnings and notes, in the order of the file, each once.
+        """Return the warnings and notes in the order of the file, without duplicates.
 
-        Raises ContractError with every error (`file:line:column: error: ...`), and under `strict`
-        with every warning too, each an error then.
+        Raises ContractError with all errors (`file:line:column: error: ...`). Under `strict` each
+        warning is raised as an error too.
         """
         levels = ("error", "warning") if strict else ("error",)
         errors = [

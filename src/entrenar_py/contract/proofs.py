@@ -1,4 +1,4 @@
-"""The formulas of a contract: equations, proof obligations, and harnesses that prove them."""
+"""The equations, proof obligations and proof harnesses of a contract."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from entrenar_py.contract.records import Equation, Harness, Invariant, Obligatio
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 
 OBLIGATIONS = "proof_obligations"
-# Of an obligation without an id, words of its property make one, of at most so many characters.
+# Longest id, in characters, made from the property of an obligation without an id.
 ID_CHARS_MAX = 28
 
 
 def equations(root: MapNode, problems: Problems) -> tuple[Equation, ...]:
-    """Return the equations in the file's order; a bare text is a formula too.
+    """Return the equations in the file's order. A bare text is a formula.
 
-    They are a mapping by name, or a list whose entries have an `id` or a `name`.
+    They are a mapping from names, or a list of mappings with an `id` or a `name`.
     """
     block = Record(root, what="contract", known=(), problems=problems).present("equations")
     if isinstance(block, ListNode):
@@ -60,14 +60,14 @@ def _equation(
 
 
 def _either(record: Record, key: str, other: str, *, rule: str) -> str:
-    """Return the text of `key`, or of the `other` where it stands in its place; not empty."""
+    """Return the text of `key`, or of `other` if only that is present; empty text is an error."""
     if record.present(key) is None and record.present(other) is not None:
         return record.filled(other, rule=rule)
     return record.filled(key, rule=rule)
 
 
 def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
-    """Return the proof obligations in the file's order, each with an id: its own, or a made one."""
+    """Return the proof obligations in the file's order. One without an id gets one."""
     nodes = rules.entries(root, OBLIGATIONS, problems)
     known = layout.OBLIGATION_KEYS
     records = [
@@ -93,9 +93,9 @@ def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
 
 
 def _id_from(stated: str, taken: dict[str, int]) -> str:
-    """Return the first words of a property as an id that is not `taken` yet; from then on it is.
+    """Return an id from the first words of a property, and add it to `taken`.
 
-    A property of the same first words gets a number, the second -2.
+    If another property began with the same words, the id gets a number, from -2 on.
     """
     spaced = "".join(char if char.isalnum() else " " for char in stated.lower())
     first, *words = spaced.split() or ["obligation"]
@@ -114,7 +114,7 @@ def _id_from(stated: str, taken: dict[str, int]) -> str:
 
 
 def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:
-    """Return the obligations as the clauses of a contract that has no others."""
+    """Return the obligations as clauses, for a contract without other clauses."""
     return tuple(
         Invariant(
             id=obligation.id,
@@ -131,7 +131,7 @@ def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:
 
 
 def harnesses(root: MapNode, problems: Problems) -> tuple[Harness, ...]:
-    """Return the model checker's harnesses in the file's order; none of them is run."""
+    """Return the model checker's harnesses in the file's order. None of them is run."""
     return tuple(
         _harness(node, problems) for node in rules.entries(root, "kani_harnesses", problems)
     )

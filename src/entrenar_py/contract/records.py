@@ -1,6 +1,6 @@
-"""The records of a contract: what its parts say, each with the place where it stands.
+"""The records of a contract: one frozen dataclass for each kind of part, with its place.
 
-`extra` of a record is plain data: the keys of its mapping that nothing here reads.
+`extra` holds, as plain data, the keys of a part that no reader knows.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from entrenar_py.contract.problems import Position, Problem
 
 SEVERITIES = ("P0", "P1", "P2")
 TOLERANCE_KINDS = ("bitwise", "exact", "absolute", "relative", "ulp", "steps", "bytes")
-# Kinds that allow no difference: `tolerance: bitwise` says the same as 0 and the kind.
+# Kinds that allow no difference: `tolerance: bitwise` means tolerance 0 of kind bitwise.
 EQUALITY_KINDS = ("bitwise", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """A binding of a statement: which check tries it and why, or why none does.
+    """The binding of one statement: the check that tries it, or the reason why none does.
 
-    `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is where the
-    binding stands. `untried` is the reason why nothing is compared; empty where a check is bound.
-    `systems` are those that the statement is about; empty means all. `departures` are what it puts
-    in the place of what the contract says, in words (`severity P2 in place of P0`).
+    `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is the place of
+    the binding. `untried` is the reason why nothing is compared, empty if a check is bound.
+    `systems` are the systems that the statement is about, empty for all. `departures` are
+    descriptions of each value that differs from the contract's (`severity P2 in place of P0`).
     """
 
     kind: str
@@ -42,13 +42,12 @@ class Binding:
 class Invariant:
     """One clause of a contract.
 
-    `group` is the dotted path of the list it stands in (`data_parallel.weight_consistency`).
-    `statement` is the clause's `invariant` text (or its postcondition, or description).
-    `check` names the check that decides it; None binds by id. `scenarios` are the raw mappings of
-    the clause, still to be expanded (`scenario.expand`); empty means the check's own. A proof
-    obligation that counts as a clause has the group `proof_obligations` and its property as the
-    name; its id is made of the property where it has none (`Obligation.id`). `binding` is None
-    where no file of bindings says anything of it. `aliases` are other names that a gate has for it.
+    `group` is the dotted path of its list (`data_parallel.weight_consistency`). `statement` is the
+    `invariant` text, or else the postcondition or description. `check` names the check that decides
+    it; None means the check with the clause's id. `scenarios` are raw mappings for
+    `scenario.expand`; empty means the check's own. `binding` is None if no file of bindings names
+    the clause. `aliases` are further names for gates. A proof obligation that counts as a clause
+    has the group `proof_obligations`, its property as `name`, and the id of the obligation.
     """
 
     id: str
@@ -73,13 +72,13 @@ class Invariant:
 
     @property
     def item(self) -> str:
-        """The id of the statement that the clause is, or is a part of."""
+        """The id of the statement that this clause is, or is part of."""
         return self.id if self.binding is None else self.binding.item
 
     @property
     def gate_names(self) -> tuple[str, ...]:
-        """The names by which a gate may call the clause: its id, its name, or a group that it
-        stands in: all beginnings of the dotted path, and its last part.
+        """The names by which a gate may call the clause: its id, name, statement's id, aliases, and
+        its groups (each beginning of the dotted path, and its last part).
         """
         *above, last = self.group.split(".")
         groups = (last, *accumulate([*above, last], "{}.{}".format))
@@ -88,7 +87,7 @@ class Invariant:
 
 @dataclass(frozen=True, kw_only=True)
 class Equation:
-    """A named formula and what its author claims of it; `position` is that of its name."""
+    """A named formula with its author's claims; `position` is the place of its name."""
 
     name: str
     formula: str
@@ -104,11 +103,10 @@ class Equation:
 
 @dataclass(frozen=True, kw_only=True)
 class Obligation:
-    """Something that has to be proved: `property` in words, `formal` in symbols.
+    """A property to be proved: `property` in words, `formal` in symbols.
 
-    `id` is the one in the file or, if `has_id` is false, one made of the property's first words.
-    `applies_to` names an equation, or what kind of code it is about (`all`, `simd`). `lean` is what
-    it says of a proof in Lean, as plain data.
+    If `has_id` is false, `id` was made from the first words of the property. `applies_to` names an
+    equation or a kind of code (`all`, `simd`). `lean` is plain data about a proof in Lean.
     """
 
     id: str
@@ -126,7 +124,7 @@ class Obligation:
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """A harness of the Kani model checker; `bound` is the text of its unwind bound."""
+    """A harness of the Kani model checker; `bound` is its unwind bound, as text."""
 
     id: str
     obligation: str
@@ -141,11 +139,10 @@ class Harness:
 
 @dataclass(frozen=True, kw_only=True)
 class FalsificationTest:
-    """A written attempt to break something; `rule` is what the file says that it attacks.
+    """A written attempt to falsify a clause; `rule` is the file's text on what it attacks.
 
-    `target` is what that was resolved to: the id of a clause or of an obligation, the name of an
-    equation, or "" where the rule is free text. `obligation` is the obligation that it names
-    besides.
+    `target` is the resolved rule: the id of a clause or obligation, the name of an equation, or ""
+    for free text. `obligation` is the obligation that the test names in its own key.
     """
 
     id: str
@@ -161,10 +158,10 @@ class FalsificationTest:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The contract's own bar, as it is written; `gates.demands` says what it asks for.
+    """The contract's own condition for a pass, as written; `gates.demands` resolves it to clauses.
 
-    `checks` and `required_tests` are names of clauses, groups or tests, `pass_criteria` is prose
-    that may name clauses. `other_demands` ask for what no check measures (`min_coverage: 0.9`).
+    `checks` and `required_tests` are names of clauses, groups or tests. `pass_criteria` is prose
+    that may name clauses. `other_demands` are demands that no check measures (`min_coverage: 0.9`).
     """
 
     id: str
@@ -183,11 +180,10 @@ class Gate:
 class Contract:
     """A loaded contract.
 
-    `invariants` are its clauses: the mappings with an id and a statement, or, where it has none,
-    its proof obligations; and whatever files of bindings make clauses of. `blocks` keeps every
-    other part as plain data (equations, obligations and harnesses too, as they are written).
-    `problems` are what there is to say about the file, none of it an error. `digest` is BLAKE3 of
-    the file's bytes, 32 hex digits.
+    `invariants` are the clauses: mappings with an id and a statement, or the proof obligations if
+    there are none; and each statement that a file of bindings makes a clause. `blocks` keeps all
+    other parts as plain data, also the raw equations, obligations and harnesses. `problems` are the
+    warnings and notes on the file. `digest` is BLAKE3 of the file's bytes, 32 hex digits.
     """
 
     path: Path
@@ -209,15 +205,15 @@ class Contract:
 
     @property
     def version(self) -> str:
-        """metadata.version, as text."""
+        """`metadata.version` as text."""
         return str(self.metadata["version"])
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The lines `file:line:column: warning: ...`, in the order of the file."""
+        """The warnings as lines `file:line:column: warning: ...`, in the order of the file."""
         return tuple(problem.line for problem in self.problems if problem.level == "warning")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The lines `file:line:column: note: ...`, in the order of the file."""
+        """The notes as lines `file:line:column: note: ...`, in the order of the file."""
         return tuple(problem.line for problem in self.problems if problem.level == "note")

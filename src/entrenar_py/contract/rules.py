@@ -1,7 +1,7 @@
-"""Requires what a contract must say to be valid, block by block.
+"""The requirements on each block of a contract.
 
-Each rule reads its block, puts what is wrong into `problems`, and gives back the names that other
-parts of the contract may refer to.
+Each function reads one block, records its problems, and returns the content or the names that
+other parts of the contract may refer to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
-    """Return the mapping under `name`; None if it is absent, or anything else: a problem."""
+    """Return the mapping under `name`; None if absent, None and an error for anything else."""
     found = Record(root, what="contract", known=(), problems=problems).present(name)
     if found is None or isinstance(found, MapNode):
         return found
@@ -24,14 +24,14 @@ def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
 
 
 def entries(root: MapNode, name: str, problems: Problems) -> tuple[MapNode, ...]:
-    """Return the mappings of the top-level list `name`."""
+    """Return the mappings in the top-level list `name`."""
     return Record(root, what="contract", known=(), problems=problems).maps(name)
 
 
 def metadata(root: MapNode, problems: Problems) -> dict[str, Any]:
-    """Return the metadata as plain data, `version` and `created` as the text that was written.
+    """Return the metadata as plain data, with `version` and `created` as the text in the file.
 
-    A file that has no block of that name may have its keys at the top.
+    In a file without a `metadata` block the keys may stand at the top level.
     """
     node = block(root, "metadata", problems)
     if node is None:
@@ -64,7 +64,7 @@ def _metadata_at_the_top(root: MapNode) -> MapNode:
 
 
 def _version(record: Record, root: MapNode, problems: Problems) -> str:
-    """Return the version of the metadata, or the one at the top of the file."""
+    """Return the version in the metadata, or else the one at the top level of the file."""
     if record.present("version") is None and "version" in root.fields:
         return Record(root, what="contract", known=(), problems=problems).filled(
             "version", rule="SCHEMA-002"
@@ -73,7 +73,7 @@ def _version(record: Record, root: MapNode, problems: Problems) -> str:
 
 
 def note_blocks(root: MapNode, problems: Problems) -> None:
-    """Note the blocks in which nothing is looked at: they are kept as data."""
+    """Note the top-level blocks that contain no clause and are kept as plain data."""
     with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
     with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
     told = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
@@ -85,7 +85,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
         problems.note(at, message)
 
 
-# The lists whose items have ids, and the rule that two of one list break that have the same.
+# Lists whose items have ids -> the published rule against the same id twice in that list.
 _RULES_ON_IDS = {
     "falsification_tests": "SCHEMA-007",
     "proof_obligations": "",
@@ -95,7 +95,7 @@ _RULES_ON_IDS = {
 
 def unique_ids(root: MapNode, problems: Problems) -> None:
     """Require that clauses, tests, obligations, harnesses and the gate have distinct ids."""
-    quiet = Problems()  # the shape of these blocks is reported by who reads them
+    quiet = Problems()  # the readers of these blocks report wrong shapes
     gate = block(root, "qa_gate", quiet)
     nodes = [("", node) for _, node in layout.clauses(root)]
     nodes += [(name, node) for name in _RULES_ON_IDS for node in entries(root, name, quiet)]
@@ -117,9 +117,9 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
 
 
 def scenarios(root: MapNode, problems: Problems) -> None:
-    """Require that every entry of every clause expands to valid scenarios, SCENARIOS_MAX in all."""
+    """Require that each entry of each clause expands to scenarios, at most SCENARIOS_MAX in all."""
     room = scenario_counts.Room(problems)
-    quiet = Problems()  # the shape of a clause is reported by who reads it
+    quiet = Problems()  # the reader of clauses reports wrong shapes
     clauses = [(None, node) for _, node in layout.clauses(root)]
     for name, clause in [*clauses, *layout.named_invariants(root)]:
         record = Record(clause, what="", known=(), problems=quiet)

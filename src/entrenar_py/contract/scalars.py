@@ -1,4 +1,4 @@
-"""One scalar event -> its value, by the safe rules of YAML 1.1; no tag builds an object."""
+"""Resolves a YAML scalar by the safe rules of YAML 1.1. No tag builds an object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.contract.tree import ScalarNode
 from entrenar_py.untrusted import escaping
 
 TAG = "tag:yaml.org,2002:"
-# YAML 1.1 reads 1:1:1 in base 60, at a cost that is quadratic in the length; no number is so long.
+# YAML 1.1 reads 1:1:1 in base 60, at a cost quadratic in the length. Longer text is no number.
 NUMBER_CHARS_MAX = 100
 
 _RESOLVER: Any = yaml.resolver.Resolver()
@@ -30,7 +30,7 @@ _BUILDERS: dict[str, Callable[[yaml.ScalarNode], Any]] = {
 def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
     """Return the scalar of a `yaml.ScalarEvent`; as text, with a problem, if its tag doesn't fit.
 
-    Dates and other YAML 1.1 kinds beside str, int, float, bool and null stay the text they are.
+    Dates and other kinds than str, int, float, bool and null stay text.
     """
     text: str = event.value
     tag = event.tag or _implicit_tag(event)
@@ -48,7 +48,7 @@ def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
 
 
 def tag_message(tag: str) -> str:
-    """Return the message on a tag that is not allowed."""
+    """Return the error message for a tag that is not allowed."""
     return (
         f"tag {tag!r}: no tag builds an object here; allowed are !!str !!int !!float !!bool !!null"
     )

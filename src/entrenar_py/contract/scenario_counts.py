@@ -1,4 +1,4 @@
-"""Counts the scenarios that a contract's entries stand for, and checks that each of them is one."""
+"""Counts the scenarios that a contract's entries expand to, and requires that each is valid."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode
 from entrenar_py.errors import UsageError
 
-SCENARIOS_MAX = 10_000  # a contract whose lists multiply to more than this would never end
+SCENARIOS_MAX = 10_000  # in one contract; running more would take too long
 
 
 class Room:
-    """Room for SCENARIOS_MAX scenarios, shared by all entries that are looked at."""
+    """The scenarios that a contract may still have: SCENARIOS_MAX, shared by all its entries."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
         self._left = SCENARIOS_MAX
 
     def take(self, node: MapNode, record: Mapping[str, Any], what: str) -> None:
-        """Tell where an entry, `record` as plain data, is no scenario, or there is no room."""
+        """Count an entry's scenarios; an invalid or empty entry, or one too many, is an error."""
         if self._left < 0:
-            return  # it was told
+            return  # already reported
         num = 0
         try:
             num = sum(1 for _ in islice(scenario.expand(record), self._left + 1))

@@ -1,4 +1,4 @@
-"""The ids by which clauses of a contract are asked for."""
+"""The ids by which a person selects clauses of a contract."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from entrenar_py.errors import UsageError
 
 
 def ids_of(contract: Contract) -> dict[str, None]:
-    """Return the ids that select clauses; that of a statement bound in parts selects all parts."""
+    """Return the ids that select clauses; a statement bound in parts has one that selects all."""
     return {name: None for clause in contract.invariants for name in (clause.id, clause.item)}
 
 
 def require_ids(
     wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
 ) -> None:
-    """Return if each of `wanted` is among `ids`; else raise UsageError, of `field`."""
+    """Raise UsageError, of `field`, for the first of `wanted` that is not in `ids`."""
     for clause in wanted:
         if clause not in ids:
             message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"

@@ -1,7 +1,7 @@
-"""A draft of bindings for a contract: for each statement that nothing tries, the likeliest check.
+"""Drafts bindings for a contract: for each statement without a check, the most likely one.
 
-A guess by ids, or by the words that a statement shares with what a check decides. Each is marked,
-and a file with such a mark is refused: a person has to read both sentences first.
+A draft rests on equal ids, or on words shared by a statement and a check. Each binding in it is
+marked as a guess, and a file with such marks is refused until a person has read and removed them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from entrenar_py.contract.proofs import OBLIGATIONS
 from entrenar_py.contract.records import Contract
 from entrenar_py.contract.vocabulary import CheckTerms
 
-# Words that a statement and a check have in common. Of 85 statements that were bound by hand, 22
-# are guessed right so and 5 wrong; if one hint were enough, 36 right and 45 wrong.
+# Least number of words that a statement and its check share. On 85 statements bound by hand, this
+# gave 22 right guesses and 5 wrong ones. One shared hint gave 36 right and 45 wrong.
 SHARED_MIN = 3
 STEM_CHARS_MIN = 4
 _ENDINGS = (
@@ -32,7 +32,7 @@ _HEAD = """\
 # statement and what the check decides, correct the binding, then remove the line. The keys are in
 # docs/bindings.md.
 """
-# Words of every contract, which tell nothing apart.
+# Words too common to distinguish one statement from another.
 _COMMON = {
     *("after", "again", "all", "and", "any", "are", "before", "bound", "each", "every", "first"),
     *("for", "from", "have", "into", "its", "more", "must", "never", "none", "not", "one", "only"),
@@ -42,7 +42,7 @@ _COMMON = {
 
 
 def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
-    """Return the text of a file of bindings for what no check and no binding tries yet."""
+    """Return the text of a file of bindings for the statements without a check or a binding."""
     bound = {
         (clause.binding.kind, clause.binding.item)
         for clause in contract.invariants
@@ -59,7 +59,7 @@ def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
 
 
 def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) -> bool:
-    """Return whether a check decides the clause by name or id, or a test attacks one."""
+    """Return whether `item` has a check by name or id, or is a test that attacks a clause."""
     if item.kind == "clause":
         return item.clause.check is not None or item.id in {check.id for check in checks}
     targets = {test.id: test.target for test in contract.falsification_tests}
@@ -85,15 +85,15 @@ def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` as a double-quoted YAML scalar, which JSON's texts are."""
+    """Return `text` on one line as a double-quoted YAML scalar; a JSON string is one."""
     return json.dumps(" ".join(text.split()), ensure_ascii=True)
 
 
 def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, str]:
-    """Return the check that `item` may be for, or None; and what that rests on.
+    """Return the check that `item` most likely needs, or None, and the reason for the choice.
 
-    Both must share SHARED_MIN words, one of them a hint: a word that others use for what the check
-    looks at. Hints count twice. A wrong guess is worse than none: it has to be found and undone.
+    The two must share SHARED_MIN words, at least one of them a hint (`CheckTerms.spoken_of`). Hints
+    count twice. No guess is better than a wrong one, which a person has to find and undo.
     """
     for check in checks:
         if check.id.lower() in item.id.lower() or _number_of(check.id) == _number_of(item.id):
@@ -113,12 +113,12 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
 
 
 def _number_of(name: str) -> str:
-    """Return `DP-001` of `FALSIFY-DP-001` and of `F-DP-001`."""
+    """Return the id without its first part: `DP-001` for `FALSIFY-DP-001` and for `F-DP-001`."""
     return "-".join(name.upper().split("-")[1:])
 
 
 def words(text: str) -> set[str]:
-    """Return the words of `text` that tell something, in one form each."""
+    """Return the words of `text` that aren't common ones, each as its stem."""
     found = re.findall(r"[a-z]{3,}", text.lower().replace("-", ""))
     return {_stemmed(word) for word in found if word not in _COMMON}
 
@@ -136,6 +136,6 @@ def _words_of(check: CheckTerms) -> set[str]:
 
 
 def _weights(checks: Sequence[CheckTerms]) -> Mapping[str, float]:
-    """Return word -> how much it tells: the fewer checks use it, the more."""
+    """Return word -> weight. A word that fewer checks use weighs more."""
     used = Counter(word for check in checks for word in _words_of(check))
     return {word: math.log2(1 + len(checks) / count) for word, count in used.items()}

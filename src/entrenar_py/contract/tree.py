@@ -1,4 +1,4 @@
-"""The tree of a YAML file: plain values that know where they stand. Knows no YAML."""
+"""The tree of a YAML file: plain values with their places. Independent of the YAML parser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entrenar_py.contract.problems import Position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A value and its place. `size` counts the nodes under it, aliases expanded, itself too."""
+    """A value and its place. `size` counts this node and all below it, with aliases expanded."""
 
     at: Position
     size: int = 1
@@ -19,7 +19,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarNode(Node):
-    """`text` as written in the file; `value` is None, bool, int, float or str (YAML 1.1)."""
+    """A scalar: `text` as written; `value` is None, bool, int, float or str (YAML 1.1)."""
 
     text: str
     value: Any
@@ -34,7 +34,7 @@ class ListNode(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapNode(Node):
-    """A mapping. Keys are texts as written (`yes` stays "yes"); `keys` says where each stands."""
+    """A mapping. Keys are texts as written (`yes` stays "yes"); `keys` holds their places."""
 
     fields: dict[str, Node]
     keys: dict[str, Position]

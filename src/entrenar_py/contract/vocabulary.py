@@ -1,6 +1,6 @@
-"""The names outside its contract that a clause may use: checks, tolerance kinds, planted bugs.
+"""The names from outside a contract that a clause may use: checks, tolerance kinds, mutants.
 
-A contract knows neither the checks nor the bugs; whoever loads one hands in their names.
+A contract knows neither the checks nor the mutants; the caller that loads it passes their names.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from entrenar_py.contract.records import Invariant
 from entrenar_py.wording import listed
 
 _PAGE = "docs/contract-format.md"
-_NAMES_MAX = 5  # so many clauses are named in one line
+_NAMES_MAX = 5  # clauses named in one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTerms:
-    """A check as clauses see it.
+    """The properties of a check that clauses refer to.
 
-    `id` is that of the clause it decides without being named; `decides` says what, in a line,
-    `spoken_of` are words that others have for it. `tolerance_kinds` are what it can judge by;
-    `takes_tolerance` says whether it allows the difference that a clause states, or none.
+    It decides the clause with the same `id`, even unnamed. `decides` is one line on what it
+    decides, `spoken_of` are other words for that. `tolerance_kinds` are the kinds it can judge by.
+    `takes_tolerance` says whether it allows the difference that a clause states.
     """
 
     name: str
@@ -36,17 +36,17 @@ class CheckTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Every check, and the names of the planted bugs.
+    """The known checks, and the names of the planted bugs.
 
-    `mutants` is asked only if a clause names one, for it may have to load the bugs; None means
-    that they are not installed, so that no name can be judged. The same goes for `checks`.
+    `mutants` may load the bugs, so it is called only for a clause that names one. If it or `checks`
+    is None, the names are unknown and not checked.
     """
 
     checks: tuple[CheckTerms, ...] | None
     mutants: Callable[[], Collection[str] | None]
 
     def check_of(self, clause: Invariant) -> CheckTerms | None:
-        """Return the check that decides `clause`, by its `check` or its id; None if none does."""
+        """Return the check that decides `clause`, found by `clause.check` or else by its id."""
         known = self.checks or ()
         if clause.check is not None:
             return next((check for check in known if check.name == clause.check), None)
@@ -54,7 +54,7 @@ class Vocabulary:
 
 
 def check_names(record: Record, clause: Invariant, vocabulary: Vocabulary) -> None:
-    """Record an error for a check or a mutant that is not there."""
+    """Record an error for an unknown check or mutant."""
     check = vocabulary.check_of(clause)
     if check is not None:
         _check_tolerance(record, clause, check)
@@ -75,10 +75,10 @@ def check_names(record: Record, clause: Invariant, vocabulary: Vocabulary) -> No
 def tell_unbound(
     clauses: Collection[Invariant], vocabulary: Vocabulary, start: Position, problems: Problems
 ) -> None:
-    """Tell, in one line, of the clauses that no check decides; at `start` if there is no clause.
+    """Report in one line the clauses without a check; report at `start` if there are no clauses.
 
-    It is a warning where others of the clauses have one, and a note in a contract that was written
-    for other tools.
+    It is a warning if other clauses have a check. It is a note if none has, as in a contract that
+    was written for other tools.
     """
     if not clauses:
         problems.note(start, f"no clause and no proof obligation: nothing is checked ({_PAGE})")
@@ -110,5 +110,5 @@ def _check_tolerance(record: Record, clause: Invariant, check: CheckTerms) -> No
 
 
 def _needs_kind(check: CheckTerms) -> bool:
-    """Return whether a number alone says nothing to `check`."""
+    """Return whether `check` can't use a tolerance without its kind."""
     return check.takes_tolerance and len(check.tolerance_kinds) > 1
