@@ -59,7 +59,10 @@ def _says_something(beside: Path) -> bool:
 def bind(
     known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
 ) -> tuple[Invariant, ...]:
-    """Return the clauses made of the statements `known`: those bound, and those that count anyway."""
+    """Return the clauses made of the statements `known`: those bound, and those that count anyway.
+
+    Errors in a file of bindings are added to `problems`.
+    """
     chosen = _choose(known, files, problems)
     clauses: list[Invariant] = []
     room = scenario_counts.Room(problems)

@@ -13,7 +13,7 @@ from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A binding of a statement. `stale` says how the statement changed since; empty if it did not."""
+    """A binding of a statement. `stale` says that the statement has changed since, or is ""."""
 
     entry: Entry
     stale: str

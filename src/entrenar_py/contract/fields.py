@@ -124,7 +124,7 @@ class Record:
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
-        """Return the value of `key` if allowed, else None; `words` map other words to allowed ones."""
+        """Return the value of `key` if allowed, else None; `words` map others to allowed values."""
         node = self.present(key)
         if node is None:
             return None

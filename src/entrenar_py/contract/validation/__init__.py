@@ -1,6 +1,7 @@
-"""Validation: what the published rules find in contracts, and whether these are valid after that.
+"""Validation: the findings of the published rules in contracts, and whether these are valid.
 
-A matter apart from loading: what a rule finds stops no run of checks. Nothing is executed.
+Validation is separate from loading: a finding of a rule stops no run of checks. Nothing in a
+contract is executed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A project's policy on the rules: a level for each, and what is put aside."""
+    """A project's policy on the rules: a level for each rule, and suppressions."""
 
     levels: Mapping[str, Level]
     suppressions: tuple[Suppression, ...] = ()
@@ -48,7 +49,7 @@ def policy(
     suppressed: Iterable[Suppression] = (),
     strict: bool = False,
 ) -> Policy:
-    """Return the policy of a command line and a configuration: `rules` are levels by rule id.
+    """Return the policy of a command line and a configuration; `rules` are levels by rule id.
 
     Under `strict` every warning is an error. Raises UsageError for unknown rules and levels.
     """
@@ -58,7 +59,7 @@ def policy(
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A contract with its findings; `kind` says as what it was judged, "" if it has no tree."""
+    """A contract with its findings; `kind` is the kind it was judged as, "" for an unreadable file."""
 
     path: Path
     contract: Contract | None
@@ -68,7 +69,7 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The findings in contracts, under the `levels` of rules; `stale` is of suppressions."""
+    """The findings in all contracts; `stale` are the findings on suppressions."""
 
     contracts: tuple[Judged, ...]
     levels: Mapping[str, Level]
@@ -76,7 +77,7 @@ class Validation:
 
     @property
     def findings(self) -> tuple[RuleFinding, ...]:
-        """All of them, contract by contract; the suppressed ones too."""
+        """The findings of every contract, then those on suppressions, the suppressed ones included."""
         return (*(finding for judged in self.contracts for finding in judged.findings), *self.stale)
 
     @property
@@ -86,7 +87,7 @@ class Validation:
 
 
 def count(findings: Iterable[RuleFinding], level: Level) -> int:
-    """Return the number of `findings` that count, at this level."""
+    """Return the number of `findings` of this level that are not suppressed."""
     return sum(finding.counts and finding.level is level for finding in findings)
 
 
@@ -98,11 +99,11 @@ def validate(
     unrunnable: Callable[[Invariant], str] = lambda clause: "",
     today: datetime.date | None = None,
 ) -> Validation:
-    """Return what the rules find in `contracts`, under `policy`; nothing is executed.
+    """Return the findings of the rules in `contracts` under `policy`. Nothing is executed.
 
-    These are paths, each with its files of bindings. A file that can't be read is a finding, too.
-    `unrunnable` says why a clause could not be tried as it is written, "" if it could. `today` is
-    this machine's date, unless given.
+    `contracts` maps each path to its files of bindings. A file that can't be read is a finding too.
+    `unrunnable` returns the reason why a clause can't be tried as written, or "". `today` is this
+    machine's date by default.
     """
     day = today or datetime.date.today()
     judged = []

@@ -1,4 +1,4 @@
-"""The findings of rules in one contract, with the level that counts and what put each aside."""
+"""Applies the rules to one contract: findings, their levels, and the suppression of each."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from entrenar_py.contract.validation.rules import (
 from entrenar_py.contract.validation.suppressions import Suppression
 from entrenar_py.contract.vocabulary import Vocabulary
 
-# What the reader of contracts calls an error, a warning, a note -> the rule that it is told under.
+# Level of a problem from the reader of contracts -> the rule under which it is reported.
 _READER = {"error": UNREADABLE, "warning": OURS, "note": NOTE}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """A contract's file looked at: `contract` is None where it can't be read as one, `outline`
-    where it has no tree. `problems` are what its reader said.
+    """A contract's file and its `problems`, as its reader returned them.
+
+    `contract` is None if there is an error, `outline` if the file has no tree.
     """
 
     path: Path
@@ -43,9 +44,9 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """One breach of `rule`. `at` is None where no file holds it; `item` is a dotted path or "".
+    """One breach of `rule`. `at` is None if it is in no file; `item` is a dotted path or "".
 
-    A finding that is `suppressed` counts for nothing, and is reported all the same.
+    A `suppressed` finding is reported but does not count.
     """
 
     rule: Rule
@@ -57,7 +58,7 @@ class RuleFinding:
 
     @property
     def counts(self) -> bool:
-        """Return whether it is told as what its level says."""
+        """Return whether the finding has the effect of its level; a suppressed one has none."""
         return self.suppressed is None
 
 
@@ -68,7 +69,7 @@ def examine(
     bind: Sequence[Path],
     unrunnable: Callable[[Invariant], str],
 ) -> Examined:
-    """Return the contract at `path` and what its reader says of it; raise none of that."""
+    """Read the contract at `path`; its errors are returned as problems, never raised."""
     problems = Problems()
     root, loaded = contract.read(path, vocabulary=vocabulary, problems=problems, bind=bind)
     if any(problem.level == "error" for problem in problems.all):
@@ -87,7 +88,7 @@ def judge(
     suppressions: Sequence[Suppression],
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
-    """Return the findings in one contract, in the file's order; none of a rule that is off."""
+    """Return the findings in one contract, in the file's order, without rules that are off."""
     active = [suppression for suppression in suppressions if not suppression.is_over(today)]
     path = str(examined.path)
 
@@ -117,10 +118,10 @@ def stale(
     levels: Mapping[str, Level],
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
-    """Return a finding for each suppression that is over, or that suppressed none of `findings`.
+    """Return a finding for each suppression that is over or that suppressed none of `findings`.
 
-    `paths` are the files that were looked at, and whether rules could be applied to each: what is
-    suppressed in others is nobody's matter now. Nor is a suppression of a rule that is off.
+    `paths` maps each file that was examined to whether rules could be applied to it. Suppressions
+    in other files, and of rules that are off, are passed over.
     """
     if levels[STALE] is Level.OFF:
         return ()
@@ -153,9 +154,9 @@ def stale(
 def _of_reader(
     problems: Iterable[Problem], by_rules: Sequence[RuleFinding]
 ) -> Iterator[tuple[Rule, Breach]]:
-    """Yield what the reader says that no rule says better.
+    """Yield the problems of the reader, except those that a rule reports at the same line.
 
-    What makes the contract unreadable stays said, unless a rule says it as loudly.
+    An error is left out only if the rule's finding counts as an error too.
     """
     said = {_what(finding) for finding in by_rules}
     said_loudly = {

@@ -1,4 +1,4 @@
-"""Levels of rules: a rule's own, what a project makes of it, and `--strict`."""
+"""The levels of rules: each rule's own, those that a project sets, and `--strict`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from entrenar_py.errors import UsageError, did_you_mean
 
 
 class Level(StrEnum):
-    """The effect of a finding on the verdict: an error makes the contract invalid, nothing else."""
+    """The level of a rule's findings; only an error makes the contract invalid."""
 
     OFF = "off"
     INFO = "info"
@@ -22,7 +22,7 @@ _SHORT = {"warn": Level.WARNING}
 
 
 def parse(text: str) -> Level:
-    """Return the level that `text` names (`warn` is `warning`); UsageError if it names none."""
+    """Return the level named `text` (`warn` is `warning`). Raises UsageError for any other word."""
     word = text.strip().lower()
     if word in _SHORT:
         return _SHORT[word]
@@ -39,10 +39,10 @@ def resolve(
     fixed: Collection[str] = (),
     strict: bool = False,
 ) -> dict[str, Level]:
-    """Return rule id -> level: that in `given` if it names the rule, else that in `defaults`.
+    """Return rule id -> level, from `given` if it names the rule, else from `defaults`.
 
-    Under `strict` each warning is an error then, one that was asked for by name too. Raises
-    UsageError for an id that `defaults` lacks, a `fixed` one, and a level that is none.
+    Under `strict` each warning becomes an error, even one in `given`. Raises UsageError for an
+    unknown rule or level, and for another level of a `fixed` rule.
     """
     levels = dict(defaults)
     for rule, text in given.items():

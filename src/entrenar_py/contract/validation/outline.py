@@ -1,7 +1,7 @@
-"""The parts of a contract that rules ask about, found in its tree whatever shape it has.
+"""The parts of a contract that the published rules refer to, in each layout of the format.
 
-Later versions of the published format call some keys by other names, and allow equations in a
-list: both are read. A key that is missing, null or blank counts as empty.
+Later versions of the format rename some keys and allow equations in a list; both forms are read.
+A key that is missing, null or blank counts as empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from entrenar_py.contract import layout
 from entrenar_py.contract.problems import Position
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 
-# Kinds of contract that must be proved; all others that the format knows need not.
+# Kinds of contract that need proofs; the format's other kinds don't.
 PROVED = ("kernel", "competitive-parity")
 KINDS = (
     *PROVED,
@@ -22,11 +22,11 @@ KINDS = (
     *("pretraining-corpus", "training-precondition-gate", "corpus-assembly", "pattern", "schema"),
     *("beat-benchmark", "kaizen"),
 )
-# What a contract is that names no kind and states clauses: these are tried, nothing is proved.
+# Kind of a contract that states clauses and names no kind: clauses are tried, nothing is proved.
 CLAUSES = "clauses"
 
 _BLOCKS = ("equations", "proof_obligations", "falsification_tests", "kani_harnesses")
-# What later versions call a key.
+# Key -> its names in later versions of the format.
 _ALSO = {
     "property": ("statement",),
     "formal": ("verification",),
@@ -37,14 +37,14 @@ _ALSO = {
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A mapping of a list, or an equation: `path` leads to it (`falsification_tests.FT-1`)."""
+    """An item of a list, or an equation; `path` is its dotted path (`falsification_tests.FT-1`)."""
 
     path: str
     name: str
     node: Node
 
     def find(self, key: str) -> Node | None:
-        """Return the value of `key`, or of another name for it; None if it is empty."""
+        """Return the value of `key` or of its later name; None if it is empty."""
         if not isinstance(self.node, MapNode):
             return None
         for name in (key, *_ALSO.get(key, ())):
@@ -54,12 +54,12 @@ class Item:
         return None
 
     def text(self, key: str) -> str:
-        """Return the text of `key`; "" if it is empty, or no text."""
+        """Return the text of `key`; "" if it is empty or not text."""
         found = self.find(key)
         return found.text.strip() if isinstance(found, ScalarNode) else ""
 
     def at(self, key: str) -> Position:
-        """Return where the value of `key` stands, even an empty one; else where the item does."""
+        """Return the place of the value of `key`, even if empty; of the item if there is none."""
         if isinstance(self.node, MapNode):
             for name in (key, *_ALSO.get(key, ())):
                 if name in self.node.fields:
@@ -69,9 +69,9 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A contract as rules see it: `items` are by the names of the blocks that they stand in.
+    """A contract as the rules see it; `items` are grouped by the names of their blocks.
 
-    `kind` is what it was judged as, `declared` if it says so.
+    `kind` is the kind it is judged as; `declared` says whether the contract names it itself.
     """
 
     root: MapNode
@@ -82,11 +82,11 @@ class Outline:
 
     @property
     def must_be_proved(self) -> bool:
-        """Return whether the rules for kernels hold for it."""
+        """Return whether the rules for kernels apply to it; they do for an unknown kind too."""
         return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
 
     def at(self, block: str) -> Position:
-        """Return where the value of a top-level key stands; the file's beginning without it."""
+        """Return the place of a top-level key's value; the beginning of the file without one."""
         found = self.root.fields.get(block)
         return self.root.at if found is None else found.at
 
@@ -95,7 +95,7 @@ def outline(root: MapNode) -> Outline:
     """Return the outline of the contract whose tree is `root`."""
     node = root.fields.get("metadata", root)
     has_metadata = isinstance(root.fields.get("metadata"), MapNode)
-    # A layout without metadata holds the version at the top of the file.
+    # Without a metadata block, the version stands at the top level of the file.
     metadata = Item(path="metadata" if has_metadata else "", name="metadata", node=node)
     kind, declared = _kind(root, metadata)
     return Outline(
@@ -108,7 +108,7 @@ def outline(root: MapNode) -> Outline:
 
 
 def is_filled(node: Node) -> bool:
-    """Return whether something is said: by a text, a mapping, or a list with an item that does."""
+    """Return whether `node` is a non-blank text, a non-empty mapping, or a list with a filled item."""
     if isinstance(node, ScalarNode):
         return node.value is not None and bool(node.text.strip())
     if isinstance(node, ListNode):

@@ -1,7 +1,7 @@
-"""The rules that the ecosystem of this format publishes: SCHEMA, PROVABILITY, AUDIT.
+"""The published rules of the contract format: SCHEMA, PROVABILITY, AUDIT.
 
-Each takes the outline of a contract and gives every place that breaks it. What the ids demand is
-theirs; the words are ours.
+Each takes the outline of a contract and yields a Breach for every place that breaks the rule. The
+ids and demands are the published ones, the messages are written here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from entrenar_py.contract.validation.outline import CLAUSES, Item, Outline, is_f
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """A place that breaks a rule: `item` is its dotted path, `message` says what to do."""
+    """A place that breaks a rule; `item` is its dotted path, `message` says what to do."""
 
     at: Position
     item: str
@@ -24,7 +24,7 @@ class Breach:
 
 
 def filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Breach]]:
-    """Return the rule that no item of `block` leaves `key` empty; `advice` says what to do."""
+    """Return the rule that each item of `block` has a `key`; `advice` says what to do."""
 
     def find(contract: Outline) -> Iterator[Breach]:
         for item in contract.items[block]:
@@ -34,7 +34,7 @@ def filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Br
 
 
 def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
-    """Return the rule that no two items of `block` have the same text, `what`, under `key`."""
+    """Return the rule that no two items of `block` have the same `key`, called `what` in messages."""
 
     def find(contract: Outline) -> Iterator[Breach]:
         first: dict[str, Node] = {}
@@ -51,13 +51,13 @@ def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Br
 
 
 def references(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-001: metadata.references names what the contract rests on."""
+    """SCHEMA-001: `metadata.references` names the sources of the contract."""
     yield from _if_empty(contract.metadata, "references", "cite the papers it rests on")
 
 
 def version(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-002: metadata.version is there."""
-    top = contract.root.fields.get("version")  # some have it beside the metadata
+    """SCHEMA-002: the contract has a version."""
+    top = contract.root.fields.get("version")  # some contracts have it next to the metadata
     if top is None or not is_filled(top):
         yield from _if_empty(contract.metadata, "version", 'give one, such as "1.0.0"')
 
@@ -70,7 +70,7 @@ def some_equation(contract: Outline) -> Iterator[Breach]:
 
 
 def formulas(contract: Outline) -> Iterator[Breach]:
-    """SCHEMA-004: each equation has a formula; a bare text is one."""
+    """SCHEMA-004: each equation has a formula; a bare text is a formula."""
     for equation in contract.items["equations"]:
         if not isinstance(equation.node, ScalarNode):
             yield from _if_empty(equation, "formula", "write it down")

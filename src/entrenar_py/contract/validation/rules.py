@@ -1,4 +1,4 @@
-"""Every rule in one table: validation, its reports and docs/contract-rules.md all read it."""
+"""All rules in one table, which validation, its reports and docs/contract-rules.md read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from entrenar_py.contract.validation.outline import KINDS, Outline
 from entrenar_py.contract.validation.published import Breach
 from entrenar_py.errors import did_you_mean
 
-# Where the ids and their levels are published.
+# Sources of the published ids and levels.
 _SCHEMA = (
     "https://github.com/paiml/provable-contracts/blob/main/"
     "crates/provable-contracts/src/schema/validator.rs"
@@ -32,7 +32,7 @@ NOTE = "ENTRENAR-002"
 
 
 def _known_kind(contract: Outline) -> Iterator[Breach]:
-    """ENTRENAR-001: the kind is one that the format knows; another name for one is the reader's."""
+    """ENTRENAR-001: `metadata.kind` is a kind that the format knows."""
     if contract.declared and contract.kind not in KINDS:
         hint = did_you_mean(contract.kind, KINDS)
         message = f"metadata.kind {contract.kind!r} is unknown: judged as a kernel; {hint}"
@@ -42,10 +42,10 @@ def _known_kind(contract: Outline) -> Iterator[Breach]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule: its own `level`, what it `demands`, what to do about it, and who finds breaches.
+    """A rule: its default `level`, its demand, its remedy, and `find`, which yields breaches.
 
-    `published` is the address of the rule's source, "" for one of our own. One that is `fixed` has
-    the same level for everybody, and nothing suppresses it.
+    `published` is the address of the rule's source, "" for a rule of this project. A `fixed` rule
+    has the same level in every project and can't be suppressed.
     """
 
     id: str
@@ -62,7 +62,7 @@ _PROVES = published.filled(
 )
 _ERROR, _WARNING, _INFO = Level.ERROR, Level.WARNING, Level.INFO
 
-# The first seventeen ids and their levels are the ecosystem's, and so are those that start with PV.
+# The first seventeen rules, and those with PV, have the ids and levels published by others.
 RULES: tuple[Rule, ...] = (
     Rule(
         id="SCHEMA-001",

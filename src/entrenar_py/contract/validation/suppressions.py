@@ -1,4 +1,4 @@
-"""Findings that somebody put aside: of one rule, for a reason, until a day."""
+"""Suppressions: findings of a rule that don't count until a day, with the reason."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WRITTEN = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Suppression:
-    """Findings of `rule` don't count, in `file` and at `item` where these are given.
+    """A suppression of findings of `rule`, limited to `file` and `item` if they are given.
 
-    `file` is a name, the end of a path, or a pattern; `item` a dotted path that also covers what
-    is below it, or a pattern. `until` is the last day. `source` says where it was written, in
-    words, `at` the place if it was in a file.
+    `file` is a name, the end of a path, or a pattern. `item` is a dotted path that also covers what
+    is below it, or a pattern. `until` is the last day. `source` describes where the suppression was
+    written; `at` is its place if that is a file.
     """
 
     rule: str
@@ -40,7 +40,7 @@ class Suppression:
     at: Position | None = None
 
     def covers_file(self, path: str) -> bool:
-        """Return whether it says anything of the contract at `path`."""
+        """Return whether it applies to the contract at `path`."""
         if not self.file:
             return True
         given, parts = PurePath(path).as_posix(), PurePath(self.file).parts
@@ -66,9 +66,9 @@ class Suppression:
 def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -> Suppression:
     """Return the suppression in `entry`, a table of a configuration with the keys KEYS.
 
-    Its `until` is a date or the text of one. Messages call the table `source`; `at` is its place.
-    Raises UsageError for an unknown key or rule, for a rule that can't be suppressed, and for a
-    rule, reason or day that is missing or of another type.
+    `until` is a date or its text. `source` names the table in messages, `at` is its place. Raises
+    UsageError for an unknown key or rule, a rule that can't be suppressed, and a rule, reason or
+    day that is missing or of another type.
     """
     for key in entry:
         if key not in KEYS:
@@ -90,10 +90,10 @@ def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -
 
 
 def parse(text: str) -> Suppression:
-    """Return the suppression that is written as FORM says, as on a command line.
+    """Return the suppression written in `text` in the form FORM, as on a command line.
 
-    Behind `in` a name with the ending of a YAML file is a file, any other an item. Raises
-    UsageError where `read` does, and for a text of another form.
+    The word after `in` is a file if it ends in .yaml or .yml, else an item. Raises UsageError for a
+    text of another form, and for the same errors as `read`.
     """
     source = f"--suppress {text!r}"
     found = _WRITTEN.fullmatch(text.strip())
