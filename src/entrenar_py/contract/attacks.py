@@ -64,8 +64,8 @@ def read(root: MapNode, targets: Targets, problems: Problems) -> tuple[Falsifica
 
 
 def _test(node: MapNode, targets: Targets, problems: Problems) -> FalsificationTest:
-    given = node.fields.get("id", node)
-    what = f"test {given.text}" if isinstance(given, ScalarNode) else "falsification test"
+    id_node = node.fields.get("id", node)
+    what = f"test {id_node.text}" if isinstance(id_node, ScalarNode) else "falsification test"
     record = Record(node, what=what, known=layout.TEST_KEYS, problems=problems)
     rule = record.text("rule")
     test = record.read_as(

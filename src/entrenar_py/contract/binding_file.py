@@ -123,8 +123,8 @@ def _entries(file: Record) -> Iterator[Entry]:
         record = Record(node, what="binding", known=ENTRY_KEYS, problems=file.problems)
         kinds = [kind for kind in KINDS if kind in node.fields]
         if len(kinds) != 1:
-            given = " and ".join(kinds) or "none"
-            message = f"a binding names one of {', '.join(KINDS)}; given is {given}"
+            given_kinds = " and ".join(kinds) or "none"
+            message = f"a binding names one of {', '.join(KINDS)}; given is {given_kinds}"
             record.problems.error(node.at, message)
             _refuse_unknown(record)
             continue

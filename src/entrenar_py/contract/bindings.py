@@ -79,15 +79,15 @@ def _choose(
 ) -> dict[tuple[str, str], list[Bound]]:
     """Return (kind, id) of an item -> its bindings, from the last source that has some."""
     chosen = _shipped(known, files, problems)
-    for level in ((files.beside,), files.given):
-        found: dict[tuple[str, str], list[Bound]] = {}
-        for path in level:
+    for paths in ((files.beside,), files.given):
+        bindings_by_item: dict[tuple[str, str], list[Bound]] = {}
+        for path in paths:
             loaded = None if path is None else binding_file.read(path, problems)
             if loaded is not None and _is_for(loaded, files.stem, problems):
-                _collect(loaded, known, found)
-        for bound in found.values():
+                _collect(loaded, known, bindings_by_item)
+        for bound in bindings_by_item.values():
             _require_parts(bound)
-        chosen.update(found)
+        chosen.update(bindings_by_item)
     return chosen
 
 
@@ -111,21 +111,21 @@ def _shipped(
         return {}
     quiet = Problems()
     loaded = binding_file.read(files.shipped, quiet)
-    found: dict[tuple[str, str], list[Bound]] = {}
+    bindings_by_item: dict[tuple[str, str], list[Bound]] = {}
     if loaded is not None:
-        _collect(loaded, known, found)
-    if all(binding.stale for bound in found.values() for binding in bound):
+        _collect(loaded, known, bindings_by_item)
+    if all(binding.stale for bound in bindings_by_item.values() for binding in bound):
         return {}
-    for bound in found.values():
+    for bound in bindings_by_item.values():
         for binding in bound:
             if binding.stale:
                 message = f"{binding.entry.record.what}: {binding.stale}"
                 problems.warn(binding.entry.position, message)
-    return found
+    return bindings_by_item
 
 
 def _collect(
-    file: BindingFile, known: Sequence[Item], found: dict[tuple[str, str], list[Bound]]
+    file: BindingFile, known: Sequence[Item], bindings_by_item: dict[tuple[str, str], list[Bound]]
 ) -> None:
     """Add the bindings of `file` to `found`, each under the item that it names."""
     for entry in file.entries:
@@ -145,7 +145,8 @@ def _collect(
                 "read the statement again, then write the new digest"
             )
             entry.record.warn("statement", stale)
-        found.setdefault((item.kind, item.id), []).append(Bound(entry=entry, stale=stale))
+        bound = Bound(entry=entry, stale=stale)
+        bindings_by_item.setdefault((item.kind, item.id), []).append(bound)
 
 
 def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item]) -> None:

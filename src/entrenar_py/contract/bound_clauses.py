@@ -53,8 +53,8 @@ def clause(item: Item, bound: Bound, terms: Vocabulary, room: scenario_counts.Ro
         if check.name == entry.check:
             _check_tolerance(tried, check, entry)
     departures = _departures(item, entry)
-    for key, told in departures.items():
-        entry.record.warn(key, told)
+    for key, departure in departures.items():
+        entry.record.warn(key, departure)
     return replace(tried, binding=replace(binding, departures=tuple(departures.values())))
 
 
@@ -72,16 +72,18 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
     Reported are a milder severity, a wider tolerance, and another check or kind of tolerance.
     """
-    said, found = item.clause, {}
-    is_milder = SEVERITIES.index(entry.severity or "P0") > SEVERITIES.index(said.severity)
+    clause, departures = item.clause, {}
+    is_milder = SEVERITIES.index(entry.severity or "P0") > SEVERITIES.index(clause.severity)
     for key, departs in (("severity", is_milder), ("check", True), ("tolerance_kind", True)):
-        own, theirs = getattr(entry, key), getattr(said, key)
+        own, theirs = getattr(entry, key), getattr(clause, key)
         if departs and None not in (own, theirs) and own != theirs:
-            found[key] = f"{key} {own} in place of the {item.kind}'s {theirs}"
-    stated, given = said.tolerance, entry.tolerance
-    if stated is not None and given is not None and given > stated:
-        found["tolerance"] = f"tolerance {given:g} is wider than the {stated:g} of the {item.kind}"
-    return found
+            departures[key] = f"{key} {own} in place of the {item.kind}'s {theirs}"
+    own, theirs = entry.tolerance, clause.tolerance
+    if theirs is not None and own is not None and own > theirs:
+        departures["tolerance"] = (
+            f"tolerance {own:g} is wider than the {theirs:g} of the {item.kind}"
+        )
+    return departures
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:

@@ -28,15 +28,15 @@ def read(root: MapNode, vocabulary: Vocabulary, problems: Problems) -> tuple[Inv
     """Return a clause for each mapping with an id and a statement, in the file's order."""
     _note_others(root, problems)
     rules.scenarios(root, problems)
-    found = [
+    clauses = [
         _clause(node, group, vocabulary, problems, named=None)
         for group, node in layout.clauses(root)
     ]
-    found += [
+    clauses += [
         _clause(node, "invariants", vocabulary, problems, named=name)
         for name, node in layout.named_invariants(root)
     ]
-    return tuple(found)
+    return tuple(clauses)
 
 
 def _note_others(root: MapNode, problems: Problems) -> None:
@@ -56,8 +56,8 @@ def _note_others(root: MapNode, problems: Problems) -> None:
 def _clause(
     node: MapNode, group: str, vocabulary: Vocabulary, problems: Problems, *, named: str | None
 ) -> Invariant:
-    given = node.fields.get("id")
-    title = given.text if isinstance(given, ScalarNode) else named
+    id_node = node.fields.get("id")
+    title = id_node.text if isinstance(id_node, ScalarNode) else named
     what = "clause" if title is None else f"clause {title}"
     record = Record(node, what=what, known=layout.CLAUSE_KEYS, problems=problems)
     nested = layout.groups_in(node)

@@ -68,11 +68,11 @@ def compose(
     root = composer.root
     if isinstance(root, MapNode):
         return root
-    found = "a list" if isinstance(root, ListNode) else "a single value"
+    document_type = "a list" if isinstance(root, ListNode) else "a single value"
     if root is None or (isinstance(root, ScalarNode) and root.value is None):
-        found = "nothing: the file is empty"
+        document_type = "nothing: the file is empty"
     at = Position(file, 1, 1) if root is None else root.at
-    problems.error(at, f"{form}; found {found}")
+    problems.error(at, f"{form}; found {document_type}")
     return None
 
 

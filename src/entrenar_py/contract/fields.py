@@ -62,15 +62,15 @@ class Record:
 
     def place(self, key: str) -> Position:
         """Return the place of the value of `key`, or of the mapping if it has no such key."""
-        found = self.node.fields.get(key)
-        return self.node.at if found is None else found.at
+        value_node = self.node.fields.get(key)
+        return self.node.at if value_node is None else value_node.at
 
     def present(self, key: str) -> Node | None:
         """Return the value of `key`; None if it is missing or null."""
-        found = self.node.fields.get(key)
-        if isinstance(found, ScalarNode) and found.value is None:
+        value_node = self.node.fields.get(key)
+        if isinstance(value_node, ScalarNode) and value_node.value is None:
             return None
-        return found
+        return value_node
 
     def text(self, key: str) -> str:
         """Return the text of `key` as written, "" if missing. A list of texts is joined by `; `."""
@@ -129,9 +129,9 @@ class Record:
         if node is None:
             return None
         if isinstance(node, ScalarNode):
-            given = (words or {}).get(node.text.strip().upper(), node.text)
-            if given in allowed:
-                return given
+            word = (words or {}).get(node.text.strip().upper(), node.text)
+            if word in allowed:
+                return word
         self.error(key, f"{key} is one of {', '.join(allowed)}{_given(node)}")
         return None
 

@@ -41,34 +41,34 @@ class Demands:
 
 def read(text: str, names: Names) -> Demands:
     """Return what `text` demands; ids without a clause and Kani harnesses are `unresolved`."""
-    found, unresolved = _by_id(text, names)
-    found |= dict.fromkeys(_by_severity(text, names))
+    clause_ids, unresolved = _by_id(text, names)
+    clause_ids |= dict.fromkeys(_by_severity(text, names))
     if _ALL_TESTS.search(text):
-        found |= dict.fromkeys(clause_id for ids in names.tests.values() for clause_id in ids)
+        clause_ids |= dict.fromkeys(clause_id for ids in names.tests.values() for clause_id in ids)
         unresolved += [test for test, ids in names.tests.items() if not ids]
     if _KANI.search(text):
         unresolved.append("Kani harnesses (pass_criteria)")
-    return Demands(clauses=tuple(found), unresolved=tuple(unresolved))
+    return Demands(clauses=tuple(clause_ids), unresolved=tuple(unresolved))
 
 
 def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
     """Return the ids of the clauses that `text` names, and the ids in it that name no clause."""
     prefixes = {_prefix(clause_id) for clause_id in names.ids} - {""}
-    given_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
-    unresolved = [f"more than {_IDS_MAX} ids"] if len(given_ids) > _IDS_MAX else []
-    found: dict[str, None] = {}
-    for given in given_ids[:_IDS_MAX]:
-        ids = names.of_id(given) or names.tests.get(given, [])
-        found |= dict.fromkeys(ids)
+    named_ids = list(islice(_ids(text, prefixes), _IDS_MAX + 1))
+    unresolved = [f"more than {_IDS_MAX} ids"] if len(named_ids) > _IDS_MAX else []
+    clause_ids: dict[str, None] = {}
+    for named_id in named_ids[:_IDS_MAX]:
+        ids = names.of_id(named_id) or names.tests.get(named_id, [])
+        clause_ids |= dict.fromkeys(ids)
         if not ids:
-            unresolved.append(given)
-    return found, unresolved
+            unresolved.append(named_id)
+    return clause_ids, unresolved
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
     """Yield the ids of all clauses, or of the clauses with a severity that `text` names."""
     severities = {
-        severity for told in _ALL_OF.findall(text) for severity in _SEVERITY.findall(told.upper())
+        severity for match in _ALL_OF.findall(text) for severity in _SEVERITY.findall(match.upper())
     }
     is_all = _ALL_CLAUSES.search(text) is not None
     for clause in names.clauses.values():
@@ -86,18 +86,18 @@ def _ids(text: str, prefixes: set[str]) -> Iterator[str]:
 
     A range that goes backwards is yielded as written, which matches no clause.
     """
-    for found in _IDS.finditer(text):
-        prefix, first = found["prefix"], found["first"]
+    for match in _IDS.finditer(text):
+        prefix, first = match["prefix"], match["first"]
         if prefix not in prefixes:
             if (more := _NUMBERED.fullmatch(prefix)) and more[1] in prefixes:
-                yield found[0]  # F-DP-001-004 is not an id; it stays unresolved
+                yield match[0]  # F-DP-001-004 is not an id; it stays unresolved
             continue  # an id of something else, such as an issue or a standard
-        last = found["last"] or found["to"] or first
+        last = match["last"] or match["to"] or first
         if int(last) < int(first):
-            yield " ".join(found[0].split())
+            yield " ".join(match[0].split())
         for number in range(int(first), int(last) + 1):
             yield f"{prefix}{number:0{len(first)}d}"
-        more = _MORE.match(text, found.end())
+        more = _MORE.match(text, match.end())
         while more and len(more[1]) == len(first) >= _MORE_DIGITS_MIN:
             yield f"{prefix}{more[1]}"
             more = _MORE.match(text, more.end())

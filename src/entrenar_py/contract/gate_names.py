@@ -78,8 +78,8 @@ class Described:
         if not words or len(words) > _WORDS_MAX or not self._tries_left:
             return []
         self._tries_left -= 1
-        for said in (self._titles, self._texts):
-            ids = set.intersection(*(said.get(word, set()) for word in words))
+        for word_index in (self._titles, self._texts):
+            ids = set.intersection(*(word_index.get(word, set()) for word in words))
             if ids:
                 return list(ids) if len(ids) == 1 else []
         return []

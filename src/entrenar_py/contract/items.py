@@ -96,11 +96,11 @@ def _obligation(obligation: Obligation, *, counts: bool) -> Item:
 
 
 def _test(test: FalsificationTest, *, counts: bool) -> Item:
-    said = "; ".join(filter(None, (_on_one_line(test.rule), _on_one_line(test.prediction))))
+    statement = "; ".join(filter(None, (_on_one_line(test.rule), _on_one_line(test.prediction))))
     clause = Invariant(
         id=test.id,
         name=_on_one_line(test.rule) or test.id,
-        statement=said,
+        statement=statement,
         position=test.position,
         group=TESTS,
     )

@@ -32,9 +32,9 @@ def equations(root: MapNode, problems: Problems) -> tuple[Equation, ...]:
 
 def _name_of(node: MapNode) -> str:
     for key in ("id", "name"):
-        found = node.fields.get(key)
-        if isinstance(found, ScalarNode):
-            return found.text.strip()
+        name_node = node.fields.get(key)
+        if isinstance(name_node, ScalarNode):
+            return name_node.text.strip()
     return ""
 
 
@@ -78,39 +78,39 @@ def obligations(root: MapNode, problems: Problems) -> tuple[Obligation, ...]:
 
 
 def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
-    given = record.text("id")
-    stated = _either(record, "property", "statement", rule="SCHEMA-005")
+    own_id = record.text("id")
+    property_text = _either(record, "property", "statement", rule="SCHEMA-005")
     return record.read_as(
         Obligation,
-        id=given or _id_from(stated, taken),
-        property=stated,
+        id=own_id or _id_from(property_text, taken),
+        property=property_text,
         position=record.node.at,
-        has_id=bool(given),
+        has_id=bool(own_id),
         tolerance=record.amount("tolerance"),
         lean=record.data("lean"),
         extra=record.extra(OBLIGATIONS),
     )
 
 
-def _id_from(stated: str, taken: dict[str, int]) -> str:
+def _id_from(property_text: str, taken: dict[str, int]) -> str:
     """Return an id from the first words of a property, and add it to `taken`.
 
     If another property began with the same words, the id gets a number, from -2 on.
     """
-    spaced = "".join(char if char.isalnum() else " " for char in stated.lower())
+    spaced = "".join(char if char.isalnum() else " " for char in property_text.lower())
     first, *words = spaced.split() or ["obligation"]
     stem = first[:ID_CHARS_MAX]
     for word in words:
         if len(stem) + len(word) >= ID_CHARS_MAX:
             break
         stem += f"-{word}"
-    made, number = stem, taken.get(stem, 0)
-    while made in taken:
+    new_id, number = stem, taken.get(stem, 0)
+    while new_id in taken:
         number += 1
-        made = f"{stem}-{number}"
+        new_id = f"{stem}-{number}"
     taken[stem] = number or 1
-    taken[made] = 1
-    return made
+    taken[new_id] = 1
+    return new_id
 
 
 def as_clauses(stated: tuple[Obligation, ...]) -> tuple[Invariant, ...]:

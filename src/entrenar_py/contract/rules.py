@@ -16,10 +16,10 @@ from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
     """Return the mapping under `name`; None if absent, None and an error for anything else."""
-    found = Record(root, what="contract", known=(), problems=problems).present(name)
-    if found is None or isinstance(found, MapNode):
-        return found
-    problems.error(found.at, f"{name} is a mapping; see docs/contract-format.md")
+    node = Record(root, what="contract", known=(), problems=problems).present(name)
+    if node is None or isinstance(node, MapNode):
+        return node
+    problems.error(node.at, f"{name} is a mapping; see docs/contract-format.md")
     return None
 
 
@@ -100,10 +100,9 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
     nodes = [("", node) for _, node in layout.clauses(root)]
     nodes += [(name, node) for name in _RULES_ON_IDS for node in entries(root, name, quiet)]
     nodes += [("", gate)] if gate else []
-    given = [(block_name, node.fields.get("id")) for block_name, node in nodes]
-    ids = [
-        (name, node.text.strip(), node.at) for name, node in given if isinstance(node, ScalarNode)
-    ]
+    id_nodes = [(block_name, node.fields.get("id")) for block_name, node in nodes]
+    scalars = [(name, node) for name, node in id_nodes if isinstance(node, ScalarNode)]
+    ids = [(name, node.text.strip(), node.at) for name, node in scalars]
     ids += [("", name, node.at) for name, node in layout.named_invariants(root)]
     first: dict[str, tuple[str, Position]] = {}
     for name, text, here in ids:

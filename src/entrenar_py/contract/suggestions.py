@@ -98,14 +98,14 @@ def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, 
     for check in checks:
         if check.id.lower() in item.id.lower() or _number_of(check.id) == _number_of(item.id):
             return check, f"its id is that of {check.id}"
-    said = words(f"{item.clause.name} {item.clause.statement}")
+    statement_words = words(f"{item.clause.name} {item.clause.statement}")
     weights = _weights(checks)
     best, most, shared_by_best = None, 0.0, list[str]()
     for check in checks:
         hints = words(check.spoken_of)
-        shared = sorted(said & _words_of(check), key=lambda word: (-weights[word], word))
+        shared = sorted(statement_words & _words_of(check), key=lambda word: (-weights[word], word))
         score = sum(weights[word] * (1 + (word in hints)) for word in shared)
-        if len(shared) >= SHARED_MIN and hints & said and score > most:
+        if len(shared) >= SHARED_MIN and hints & statement_words and score > most:
             best, most, shared_by_best = check, score, shared
     if best is None:
         return None, f"no check shares {SHARED_MIN} words with it"
@@ -119,8 +119,8 @@ def _number_of(name: str) -> str:
 
 def words(text: str) -> set[str]:
     """Return the words of `text` that aren't common ones, each as its stem."""
-    found = re.findall(r"[a-z]{3,}", text.lower().replace("-", ""))
-    return {_stemmed(word) for word in found if word not in _COMMON}
+    all_words = re.findall(r"[a-z]{3,}", text.lower().replace("-", ""))
+    return {_stemmed(word) for word in all_words if word not in _COMMON}
 
 
 def _stemmed(word: str) -> str:

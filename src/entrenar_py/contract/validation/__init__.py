@@ -109,9 +109,10 @@ def validate(
     judged = []
     for path, bind in contracts.items():
         examined = examine(path, vocabulary=vocabulary, bind=bind, unrunnable=unrunnable)
-        found = judge(examined, levels=policy.levels, suppressions=policy.suppressions, today=day)
+        aside = policy.suppressions
+        findings = judge(examined, levels=policy.levels, suppressions=aside, today=day)
         kind = "" if examined.outline is None else examined.outline.kind
-        judged.append(Judged(path=path, contract=examined.contract, kind=kind, findings=found))
+        judged.append(Judged(path=path, contract=examined.contract, kind=kind, findings=findings))
     return Validation(
         contracts=tuple(judged),
         levels=policy.levels,

@@ -105,9 +105,10 @@ def judge(
             suppressed=None if rule.fixed else next(covers, None),
         )
 
-    found = [finding(rule, breach) for rule, breach in _of_rules(examined)]
-    found += [finding(rule, breach) for rule, breach in _of_reader(examined.problems, found)]
-    return tuple(sorted((one for one in found if one.level is not Level.OFF), key=_order))
+    findings = [finding(rule, breach) for rule, breach in _of_rules(examined)]
+    findings += [finding(rule, breach) for rule, breach in _of_reader(examined.problems, findings)]
+    findings = [each for each in findings if each.level is not Level.OFF]
+    return tuple(sorted(findings, key=_order))
 
 
 def stale(
@@ -158,13 +159,13 @@ def _of_reader(
 
     An error is left out only if the rule's finding counts as an error too.
     """
-    said = {_what(finding) for finding in by_rules}
-    said_loudly = {
+    reported = {_what(finding) for finding in by_rules}
+    reported_as_error = {
         _what(finding) for finding in by_rules if finding.level is Level.ERROR and finding.counts
     }
     for problem in problems:
         if (problem.rule, problem.at.line) not in (
-            said_loudly if problem.level == "error" else said
+            reported_as_error if problem.level == "error" else reported
         ):
             yield (
                 BY_ID[_READER[problem.level]],

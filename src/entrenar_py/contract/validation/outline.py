@@ -48,15 +48,15 @@ class Item:
         if not isinstance(self.node, MapNode):
             return None
         for name in (key, *_ALSO.get(key, ())):
-            found = self.node.fields.get(name)
-            if found is not None and is_filled(found):
-                return found
+            value_node = self.node.fields.get(name)
+            if value_node is not None and is_filled(value_node):
+                return value_node
         return None
 
     def text(self, key: str) -> str:
         """Return the text of `key`; "" if it is empty or not text."""
-        found = self.find(key)
-        return found.text.strip() if isinstance(found, ScalarNode) else ""
+        value_node = self.find(key)
+        return value_node.text.strip() if isinstance(value_node, ScalarNode) else ""
 
     def at(self, key: str) -> Position:
         """Return the place of the value of `key`, even if empty; of the item if there is none."""
@@ -130,11 +130,11 @@ def _kind(root: MapNode, metadata: Item) -> tuple[str, bool]:
 
 
 def _items(root: MapNode, block: str) -> Iterator[Item]:
-    found = root.fields.get(block)
-    if block == "equations" and isinstance(found, MapNode):
-        for name, node in found.fields.items():
+    block_node = root.fields.get(block)
+    if block == "equations" and isinstance(block_node, MapNode):
+        for name, node in block_node.fields.items():
             yield Item(path=f"equations.{name}", name=name, node=node)
-    for number, node in enumerate(found.items if isinstance(found, ListNode) else ()):
+    for number, node in enumerate(block_node.items if isinstance(block_node, ListNode) else ()):
         item = Item(path="", name="", node=node)
         name = item.text("id") or item.text("name")
         path = f"{block}.{name}" if name else f"{block}[{number}]"

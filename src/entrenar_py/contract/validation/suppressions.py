@@ -43,9 +43,9 @@ class Suppression:
         """Return whether it applies to the contract at `path`."""
         if not self.file:
             return True
-        given, parts = PurePath(path).as_posix(), PurePath(self.file).parts
+        posix_path, parts = PurePath(path).as_posix(), PurePath(self.file).parts
         is_end = PurePath(path).parts[-len(parts) :] == parts
-        return is_end or any(fnmatchcase(given, f"{start}{self.file}") for start in ("", "*/"))
+        return is_end or any(fnmatchcase(posix_path, f"{start}{self.file}") for start in ("", "*/"))
 
     def covers(self, rule: str, path: str, item: str) -> bool:
         """Return whether it suppresses a finding of `rule` at `item` of the contract at `path`."""
@@ -96,12 +96,12 @@ def parse(text: str) -> Suppression:
     text of another form, and for the same errors as `read`.
     """
     source = f"--suppress {text!r}"
-    found = _WRITTEN.fullmatch(text.strip())
-    if found is None:
+    match = _WRITTEN.fullmatch(text.strip())
+    if match is None:
         raise UsageError(f"{source}: write {FORM}")
-    where = found["where"] or ""
+    where = match["where"] or ""
     key = "file" if where.endswith((".yaml", ".yml")) else "item"
-    entry = {"rule": found["rule"], key: where, "reason": found["reason"], "until": found["until"]}
+    entry = {"rule": match["rule"], key: where, "reason": match["reason"], "until": match["until"]}
     return read(entry, source=source)
 
 
