@@ -1,7 +1,6 @@
-"""Validation: the findings of the published rules in contracts, and whether these are valid.
+"""Validation: applies the published rules to contracts, and says whether these are valid.
 
-Validation is separate from loading: a finding of a rule stops no run of checks. Nothing in a
-contract is executed.
+It is separate from loading: a finding of a rule stops no run of checks. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def policy(
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A contract with its findings; `kind` is the kind it was judged as, "" for an unreadable file."""
+    """A contract with its findings; `kind` is the kind it was judged as, "" if unreadable."""
 
     path: Path
     contract: Contract | None
@@ -77,7 +76,7 @@ class Validation:
 
     @property
     def findings(self) -> tuple[RuleFinding, ...]:
-        """The findings of every contract, then those on suppressions, the suppressed ones included."""
+        """The findings of every contract, then those on suppressions; with the suppressed ones."""
         return (*(finding for judged in self.contracts for finding in judged.findings), *self.stale)
 
     @property

@@ -31,9 +31,8 @@ _READER = {"error": UNREADABLE, "warning": OURS, "note": NOTE}
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """A contract's file and its `problems`, as its reader returned them.
-
-    `contract` is None if there is an error, `outline` if the file has no tree.
+    """A contract's file and the `problems` that its reader found. `contract` is None if one of
+    these is an error, `outline` if the file has no tree.
     """
 
     path: Path

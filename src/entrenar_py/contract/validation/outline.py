@@ -108,7 +108,7 @@ def outline(root: MapNode) -> Outline:
 
 
 def is_filled(node: Node) -> bool:
-    """Return whether `node` is a non-blank text, a non-empty mapping, or a list with a filled item."""
+    """Return whether `node` has content. A list has some if one of its items has."""
     if isinstance(node, ScalarNode):
         return node.value is not None and bool(node.text.strip())
     if isinstance(node, ListNode):

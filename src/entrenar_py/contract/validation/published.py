@@ -34,7 +34,7 @@ def filled(block: str, key: str, advice: str) -> Callable[[Outline], Iterator[Br
 
 
 def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Breach]]:
-    """Return the rule that no two items of `block` have the same `key`, called `what` in messages."""
+    """Return the rule that no two items of `block` share a `key`, called `what` in messages."""
 
     def find(contract: Outline) -> Iterator[Breach]:
         first: dict[str, Node] = {}
