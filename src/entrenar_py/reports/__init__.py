@@ -1,1 +1,1 @@
-"""The report of a run, as people and machines read it: terminal, JSON, JUnit XML and more."""
+"""Reports of a run for people and machines: terminal, JSON, JUnit XML, SARIF, HTML, GitHub."""

@@ -1,6 +1,6 @@
-"""Line charts as inline SVG: no script, no font or style from elsewhere; colours are the page's.
+"""Line charts as inline SVG, without scripts, fonts or styles of their own; the page has the style.
 
-Lines that lie on each other stay visible: each is thinner than the one below it.
+Lines on top of each other stay visible: each is thinner than the one below it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TICKS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a chart, and what its legend says; a number of the page's `colour`s, from 0."""
+    """One line of a chart with its label. `colour` is a number of the page's colours, from 0."""
 
     label: str
     points: Points
@@ -28,13 +28,13 @@ class Line:
 
     @property
     def style(self) -> str:
-        """Its class in the page's style."""
+        """The class of the line in the page's style sheet."""
         return f"c{self.colour % NUM_COLOURS}"
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Values to places. On a logarithmic axis 0 has a place of its own, below all others."""
+    """Maps values to coordinates. A logarithmic axis places 0 below all other values."""
 
     low: float
     high: float
@@ -43,7 +43,7 @@ class _Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where `value` is drawn."""
+        """Return the coordinate of `value`."""
         if self.log:
             value = math.log10(value) if value > 0 else self.low
         share = (value - self.low) / (self.high - self.low)
@@ -51,9 +51,9 @@ class _Axis:
 
 
 def chart(title: str, unit: str, lines: Sequence[Line], *, log: bool = False) -> str:
-    """Return a figure with these lines over steps, with its legend; `unit` is what the values are.
+    """Return a figure of these lines over steps, with a legend; `unit` labels the values' axis.
 
-    With `log` the values are drawn by their magnitude, and must not be negative.
+    With `log`, the values' axis is logarithmic, and no value may be negative.
     """
     body = [*_frame(lines, unit, log=log)]
     named = escaping.html(title)
@@ -105,7 +105,7 @@ def _values_axis(values: Sequence[float], *, log: bool) -> _Axis:
         return _Axis(low * every, max(high, low + 1) * every, start, end)
     logs = [math.log10(value) for value in values if value > 0]
     low, high = math.floor(min(logs)), math.ceil(max(logs))
-    # A decade more below, where 0 has its place.
+    # One more decade at the bottom for 0.
     return _Axis(low - (0 in values), max(high, low + 1), start, end, log=True)
 
 
@@ -125,7 +125,7 @@ def _value_ticks(axis: _Axis, values: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _round(span: float) -> float:
-    """Return the 1, 2 or 5 times a power of ten that `span` holds at most _TICKS times."""
+    """Return the smallest of 1, 2, 5 times a power of ten that `span` holds at most _TICKS times."""
     least = span / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -1,5 +1,5 @@
-"""The curves that a report keeps of judged runs: losses step by step, and the distance of each run
-from the one with a single worker beside it. Whole traces are not kept.
+"""The curves that a report keeps of judged runs: the loss at each step, and the distance from the
+run with one worker. Whole traces are not kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from entrenar_py.checks import evidence
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Tensors, Trace
 
-# What runs of one training may differ in: who does it, how many, what befalls them.
+# Fields in which runs of one training may differ; all others must be equal.
 _FREE = (
     *("system", "world_size", "num_shards", "backends", "faults", "stops", "repeat", "mutant"),
     *("detail", "accumulation"),
@@ -26,12 +26,12 @@ Points = tuple[tuple[int, float], ...]  # step and value, ascending
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One run: its losses, and its distance from the run with one worker that it was judged beside.
+    """One run: its losses, and its distances from the run with one worker.
 
-    `training` is what curves have in common that may be drawn together. `distances` are the largest
-    absolute difference of any weight on any rank (`of_weights`), or of the loss where a trace kept
-    no values; empty where there was no such run. `strange` is the first step whose loss is no
-    finite number, which is no point then.
+    Curves with the same `training` may be drawn together. `distances` are the largest absolute
+    difference of any weight on any rank (`of_weights`), or of the loss if the traces kept no
+    values. They are empty if the run was not judged together with a run on one worker. `strange` is
+    the first step with a loss that is not finite; such losses are not among the points.
     """
 
     scenario: Scenario
@@ -43,18 +43,18 @@ class Curve:
 
 
 class Curves:
-    """Hears of every judgement, and keeps a curve of each training run. Mutable."""
+    """Collects a curve of each training run that is judged."""
 
     def __init__(self) -> None:
         self._found: dict[Scenario, Curve] = {}
 
     @property
     def found(self) -> tuple[Curve, ...]:
-        """A curve a run, in the order in which they were judged."""
+        """One curve for each run, in the order in which they were judged."""
         return tuple(self._found.values())
 
     def see(self, traces: Sequence[Trace]) -> None:
-        """Keep the first of `traces`, judged beside the others, and those others, too."""
+        """Keep the curves of the judged run, `traces[0]`, and of the runs it was compared with."""
         for trace in traces:
             own = trace.scenario
             curve = self._found.get(own) or _curve(trace)
@@ -69,7 +69,7 @@ class Curves:
 
 
 def training(scenario: Scenario) -> str:
-    """Return what is trained, as text: the same for runs that should end at the same weights."""
+    """Return a text that is equal for runs that should end with the same weights."""
     fields = scenario.to_dict()
     return json.dumps({name: fields[name] for name in fields if name not in _FREE}, sort_keys=True)
 
@@ -88,7 +88,7 @@ def _curve(trace: Trace) -> Curve | None:
 
 
 def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
-    """Return the undisturbed run of the same training with one worker; None for that run itself."""
+    """Return the undisturbed run of the same training on one worker; None if `curve` is on one."""
     if curve.scenario.world_size == 1:
         return None
     for one in others:
@@ -99,7 +99,7 @@ def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
 
 
 def _losses(trace: Trace) -> dict[int, float]:
-    """Return step -> the loss that the lowest rank reports."""
+    """Return step -> the loss reported by the lowest rank."""
     steps = evidence.updates(evidence.with_losses(trace.standing))
     reported = {step: evidence.any_rank(by_rank).loss for step, by_rank in sorted(steps.items())}
     return {step: loss for step, loss in reported.items() if loss is not None}
@@ -124,7 +124,7 @@ def _loss_distances(alone: Trace, trace: Trace) -> Points:
 
 
 def _largest(expected: Tensors, got: Tensors) -> float | None:
-    """Return the largest difference of any element; None where values that differ were not kept."""
+    """Return the largest difference of any element; None if values that differ were not kept."""
     largest = 0.0
     for name in expected.keys() | got.keys():
         left, right = expected.get(name), got.get(name)

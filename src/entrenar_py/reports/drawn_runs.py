@@ -1,4 +1,4 @@
-"""The drawings of runs in a report: which runs, which together, and what is said of them."""
+"""The section of the HTML report that draws runs: which are chosen, and their labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES_MAX = 6
 
 
 def section(report: Report) -> Iterator[str]:
-    """Yield the section on losses and distances, as HTML; nothing if no run was recorded."""
+    """Yield the section on losses and distances as HTML; nothing if no run was recorded."""
     groups = _groups(report)
     if not groups:
         return
@@ -60,7 +60,7 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
 def _line(
     curves: Sequence[Curve], curve: Curve, points: Points, broken: frozenset[Scenario]
 ) -> Line:
-    """Return a line that has the same colour in every chart of these `curves`."""
+    """Return the line of a curve, in the same colour in every chart of these `curves`."""
     return Line(label=_label(curve, broken), points=points, colour=curves.index(curve))
 
 
@@ -96,7 +96,7 @@ def _rank(curves: Sequence[Curve], broken: frozenset[Scenario]) -> tuple[int, in
 
 
 def _chosen(curves: Sequence[Curve], broken: frozenset[Scenario]) -> list[Curve]:
-    """Return at most LINES_MAX curves: the counterexample, then one for each system and size."""
+    """Return at most LINES_MAX curves: counterexamples, then one for each system and world size."""
     first: dict[tuple[str, int], Curve] = {}
     for curve in sorted(curves, key=lambda known: (_disturbed(known), not known.distances)):
         first.setdefault((curve.scenario.system, curve.scenario.world_size), curve)

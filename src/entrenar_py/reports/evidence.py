@@ -1,4 +1,4 @@
-"""The evidence behind an entry as labelled text, its place and level: all formats show the same."""
+"""The evidence behind an entry as labelled text, with its place and level, for all formats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
-# Longest text printed for one label; the JSON report always has all of it.
+# Longest text printed for one label; the JSON report has the whole text.
 TEXT_CHARS_MAX = 400
 
 
 def one_line(text: str) -> str:
-    """Return `text`, visible, on one line, and cut where it gets longer than a reader wants."""
+    """Return `text` on one line with every character visible, cut to TEXT_CHARS_MAX."""
     line = escaping.line(text)
     if len(line) <= TEXT_CHARS_MAX:
         return line
@@ -26,11 +26,11 @@ def one_line(text: str) -> str:
 
 
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
-    """Return (label, text) pairs: where an entry broke, what that could mean, and where to look.
+    """Return (label, text) pairs: where an entry broke, possible causes, and where to look.
 
-    Each text is one printable line. Labels come in the order `at`, `expected`, `got`, `could mean`
-    (a guess, one for each falsification test), `contract`, `bound` (by which binding, and why),
-    `scenario`; those that do not apply are left out.
+    Each text is one printable line. The labels are, in this order and if they apply: `at`,
+    `expected`, `got`, `could mean` (a guess, one for each falsification test), `contract`, `bound`
+    (by which binding, and why) and `scenario`.
     """
     position = entry.invariant.position
     counterexample = entry.finding.counterexample
@@ -46,7 +46,7 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
 
 
 def detail_lines(report: Report, entry: Entry) -> list[str]:
-    """Return `label: text` for all of `describe`, the statement, and the command to replay."""
+    """Return the pairs of `describe`, the statement and the replay command as `label: text`."""
     rows = describe(report, entry)
     rows.append(("statement", one_line(entry.invariant.statement)))
     command = report.replay_command(entry)
@@ -56,7 +56,7 @@ def detail_lines(report: Report, entry: Entry) -> list[str]:
 
 
 def bound(clause: Invariant) -> str:
-    """Return to which check a file of bindings ties a clause, where and why; "" if none does."""
+    """Return which binding ties a clause to which check, and why; "" without a binding."""
     binding = clause.binding
     if binding is None:
         return ""
@@ -67,7 +67,7 @@ def bound(clause: Invariant) -> str:
 
 
 def gate(report: Report) -> str:
-    """Return `Gate ID (name): passed`, or why it did not; "" for a contract without a gate."""
+    """Return `Gate ID (name): passed`, or why it did not pass; "" for a contract without a gate."""
     found = report.contract.gate
     if found is None:
         return ""
@@ -77,9 +77,9 @@ def gate(report: Report) -> str:
 
 
 def note_lines(entry: Entry) -> list[str]:
-    """Return `note ID: text` for each fact worth printing beside the verdict, whatever that is.
+    """Return `note ID: text` for each note of an entry, whatever its verdict.
 
-    Of what held also the binding: what did not is described at length.
+    For a clause that held this includes its binding; `describe` shows it for the others.
     """
     notes = [*entry.finding.notes]
     if entry.verdict is Verdict.HELD and (told := bound(entry.invariant)):
@@ -88,9 +88,9 @@ def note_lines(entry: Entry) -> list[str]:
 
 
 def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Return the entries in which nothing was compared, by the reason that several of them share.
+    """Return reason -> inconclusive entries without a comparison, if several share the reason.
 
-    What stands before the reason, the clause's place, is left out of it.
+    The clause's place, with which a reason may begin, is removed.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -101,9 +101,9 @@ def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def describe_scenario(record: Mapping[str, Any]) -> str:
-    """Return a scenario's record (`Scenario.to_dict`) as `name=value, ...`.
+    """Return the record of a scenario (`Scenario.to_dict`) as `name=value, ...`.
 
-    Only the fields that every scenario must give and those that differ from their defaults.
+    Shows the fields that every scenario must give, and those that differ from their defaults.
     """
     usual = Scenario(system="", workload="linear", world_size=1, seed=0).to_dict()
     required = ("system", "workload", "world_size", "seed")
@@ -113,14 +113,14 @@ def describe_scenario(record: Mapping[str, Any]) -> str:
 
 
 def below(path: str, root: Path) -> str | None:
-    """Return `path` relative to the folder `root`, with forward slashes; None if it isn't below."""
+    """Return `path` relative to the folder `root` with forward slashes, None if it isn't below."""
     file, folder = Path(path).resolve(), root.resolve()
     return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else None
 
 
 def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
-    """Return `error` for what is falsified, `warning` for what is inconclusive, or `note` where the
-    user allows that; None for what held.
+    """Return `error` for a falsified entry, `warning` for an inconclusive one (or `note` if that is
+    allowed), and None for one that held.
     """
     if entry.verdict is Verdict.FALSIFIED:
         return "error"
@@ -130,7 +130,7 @@ def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
 
 
 def flatten(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) pairs of `environment`; its lists and mappings on one line."""
+    """Return (name, text) pairs of `environment`, with lists and mappings on one line."""
     return [(one_line(str(name)), one_line(_value(value))) for name, value in environment.items()]
 
 

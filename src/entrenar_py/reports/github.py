@@ -1,7 +1,7 @@
 """The report for GitHub's runners: annotations at the contract's lines, and a step summary.
 
-Annotations are workflow commands on standard output, the summary is Markdown that is appended to
-the file the runner names. Whatever a contract says, nothing in it is taken for either's syntax.
+Annotations are workflow commands on standard output. The summary is Markdown, appended to the file
+that the runner names. Text from a contract is escaped: it is never a command or Markdown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
-# What the runner tells a step: where its summary goes, and where the checkout is.
+# Variables that a runner sets: the file for the step summary, and the folder of the checkout.
 SUMMARY = "GITHUB_STEP_SUMMARY"
 CHECKOUT = "GITHUB_WORKSPACE"
 
@@ -27,11 +27,11 @@ _MARKS = {
     Verdict.INCONCLUSIVE: "⚠️ inconclusive",
     Verdict.HELD: "✅ held",
 }
-_PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # every one of these may follow a backslash
+_PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # Markdown allows a backslash before each
 
 
 def summary_path(environment: Mapping[str, str]) -> Path:
-    """Return where the runner wants the summary; raise UsageError outside of a workflow's step."""
+    """Return the file for the step summary. Raises UsageError outside of a workflow's step."""
     if not environment.get(SUMMARY):
         raise UsageError(
             f"--github: {SUMMARY} is not set: this is no step of a GitHub workflow", field="github"
@@ -42,9 +42,10 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 
 
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
-    """Yield a line for each entry that did not hold, worst first: a runner shows ten a kind.
+    """Yield an annotation for each entry that did not hold, worst first: a runner shows ten of a
+    kind.
 
-    `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
+    `root` is the folder of the checkout; an entry outside of it gets no file and line.
     """
     for entry in report.ranked:
         level = evidence.level(entry, allow_inconclusive=allow_inconclusive)
@@ -63,7 +64,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
 
 
 def command(level: str, text: str, *, title: str, at: Position | None, root: Path) -> str:
-    """Return one annotation: `level` is error, warning or note, `text` printable lines."""
+    """Return one annotation: `level` is error, warning or note, `text` is printable lines."""
     path = None if at is None else evidence.below(at.file, root)
     facts: dict[str, object] = {}
     if at is not None and path is not None:
@@ -74,7 +75,7 @@ def command(level: str, text: str, *, title: str, at: Position | None, root: Pat
 
 
 def summary(report: Report) -> str:
-    """Return the Markdown page, with a line end."""
+    """Return the summary in Markdown, with a line end."""
     contract = report.contract
     heading = f"{contract.name} {contract.version}, system {report.system}, seed {report.seed}"
     lines = [f"### {markdown(heading)}", ""]
@@ -98,7 +99,7 @@ def summary(report: Report) -> str:
 
 
 def append(text: str, path: Path) -> None:
-    """Add `text` to the file at `path`; UsageError if that can't be done."""
+    """Append `text` to the file at `path`. Raises UsageError if that fails."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -113,19 +114,19 @@ def _row(entry: Entry) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return `text` on one line, none of it Markdown or HTML."""
+    """Return `text` on one line, escaped so that none of it is Markdown or HTML."""
     return _PUNCTUATION.sub(r"\\\1", evidence.one_line(text))
 
 
 def _fenced(lines: list[str]) -> str:
-    """Return `lines` as they are, behind a fence longer than any in them."""
+    """Return `lines` as a code block, with a fence longer than any in them."""
     text = "\n".join(lines)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
 
 def _data(text: str) -> str:
-    """Return `text` as a runner takes it, whatever is in it; its lines stay lines."""
+    """Return `text` escaped for a runner's command; its line ends are kept."""
     return escaping.text(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,6 +1,6 @@
-"""The report as one HTML page that needs nothing else: no script, no request, print it or mail it.
+"""The report as one self-contained HTML page, to print or mail: no scripts, no requests.
 
-Whatever a contract says is text; the page forbids itself scripts and requests besides.
+Text from a contract is escaped, and the page's own policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def render(report: Report) -> str:
-    """Return the document, with a line end."""
+    """Return the HTML document, with a line end."""
     return "\n".join(_document(report)) + "\n"
 
 
@@ -115,10 +115,10 @@ def _evidence(report: Report, entry: Entry) -> Iterator[str]:
 
 
 def _planted(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield the bugs that each clause must be broken by: what is known of the checks themselves."""
+    """Yield the planted bugs that must break each clause, which show what the checks can detect."""
     try:
         known = mutants.catalogue()
-    except UsageError:  # a package without the attempts to break it
+    except UsageError:  # the package was installed without the planted bugs
         return
     rows = [
         (entry.invariant.id, name, known[name].summary, known[name].source)
@@ -159,5 +159,5 @@ def _text(text: str) -> str:
 
 
 def _long(text: str) -> str:
-    """Return all of a command."""
+    """Return a command as HTML, not cut."""
     return escaping.html(text)

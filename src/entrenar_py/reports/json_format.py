@@ -1,4 +1,4 @@
-"""The report as JSON, for machines: schema `entrenar-check-report/1`, docs/report-schema-v1.json.
+"""The report as JSON: schema `entrenar-check-report/1`, docs/report-schema-v1.json.
 
 A change that could break a reader gets a new number and a new schema file.
 """
@@ -15,14 +15,14 @@ from entrenar_py.contract import Invariant
 from entrenar_py.reports.report import Entry, Excluded, Report
 
 SCHEMA = "entrenar-check-report/1"
-_UNSHOWN = ("invariant", "vacuous")  # of a finding: the first is the result's id
+_UNSHOWN = ("invariant", "vacuous")  # fields of a finding left out; `invariant` is the result's id
 
 
 def dump(report: Report) -> dict[str, Any]:
     """Return the report as plain data that strict JSON can hold.
 
-    A number that is not finite becomes its text ("nan"), and so does a value of the environment
-    that JSON has no type for.
+    A number that is not finite, and a value of the environment that JSON has no type for, become
+    text.
     """
     record = {
         "schema": SCHEMA,
@@ -90,7 +90,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
 
 
 def _binding(clause: Invariant) -> dict[str, Any] | None:
-    """Return of which statement the clause was made, and by which file; None if none binds it."""
+    """Return the statement that the clause was made from and the binding's place, or None."""
     binding = clause.binding
     if binding is None:
         return None
@@ -110,7 +110,7 @@ def _picked(record: object, *names: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as strict JSON can hold it; as text if it is NaN, Inf or of no JSON type."""
+    """Return `value` as data for strict JSON; NaN, Inf and values of other types become text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -123,5 +123,5 @@ def plain(value: Any) -> Any:
 
 
 def _text(value: object) -> str:
-    """Return `value` as text that UTF-8 can hold: a path may bring lone surrogates."""
+    """Return `value` as text that UTF-8 can encode; lone surrogates, as in paths, are escaped."""
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,12 +1,12 @@
 """The report as JUnit XML, for CI viewers: one suite per contract, one test case per invariant.
 
-Falsified is a `<failure>`. Inconclusive is an `<error>`, not `<skipped>`: viewers paint a suite
-with skipped cases green, and a check that compared nothing must never look green. Where the person
-running it said that inconclusive is good enough (`--allow-inconclusive`), it is `<skipped>`. So the
-file is free of failures and errors exactly when the exit code is 0; for the same reason a run that
-was interrupted or that selected nothing brings a test case of its own, an error; so does a gate
-that no clause decides. A clause that the project's configuration excludes is `<skipped>`: somebody
-has said why, and until when.
+A falsified clause is a `<failure>`. An inconclusive one is an `<error>`: viewers paint a suite with
+skipped cases green, and a check that compared nothing must never look green. Only under
+`--allow-inconclusive` it is `<skipped>`.
+
+The file has no failures and errors exactly when the exit code is 0. So a run that was interrupted
+or that selected nothing adds a test case with an error, and so does an undecided gate. A clause
+that the configuration excludes, with a reason and a last day, is `<skipped>`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from entrenar_py.verdict import Verdict
 
 
 def render(report: Report, *, allow_inconclusive: bool) -> str:
-    """Return the XML document with its declaration; any text is made fit for XML 1.0."""
+    """Return the XML document with its declaration; all text is escaped for XML 1.0."""
     suite = Element("testsuite", name=escaping.exact(report.contract.name))
     _add_properties(suite, report)
     inconclusive = "skipped" if allow_inconclusive else "error"
@@ -66,7 +66,7 @@ def _add_properties(suite: Element, report: Report) -> None:
 
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
-    """Return the clauses left out, all at once; then each with its reason."""
+    """Yield a property with the ids of all clauses that don't apply, then one with each reason."""
     ids = [skipped.invariant.id for skipped in report.not_applying]
     if ids:
         yield "not_applying", " ".join(ids)
@@ -76,7 +76,7 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -> Element:
-    """Add the test case of `clause`, with nothing in it."""
+    """Add an empty test case for `clause`."""
     return SubElement(
         suite,
         "testcase",
@@ -113,9 +113,9 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
 
 
 def _add_alarm(suite: Element, report: Report, name: str, message: str, tag: str) -> None:
-    """Add a case that keeps a suite red for a reason that belongs to no single invariant.
+    """Add a test case for a problem that belongs to no single invariant.
 
-    The `tag` is `error`, or `skipped` where the person running it said that it is good enough.
+    `tag` is `error`, or `skipped` if `--allow-inconclusive` allows the problem.
     """
     classname = escaping.exact(report.contract.name)
     case = SubElement(suite, "testcase", classname=classname, name=name, time="0.000")

@@ -1,4 +1,4 @@
-"""Files that a report goes to: checked before a run of minutes, written after it."""
+"""The files of reports: checked before the run, which may take minutes, and written after it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from entrenar_py.untrusted import escaping
 
 
 def require_writable(path: Path, option: str, *, variable: str = "") -> None:
-    """Return if a file can be written at `path`; create, truncate and open nothing.
+    """Require that a file can be written at `path`, without creating or opening it.
 
-    `option` (`json`) gave the path, by the environment's `variable` if it names one. Raises
-    UsageError, of the field `option`, for a directory, a folder that does not exist or is none, a
-    pipe, a socket, and missing permission.
+    `option` (`json`) gave the path, or the environment's `variable` if it is set. Raises UsageError
+    with field `option` for a directory, a missing folder, a pipe, a socket, or missing permission.
     """
     problem = _problem(path)
     if problem:
@@ -26,8 +25,8 @@ def require_writable(path: Path, option: str, *, variable: str = "") -> None:
 
 
 def _problem(path: Path) -> str:
-    """Return why no file can be written at `path`, and what to do; "" if one can."""
-    target = Path(os.path.realpath(path))  # a link is judged by what it points to
+    """Return why no file can be written at `path` and what to do, or ""."""
+    target = Path(os.path.realpath(path))  # of a link, check the target
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -36,7 +35,7 @@ def _problem(path: Path) -> str:
         return f"{error.strerror}; give a path to a file"
     if stat.S_ISDIR(mode):
         return "is a directory; give a path to a file"
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # nobody may ever read it
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # writing may block without a reader
         return "is a pipe or a socket; give a path to a file"
     if not os.access(target, os.W_OK):
         return "no permission to write this file; give another path"
@@ -52,7 +51,7 @@ def _folder_problem(folder: Path) -> str:
 
 
 def write(report: str | Mapping[str, Any], path: Path) -> None:
-    """Write a text, or a record as JSON, to `path` as UTF-8; UsageError if that fails."""
+    """Write a text, or a record as JSON, to `path` in UTF-8. Raises UsageError if that fails."""
     try:
         if not isinstance(report, str):
             report = f"{escaping.dump_json(report, indent=2)}\n"

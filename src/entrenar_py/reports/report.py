@@ -1,6 +1,6 @@
-"""The record of one run over a contract, and what follows from it: verdict, gate, exit code.
+"""The record of a run over a contract, and what follows from it: verdict, gate, exit code.
 
-Decides nothing about single invariants (a finding does) and renders nothing.
+It decides nothing about single invariants (their findings do) and renders nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ EXIT_NOTHING_SELECTED = 5
 class Entry:
     """The result of a run for one invariant.
 
-    `num_scenarios` counts the scenarios the clause asked for, `num_explored` the examples that
-    Hypothesis tried around them. `replay` is the path of the saved counterexample, as text; None
-    if none was saved.
+    `num_scenarios` counts the clause's own scenarios, `num_explored` the examples that Hypothesis
+    tried around them. `replay` is the path of the saved counterexample as text, None if none was
+    saved.
     """
 
     invariant: Invariant
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class NotApplying:
-    """A clause that was selected and says nothing of the system asked for, and why."""
+    """A selected clause that does not apply to the system of the run, and the reason."""
 
     invariant: Invariant
     reason: str
@@ -55,9 +55,9 @@ class NotApplying:
 
 @dataclass(frozen=True, kw_only=True)
 class Excluded:
-    """A clause that was selected, and that the configuration leaves out until a day, and why.
+    """A selected clause that the configuration leaves out until a day, and the reason.
 
-    `until` is the last day of that; `place` is where the configuration says so.
+    `until` is the last day; `place` is the place in the configuration.
     """
 
     invariant: Invariant
@@ -67,21 +67,21 @@ class Excluded:
 
     @property
     def named(self) -> str:
-        """The clause: `ID (name)`."""
+        """The clause as `ID (name)`."""
         return f"{self.invariant.id} ({self.invariant.name})"
 
     @property
     def why(self) -> str:
-        """In words, for any format."""
+        """The reason, last day and place, as text for any format."""
         return f"until {self.until}: {self.reason} ({self.place})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A project's configuration: its place, and which of its keys took part in a run.
+    """A project's configuration: its place, and the keys in it that a run `used`.
 
-    `overruled` are those of which the command line said otherwise; `command` is the command that it
-    brought, empty if it brought none.
+    `overruled` are the keys that the command line replaced. `command` is the command given in the
+    configuration, empty if it gives none.
     """
 
     place: str
@@ -91,7 +91,7 @@ class Configuration:
 
     @property
     def told(self) -> str:
-        """In words: what came from where."""
+        """A sentence part that says which values came from where."""
         parts = [f"{', '.join(self.used)} from {self.place}" if self.used else self.place]
         if self.command:
             parts.append(f"command {' '.join(self.command)}")
@@ -104,14 +104,13 @@ class Configuration:
 class Report:
     """The result of a run over a contract.
 
-    `entries` stand in the contract's order, one per invariant that was selected. `contract_given`
-    and `bindings_given` are what finds the contract again (`--contract`, `--bind`), `command` what
-    repeats the whole run; all as typed in a shell. `environment` holds versions and devices.
-    `num_traces` is how many stored traces were judged, None if scenarios were run. `curves` are the
-    runs that were judged, where a report was asked for that draws them. `not_applying` are the
-    clauses that were selected and say nothing of `system`: they have no entry. Nor have those that
-    the `configuration` leaves out, `excluded`. `interrupted` means that a person stopped the run,
-    so that `entries` are only what is known so far.
+    `entries` has one Entry for each selected invariant, in the contract's order. `contract_given`
+    and `bindings_given` are the values of `--contract` and `--bind` that find the contract again,
+    and `command` repeats the whole run, all as typed in a shell. `environment` holds versions and
+    devices. `num_traces` is the number of stored traces judged, None if scenarios were run.
+    `curves` are kept only for a report that draws them. Selected clauses without an entry are in
+    `not_applying` (to `system`) or in `excluded` (by the `configuration`). If `interrupted`, a
+    person stopped the run, and `entries` holds the results up to then.
     """
 
     contract: Contract
@@ -132,9 +131,7 @@ class Report:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The excluded clauses that were selected, a line each; then those that do not apply,
-        a line for each reason.
-        """
+        """One line for each excluded clause, then one for each reason why clauses do not apply."""
         clauses: dict[str, list[str]] = {}
         for skipped in self.not_applying:
             named = f"{skipped.invariant.id} ({skipped.invariant.name})"
@@ -145,8 +142,8 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict; INCONCLUSIVE at best when interrupted or when nothing was selected,
-        and where the whole contract ran and its gate is open (`gate_open`).
+        """The worst verdict. INCONCLUSIVE at best if the run was interrupted, if nothing was
+        selected, or if the whole contract ran and its gate is undecided (`gate_open`).
         """
         verdicts = [entry.verdict for entry in self.entries]
         unknown = self.interrupted or bool(self.gate_open)
@@ -154,18 +151,18 @@ class Report:
 
     @property
     def counts(self) -> dict[Verdict, int]:
-        """The number of entries with each verdict, worst verdict first, zeros included."""
+        """The number of entries with each verdict, worst verdict first, including zeros."""
         verdicts = [entry.verdict for entry in self.entries]
         return {verdict: verdicts.count(verdict) for verdict in _WORST_FIRST}
 
     @property
     def num_compared(self) -> int:
-        """The number of comparisons that were made in all."""
+        """The total number of comparisons."""
         return sum(entry.finding.compared for entry in self.entries)
 
     @property
     def ranked(self) -> tuple[Entry, ...]:
-        """The entries, worst verdict first, then by severity, then as in the contract."""
+        """The entries, worst verdict first, then by severity, then in the contract's order."""
         return tuple(sorted(self.entries, key=_rank))
 
     @cached_property
@@ -174,12 +171,12 @@ class Report:
 
     @property
     def gate_unresolved(self) -> tuple[str, ...]:
-        """The demands of the contract's gate that no clause of the contract answers."""
+        """The demands of the gate that no clause of the contract decides."""
         return self._asked.unresolved
 
     @property
     def gate_broken(self) -> tuple[Entry, ...]:
-        """The entries the contract's gate demands and that did not hold, worst first."""
+        """The entries that the gate demands and that did not hold, worst first."""
         demanded = self._asked.clauses
         return tuple(
             entry
@@ -189,7 +186,7 @@ class Report:
 
     @property
     def gate_not_run(self) -> tuple[str, ...]:
-        """Ids of the clauses that the gate demands and this run left out."""
+        """The ids of the clauses that the gate demands and that have no entry."""
         demanded = self._asked.clauses
         ran = {entry.invariant.id for entry in self.entries}
         return tuple(clause for clause in demanded if clause not in ran)
@@ -198,9 +195,9 @@ class Report:
     def gate_passed(self) -> bool | None:
         """True if every clause that the gate demands held, False if one did not.
 
-        None is undecided: the contract has no gate or its gate demands nothing, or none of what it
-        demands broke but the run was interrupted, left demanded clauses out, or could not decide
-        what no clause decides (`gate_unresolved`).
+        None means undecided: there is no gate, or it demands nothing. It is also None if no
+        demanded clause broke but the run was interrupted, left demanded clauses out, or could not
+        decide some demands (`gate_unresolved`).
         """
         if self.contract.gate is None:
             return None
@@ -230,10 +227,9 @@ class Report:
 
     @property
     def gate_open(self) -> str:
-        """The reason why the gate is undecided though the whole contract ran; empty if it is not.
+        """The reason why the gate is undecided after a run of the whole contract, or "".
 
-        A run of some of the clauses leaves the gate aside: then it is empty too. A clause that the
-        configuration excludes makes no such run of the others.
+        It is "" for a run of only some clauses; those excluded or not applying count as run.
         """
         seen = {entry.invariant.id for entry in self.entries}
         seen |= {skipped.invariant.id for skipped in self.not_applying}
@@ -244,7 +240,7 @@ class Report:
         return f"the gate is undecided: no clause decides {', '.join(self.gate_unresolved)}"
 
     def exit_code(self, *, allow_inconclusive: bool) -> int:
-        """Return the process's exit code; an interrupted run never gives 0."""
+        """Return the exit code of the process; never 0 for an interrupted run."""
         if self.verdict is Verdict.FALSIFIED:
             return EXIT_FALSIFIED
         if self.interrupted:
@@ -257,7 +253,7 @@ class Report:
 
     @property
     def incomplete(self) -> str:
-        """Why the entries are not all that was to be known; empty if they are."""
+        """The reason why results are missing; "" if none are."""
         if self.interrupted:
             return "the run was interrupted: the other results are what is known so far"
         if not self.contract.invariants:
@@ -267,7 +263,7 @@ class Report:
         return ""
 
     def replay_command(self, entry: Entry) -> str | None:
-        """Return the shell command that replays what broke `entry`; None if nothing was saved."""
+        """Return the shell command that replays the counterexample, or None if none was saved."""
         if entry.replay is None:
             return None
         bound = [word for file in self.bindings_given for word in ("--bind", file)]
@@ -275,9 +271,9 @@ class Report:
         return shlex.join((*words, "--replay", entry.replay))
 
     def meanings(self, entry: Entry) -> tuple[str, ...]:
-        """Return what the contract says that it means if `entry` was falsified; () if it was not.
+        """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
 
-        The `if_fails` of every falsification test that attacks the clause, or is it.
+        They are the `if_fails` of every falsification test that is the clause or attacks it.
         """
         if entry.verdict is not Verdict.FALSIFIED:
             return ()

@@ -1,10 +1,9 @@
-"""The report as SARIF 2.1.0, for code scanning: a rule per invariant, a result per open one.
+"""The report as SARIF 2.1.0, for code scanning: a rule per invariant, a result if it did not hold.
 
-Falsified is an `error`; inconclusive a `warning`, or a `note` where the person running it said that
-it is good enough. What held has a rule and no result. What does not apply, and what is worth saying
-beside a verdict, is a notification: readers take a result of any kind for an alert. A run that was
-interrupted, or that selected nothing, was not successful, and says so: so a file without errors and
-warnings, of a successful run, is that of exit code 0.
+A falsified clause is an `error`. An inconclusive one is a `warning`, or a `note` under
+`--allow-inconclusive`. Clauses that do not apply, and notes, are notifications: readers take a
+result of any kind for an alert. A run that was interrupted or selected nothing is not successful.
+So a log without errors and warnings of a successful run means exit code 0.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from entrenar_py.untrusted import escaping
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-ROOT = "SRCROOT"  # what paths below the checkout are relative to
+ROOT = "SRCROOT"  # base of the paths below the checkout
 FINGERPRINT = "entrenarCheckClause/v1"
-# A clause's severity in SARIF's words: how bad it is if it does not hold.
+# Severity of a clause -> SARIF's level of a failure.
 _LEVELS = {"P0": "error", "P1": "warning", "P2": "note"}
 
 
 def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, Any]:
-    """Return the SARIF log. Paths below the folder `root` are relative to it."""
+    """Return the SARIF log. Paths below the folder `root` are written relative to it."""
     results = [
         _result(report, entry, number, level, root)
         for number, entry in enumerate(report.entries)
@@ -64,7 +63,7 @@ def log(
     properties: dict[str, Any],
     root: Path,
 ) -> dict[str, Any]:
-    """Return the log of one run. Paths below the folder `root` are relative to it."""
+    """Return the log of one run. Paths below the folder `root` are written relative to it."""
     driver = {"name": "entrenar-check", "version": entrenar_py.__version__, "rules": rules}
     run = {
         "tool": {"driver": driver},
@@ -81,7 +80,7 @@ def log(
 
 
 def fingerprint(*marks: str) -> str:
-    """Return 32 hex digits by which readers know a result again from run to run."""
+    """Return 32 hex digits by which readers recognise a result in a later run."""
     return str(blake3("\0".join(marks).encode("utf-8", "backslashreplace")).hexdigest(16))
 
 
@@ -106,7 +105,7 @@ def _rule(clause: Invariant) -> dict[str, Any]:
             **({"bound": evidence.one_line(told)} if (told := evidence.bound(clause)) else {}),
         },
     }
-    # An empty text is no description: SARIF wants none then.
+    # SARIF wants a description left out if it is empty.
     return {name: part for name, part in rule.items() if part not in ("", {"text": ""})}
 
 
@@ -132,7 +131,7 @@ def _invocation(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
 
 
 def _notes(report: Report) -> Iterator[dict[str, Any]]:
-    """Return the notes beside the verdicts, and why clauses were left out; with their rules."""
+    """Yield a notification for each note and each clause left out, with the index of its rule."""
     notes = [evidence.note_lines(entry) for entry in report.entries]
     for excluded in report.excluded:
         notes.append([evidence.one_line(f"{excluded.named} excluded {excluded.why}")])

@@ -1,7 +1,7 @@
-"""The report for people, and the progress line while it is made.
+"""The report on the terminal, and the progress line of a run.
 
-Right without colour (a verdict is a word) and in 80 columns; in a pipe no line is wrapped, so that
-an id, a path or a command can be cut out of it.
+It needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is wrapped, so
+that ids, paths and commands can be cut out of it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 from entrenar_py.wording import counted
 
-# What stands alone is a word and a colour; the bad ones in capitals, to be found without colour.
+# Word and colour of each verdict. Bad verdicts are in capitals, to be found without colour.
 _WORDS = {
     Verdict.FALSIFIED: ("FALSIFIED", "bold red"),
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
     Verdict.HELD: ("held", "green"),
 }
-_NUMBERS = ("compared", "runs", "s")  # the columns that a narrow terminal leaves out, last first
+_NUMBERS = ("compared", "runs", "s")  # columns left out on a narrow terminal, the last one first
 _GAP_CHARS = 2
 _LABEL_CHARS = 12
-_ID_CHARS_MAX = 28  # leaves a name some room in 80 columns; a longer id is folded, never cut
+_ID_CHARS_MAX = 28  # leaves room for the name in 80 columns; a longer id is folded, never cut
 _NAME_CHARS_MIN = 12
 _PIPE_CHARS_MAX = 100_000
 
 
 def render(report: Report, console: Console, *, quiet: bool) -> None:
-    """Print the report to `console`, worst first, the replay commands as its last lines.
+    """Print the report to `console`, worst verdict first, with the replay commands last.
 
-    `quiet` leaves out what held, the notes and the environment.
+    `quiet` leaves out clauses that held, the notes and the environment.
     """
     shown = [e for e in report.ranked if not quiet or e.verdict is not Verdict.HELD]
     if not quiet:
@@ -62,9 +62,9 @@ def render(report: Report, console: Console, *, quiet: bool) -> None:
 
 
 class Progress:
-    """Shows how far a run is while the context is open: one line, on a terminal only.
+    """Shows the progress of a run on one line while the context is open, on a terminal only.
 
-    In a pipe or a file it prints nothing; on a terminal the line is gone when the context closes.
+    Prints nothing in a pipe or a file. When the context closes, the line is removed.
     """
 
     def __init__(self, console: Console) -> None:
@@ -93,9 +93,9 @@ class Progress:
         self._bar.stop()
 
     def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
-        """Show that `done` of `planned` pieces of work on an invariant are done, now `what`.
+        """Show that `done` of `planned` (0: unknown) pieces of work on an invariant are done.
 
-        `planned` 0 means that it is not known.
+        `what` describes the work in progress.
         """
         self._bar.update(
             self._task,
@@ -107,9 +107,9 @@ class Progress:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print `table`: folded to fit a terminal; in a pipe a row is one line, however long.
+    """Print `table`, folded on a terminal, and with one line a row in a pipe.
 
-    Sets the table's width.
+    Sets the width of `table`.
     """
     if not console.is_terminal:
         endless = console.options.update(max_width=_PIPE_CHARS_MAX)
@@ -134,7 +134,7 @@ def _print_entries(console: Console, entries: list[Entry]) -> None:
 
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
-    """Return what the table says of an entry, by the titles of its columns."""
+    """Return the cells of an entry by column title."""
     clause, (word, style) = entry.invariant, _WORDS[entry.verdict]
     return {
         "verdict": Text(word, style=style),
@@ -148,10 +148,10 @@ def _cells(console: Console, entry: Entry) -> dict[str, Text]:
 
 
 def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
-    """Return title -> characters of each column that is shown.
+    """Return title -> width in characters of each column that is shown.
 
-    A terminal too narrow for all of them, and for a name that can be read, shows fewer: no other
-    column is squeezed for it. In a pipe a row may be as long as it likes.
+    A narrow terminal shows fewer columns of numbers, to keep the name readable. In a pipe all
+    columns have their full width.
     """
     widths = {title: max(len(title), *(row[title].cell_len for row in rows)) for title in rows[0]}
     if not console.is_terminal:
@@ -165,7 +165,7 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 
 
 def _print_alike(console: Console, why: str, entries: list[Entry]) -> None:
-    """Print in one paragraph what many clauses may share: none has a check, no run succeeded."""
+    """Print one paragraph for clauses that share a reason, such as having no check."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
     _line(console, "")
     _line(console, f"{len(entries)} clauses {word}: {why}", style=style)
@@ -251,7 +251,7 @@ def _line(console: Console, text: str, *, style: str = "") -> None:
 
 
 def _command(console: Console, text: str) -> None:
-    """Print `text` as it is, to be copied: no line is broken, no space is dropped."""
+    """Print a command as it is, to be copied: no line is broken, no space is dropped."""
     console.print(Text(_fit(console, escaping.exact(text))), soft_wrap=True)
 
 
@@ -261,7 +261,7 @@ def _labelled(console: Console, label: str, value: str) -> None:
 
 
 def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
-    """Return `text` in lines as wide as the terminal, later ones indented; one line in a pipe."""
+    """Return `text` in lines of the terminal's width, later ones indented; one line in a pipe."""
     text = _fit(console, text)
     if not console.is_terminal:
         return [text]
@@ -272,6 +272,6 @@ def _wrap(console: Console, text: str, *, indent: int) -> list[str]:
 
 
 def _fit(console: Console, text: str) -> str:
-    """Return `text` with what the console's encoding lacks spelled out."""
+    """Return `text` with the characters that the console's encoding lacks as escapes."""
     encoding = console.encoding
     return escaping.text(text).encode(encoding, "backslashreplace").decode(encoding)

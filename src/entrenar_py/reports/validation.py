@@ -1,5 +1,5 @@
-"""Findings of validation as lines to read, as JSON (schema `entrenar-check-validation/1`), and for
-GitHub's runners: annotations at the contracts' lines, a summary.
+"""The findings of validation as text lines, as JSON (schema `entrenar-check-validation/1`), and as
+annotations and a summary for GitHub's runners.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from entrenar_py.wording import counted
 
 SCHEMA = "entrenar-check-validation/1"
 EXIT_VALID, EXIT_INVALID = 0, 2
-# A level in the words of SARIF and of annotations.
+# Level of a rule -> level in SARIF and in annotations.
 LEVELS = {Level.ERROR: "error", Level.WARNING: "warning", Level.INFO: "note"}
 
 
 def exit_code(validation: Validation) -> int:
-    """Return 0 where nothing counts as an error, else 2."""
+    """Return EXIT_VALID if no finding counts as an error, else EXIT_INVALID."""
     return EXIT_VALID if validation.is_valid else EXIT_INVALID
 
 
 def lines(validation: Validation) -> Iterator[str]:
-    """Yield `file:line:column: level: RULE: message` for each finding; those put aside say why."""
+    """Yield `file:line:column: level: RULE: message` for each finding; suppressed ones say why."""
     for finding in validation.findings:
         place = finding.item if finding.at is None else str(finding.at)
         by = finding.suppressed
@@ -37,7 +37,7 @@ def lines(validation: Validation) -> Iterator[str]:
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
-    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract; a line on suppressions."""
+    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract, and a line on suppressions."""
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
@@ -70,9 +70,9 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 
 
 def annotate(found: Validation, *, root: Path) -> Iterator[str]:
-    """Yield a line for each finding that counts, worst first: a runner shows ten a kind.
+    """Yield an annotation for each finding that counts, worst first: a runner shows ten of a kind.
 
-    `root` is the folder of the checkout: what lies elsewhere has no line to stand at.
+    `root` is the folder of the checkout; a finding outside of it gets no file and line.
     """
     told = [finding for finding in found.findings if finding.counts]
     for finding in sorted(told, key=lambda one: list(LEVELS).index(one.level)):
@@ -86,7 +86,7 @@ def annotate(found: Validation, *, root: Path) -> Iterator[str]:
 
 
 def summary(found: Validation) -> str:
-    """Return the Markdown page: a verdict for each contract, a row for each finding."""
+    """Return the summary in Markdown: a verdict for each contract, a row for each finding."""
     lines = []
     for line in verdicts(found):
         lines += [f"### {github.markdown(line)}", ""]

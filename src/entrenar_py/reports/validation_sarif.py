@@ -1,6 +1,6 @@
-"""Findings of validation as SARIF 2.1.0: all rules of the table, a result for each finding.
+"""The findings of validation as SARIF 2.1.0: all rules, and a result for each finding.
 
-A finding that is put aside is a result with a suppression, which readers show as closed.
+A suppressed finding is a result with a suppression, which readers show as closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INDEX = {rule.id: number for number, rule in enumerate(RULES)}
 
 
 def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
-    """Return the SARIF log. Paths below the folder `root` are relative to it."""
+    """Return the SARIF log. Paths below the folder `root` are written relative to it."""
     contracts = [{"path": known.path, "judgedAs": known.kind or None} for known in found.contracts]
     return sarif.log(
         rules=[_rule(rule) for rule in RULES],
