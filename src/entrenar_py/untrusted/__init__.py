@@ -1,3 +1,3 @@
-"""Texts and files of others (contracts, ledgers, paths, peers): opened within bounds, printed
-visibly.
+"""Texts and files from outside (contracts, ledgers, paths, peers): opened within bounds, and
+printed with every character visible.
 """

@@ -1,9 +1,9 @@
-r"""Escapes text from others before it is shown: each character is visible, none has an effect.
+r"""Escapes text from outside before it is shown, so that each character is visible and inert.
 
-Contracts, ledgers, paths, devices and peers bring texts of their own. What steers a terminal, hides
-or turns text around, breaks a line, or is no character at all is spelled out (`\x1b`, `\u202e`).
-Whatever prints or writes such a text passes it through here; nothing else knows which characters
-are meant.
+Contracts, ledgers, paths, devices and peers bring texts of their own. Characters that steer a
+terminal, that are invisible, that reverse the direction of text or that are invalid are written as
+escapes (`\x1b`, `\u202e`). Everything that prints or writes such a text passes it through this
+module, which alone knows the set of characters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import re
 from html import escape
 from typing import Any
 
-# Everything that a reader does not see, or that is not only shown:
-#   control characters (C0 but for tab and line feed, DEL, C1), soft hyphens and other characters of
-#   no width (joiners, fillers, the byte order mark), those that turn the direction of writing
-#   around, line and paragraph separators, surrogates without their other half, tags and the
-#   variation selectors that no emoji needs, and what Unicode calls no character.
-# XML 1.0 forbids some of these and no others.
+# Characters that are invisible or that have an effect when they are shown:
+#   control characters (C0 except tab and line feed, DEL, C1), soft hyphens and other characters of
+#   no width (joiners, fillers, the byte order mark), characters that change the direction of text,
+#   line and paragraph separators, lone surrogates, tags, the variation selectors that no emoji
+#   needs, and Unicode's noncharacters.
+# All characters that XML 1.0 forbids are among these.
 _HIDDEN = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufdd0-\ufdef\ufeff\uffa0"
@@ -29,29 +29,29 @@ _NO_CHARACTERS = "".join(
 )
 _UNSEEN = re.compile(f"[{_HIDDEN}{_NO_CHARACTERS}]")
 _MARK_CHARS_MAX = len(" [... 1,000,000,000 characters left out ...] ")
-# GitHub's runners take a line that begins so for a command, and the older form anywhere in it.
+# GitHub's runners execute a line that begins with `::`, and `##[` anywhere in a line.
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)")
 
 
 def text(given: object) -> str:
-    r"""Return `given` as text in which everything is seen; its tabs and line ends stay."""
+    r"""Return `given` as text in which every character is visible; tabs and line ends stay."""
     return _UNSEEN.sub(_spelled, str(given))
 
 
 def line(given: object) -> str:
-    """Return `given` on one line, single spaces in it; no runner takes it for a command."""
+    """Return `given` on one line with single spaces, never as a command of GitHub's runners."""
     return _COMMAND.sub(_disarmed, _joined(given))
 
 
 def exact(given: object) -> str:
-    """Return a command on one line, all its spaces kept, tabs and line ends spelled out."""
+    """Return a command on one line with all its spaces; tabs and line ends are escaped."""
     shown = text(given).replace("\t", r"\t").replace("\n", r"\n")
     return _COMMAND.sub(_disarmed, shown)
 
 
 def shortened(given: str, *, chars_max: int = 400) -> str:
-    """Return `given`, or at most `chars_max` of it: its beginning and end, and between them a mark
-    that says how much was left out.
+    """Return `given`, or if it is longer than `chars_max`, its beginning and end around a mark that
+    says how many characters were left out.
     """
     if len(given) <= chars_max:
         return given
@@ -62,16 +62,15 @@ def shortened(given: str, *, chars_max: int = 400) -> str:
 
 
 def html(given: object) -> str:
-    """Return `given` on one line, all its spaces there and none of it markup."""
+    """Return `given` on one line with all its spaces, none of it HTML markup."""
     return escape(exact(given))
 
 
 def dump_json(record: Any, *, indent: int | None = None) -> str:
-    """Return `record` as strict JSON whose texts are what they were: hidden characters stand in it
-    as JSON's own escapes, and a lone surrogate, which many readers refuse, spelled out as in
-    `text`.
+    """Return `record` as strict JSON. Hidden characters are written as JSON escapes, which read
+    back the same. Lone surrogates, which many readers refuse, are spelled out as by `text`.
 
-    ValueError for numbers that are not finite.
+    Raises ValueError for numbers that are not finite.
     """
     dumped = json.dumps(record, indent=indent, ensure_ascii=False, allow_nan=False)
     return _UNSEEN.sub(_escaped, dumped)
@@ -90,7 +89,7 @@ def _disarmed(found: re.Match[str]) -> str:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return a character as JSON has it; `json.dumps` has left none of these but in texts."""
+    """Return the JSON escape of a character. In JSON it can only be part of a string."""
     code = ord(found[0])
     if 0xD800 <= code <= 0xDFFF:
         return rf"\\u{code:04x}"

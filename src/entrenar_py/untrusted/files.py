@@ -1,7 +1,7 @@
-"""Opens the files that others give: nothing else than a file is read, and no more than is allowed.
+"""Opens files from outside: only regular files (or pipes, in `read`), and only up to a size.
 
-A folder, a device, a socket and a pipe without end cost what a wrong name costs: an OSError whose
-`strerror` says what the path is and what to give instead. Callers say which file it was.
+Anything else, such as a folder, a device, a socket or a pipe without end, raises an OSError whose
+`strerror` says what the path is and what to give instead. The caller adds the file's name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PIPE_S = 10.0  # from opening a pipe to its end
-# Of a file of JSON lines: a line with the values of all tensors of a model is the longest there is.
+# Longest line of a JSON lines file; the longest ones hold the values of all tensors of a model.
 LINE_BYTES_MAX = 2**28
 PIECE_BYTES = 2**16
 
@@ -29,9 +29,9 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
-    """Open the regular file at `path` for reading; OSError at once for anything else.
+    """Open the regular file at `path` for reading; raise OSError at once for anything else.
 
-    A file larger than `bytes_max` is an OSError, too; None where its lines are read one by one.
+    A file larger than `bytes_max` is an OSError too. None sets no limit, for reading by lines.
     """
     handle = _opened(path)
     try:
@@ -47,9 +47,9 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
 
 
 def read(path: Path, *, bytes_max: int) -> bytes:
-    """Return all that is in the file at `path`; OSError if it is none, or larger than `bytes_max`.
+    """Return the contents of the file at `path`, or of a pipe (`<(command)` in a shell).
 
-    A pipe (`<(command)` in a shell) is read to its end, within PIPE_S.
+    A pipe must end within PIPE_S. Raises OSError for anything else, and for over `bytes_max` bytes.
     """
     handle = _opened(path)
     try:
@@ -61,7 +61,7 @@ def read(path: Path, *, bytes_max: int) -> bytes:
         if found.st_size > bytes_max:
             raise too_large(found.st_size, bytes_max)
         with os.fdopen(os.dup(handle), "rb") as file:
-            data = file.read(bytes_max + 1)  # it may have grown; some files state no size
+            data = file.read(bytes_max + 1)  # it may have grown; some report a size of 0
     finally:
         os.close(handle)
     if len(data) > bytes_max:
@@ -70,9 +70,9 @@ def read(path: Path, *, bytes_max: int) -> bytes:
 
 
 def lines(file: BinaryIO, *, bytes_max: int = LINE_BYTES_MAX) -> Iterator[bytes]:
-    """Yield the lines of `file`, each with its end, one in memory at a time.
+    """Yield the lines of `file` with their ends, one in memory at a time.
 
-    OSError for a line longer than `bytes_max`.
+    Raises OSError for a line longer than `bytes_max`.
     """
     number = 0
     while line := file.readline(bytes_max + 1):
@@ -97,14 +97,14 @@ def _no_file(mode: int) -> OSError:
 
 def _opened(path: Path) -> int:
     try:
-        # A pipe without a writer would be waited for; of files this changes nothing.
+        # O_NONBLOCK: opening a pipe without a writer must not block. It does not affect files.
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:  # a NUL, or a character that no path can have
         raise OSError(errno.EINVAL, f"no path is called so ({error})") from error
 
 
 def _piped(handle: int, bytes_max: int) -> bytes:
-    """Return what comes through a pipe until its writers have closed it."""
+    """Return all that is written to a pipe until its writers have closed it."""
     pieces: list[bytes] = []
     deadline, size = time.monotonic() + PIPE_S, 0
     poll = select.poll()

@@ -1,7 +1,7 @@
-"""Prints line by line, to standard output or error: each text visible, none a traceback.
+"""Prints lines to standard output or error, with every character visible, and never raises OSError.
 
-A reader that has gone, or a full disk, ends the printing and nothing else: who printed goes on, its
-exit code says what it would have said, and `lost` why nobody can read it.
+When the reader of standard output has disconnected or the disk is full, printing stops and the
+program goes on with its own exit code. `lost` then says that output is missing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _lost: list[str] = []
 
 
 def say(given: object, *, indent: int = 0) -> None:
-    """Print `given` as one line on standard output, at once, behind `indent` spaces."""
+    """Print `given` as one line on standard output, flushed, after `indent` spaces."""
     _print(" " * indent + escaping.line(given), sys.stdout)
 
 
 def say_lines(given: str) -> None:
-    """Print the lines of `given` on standard output, each by itself: a file for a person."""
+    """Print `given` on standard output with its own line ends, as for a file's text."""
     _print(escaping.text(given), sys.stdout)
 
 
@@ -32,18 +32,18 @@ def warn(given: object) -> None:
 
 
 def warn_lines(given: str) -> None:
-    """Print the lines of `given` on standard error, each by itself: a list of problems, or a
-    traceback, of which the line ends are ours.
+    """Print `given` on standard error with its own line ends, as for a list of problems or a
+    traceback.
     """
     _print(escaping.text(given), sys.stderr)
 
 
 def give_up(error: OSError) -> None:
-    """Print nothing more on standard output, also not by the interpreter at its end.
+    """Stop printing on standard output, including the interpreter's own flush at exit.
 
-    A full disk is told of on standard error, once; a reader that has gone did so on purpose.
+    Reports a full disk on standard error, once; not a broken pipe, whose reader left on purpose.
     """
-    with suppress(OSError, ValueError):  # ValueError: what stands in its place has no number
+    with suppress(OSError, ValueError):  # ValueError: a replaced stdout without a descriptor
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, sys.stdout.fileno())
         os.close(sink)
@@ -53,7 +53,7 @@ def give_up(error: OSError) -> None:
 
 
 def lost() -> bool:
-    """Return whether something that was to be read was not written; asks once, and forgets."""
+    """Return whether output was lost since the last call, for another reason than a broken pipe."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -65,7 +65,7 @@ def lost() -> bool:
 
 
 def _print(text: str, stream: TextIO | None) -> None:
-    if stream is None:  # closed when the process began (`>&-`): nobody wants to read it
+    if stream is None:  # closed when the process started (`>&-`): no reader is expected
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
