@@ -1,4 +1,4 @@
-"""Combinations of options: one that would be accepted and ignored is refused."""
+"""Checks combinations of options: an option that would have no effect is refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from entrenar_py.errors import UsageError
 from entrenar_py.options import parser
 from entrenar_py.options.outputs import FILES
 
-COMMANDED = ("steps", "deadline")  # of somebody's own command alone
-_RULES = ("rule", "suppress")  # of validation alone
-# An option that has an effect in one mode alone -> that mode, in words.
+COMMANDED = ("steps", "deadline")  # only with a user's command behind --
+_RULES = ("rule", "suppress")  # only with --validate
+# Option that has an effect only in one mode -> description of that mode.
 _ALONE = {
     **dict.fromkeys(COMMANDED, "a command behind --"),
     **dict.fromkeys(_RULES, "--validate"),
@@ -22,8 +22,8 @@ _SELECTION = ("only", "exclude", "severity")
 _REPORT = (*FILES, "github", "allow_inconclusive", "quiet")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
-# What runs in place of the search -> the options that mean something then; all others are refused.
-# Without a mode every option counts.
+# Mode, which replaces the search for counterexamples -> its options; all others are refused.
+# Without a mode every option is allowed but those in _ALONE.
 MODES: dict[str, tuple[str, ...]] = {
     "list": (*_CONTRACT, *_CONFIGURED, *_SELECTION),
     "validate": (*_CONTRACT, "json", "sarif", "github", *_CONFIGURED, *_RULES),
@@ -39,9 +39,9 @@ MODES: dict[str, tuple[str, ...]] = {
 
 
 def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
-    """Raise UsageError if an option that was typed has no effect beside the others.
+    """Raise UsageError if an option that was typed has no effect with the other options.
 
-    `mode` describes the mode of `options` in messages, where no typed option names it.
+    `mode` describes the mode in messages, for callers that set it without a typed option.
     """
     for action in parser.build()._actions:
         name, option = action.dest, action.option_strings[0]

@@ -1,4 +1,4 @@
-"""The files that a call writes: one of each kind for every contract, none over another."""
+"""The files that a call writes: separate ones for each contract, none written over another."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from entrenar_py.errors import UsageError
 from entrenar_py.options.parser import flag
 
-FILES = ("json", "junit", "sarif", "html")  # a report may be written as
+FILES = ("json", "junit", "sarif", "html")  # options that write a report to a file
 _OUTPUTS = (*FILES, "trace_dir")
-_CONTRACT = "{contract}"  # in the path of an output: the contract's name
+_CONTRACT = "{contract}"  # in the path of an output, replaced by the contract's name
 
 
 def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each contract's report: `contract` is its path, outputs are its own."""
+    """Return a copy of the options for each contract, with its path and its own output files."""
     found = []
     for contract in options.contract:
         own = argparse.Namespace(**vars(options))
@@ -28,7 +28,7 @@ def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def require_distinct(options: argparse.Namespace) -> None:
-    """Raise UsageError if an output would be written over another, or over a file that is read."""
+    """Raise UsageError if an output would overwrite another output or a file that is read."""
     read = [(name, path) for name in ("contract", "bind") for path in getattr(options, name)]
     single = ("config", "replay", *_OUTPUTS)
     given = [(name, path) for name in single if (path := getattr(options, name)) is not None]
@@ -42,8 +42,8 @@ def require_distinct(options: argparse.Namespace) -> None:
 
 
 def _require_apart(options: argparse.Namespace) -> None:
-    """Raise UsageError if one contract's report would be written over another's."""
-    if len(options.contract) < 2 or options.mode == "validate":  # which writes one report of all
+    """Raise UsageError if one contract's report would overwrite another's."""
+    if len(options.contract) < 2 or options.mode == "validate":  # it writes one report of all
         return
     stems = [_stem(contract) for contract in options.contract]
     for name in _OUTPUTS:

@@ -1,4 +1,4 @@
-"""The options of `entrenar-check`: how each is written, what it means, what it defaults to."""
+"""The options of `entrenar-check`: their spelling, help texts and defaults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, where argparse's own prints the usage and leaves."""
+    """An ArgumentParser that raises UsageError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {PROG} --help")
@@ -70,12 +70,12 @@ def build() -> argparse.ArgumentParser:
 
 
 def flag(name: str) -> str:
-    """Return what is typed for the option `name`."""
+    """Return the option `name` as it is typed: `--trace-dir` for `trace_dir`."""
     return f"--{name.replace('_', '-')}"
 
 
 def _add(group: argparse._ActionsContainer, option: str, meaning: str, **settings: Any) -> None:
-    """Add an option: `--seed N` takes a value, which the help calls N, and `--list` none."""
+    """Add an option: `--seed N` takes a value shown as N in the help, `--list` takes none."""
     name, _, metavar = option.partition(" ")
     kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
     group.add_argument(name, help=meaning, **kind, **settings)

@@ -1,4 +1,4 @@
-"""Reads what was typed, before a configuration is laid below it."""
+"""Parses the arguments of the command line, before those of a configuration are added."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from entrenar_py.options import modes, parser
 
 
 def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options as typed, each for itself.
+    """Return the options as typed, without checking whether they go together.
 
-    `mode` is a name in MODES, or None; `typed` holds the names of the options that were typed.
-    Raises UsageError for an unknown option and for a value that can't be one.
+    `mode` is a name in MODES, or None. `typed` holds the names of the options that were typed.
+    Raises UsageError for an unknown option and for an invalid value.
     """
     cli = parser.build()
     own, command = split(arguments)
@@ -30,9 +30,9 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def split(arguments: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Return the arguments before `--`, and the command behind it.
+    """Return the arguments before `--` and the command after it.
 
-    Raises UsageError for a `--` with nothing behind it.
+    Raises UsageError if no command follows `--`.
     """
     if "--" not in arguments:
         return arguments, ()

@@ -1,6 +1,6 @@
-"""The values of options: each function takes the text that was typed, as argparse calls it.
+"""The types of options: each function parses the text of a value, as argparse calls it.
 
-All raise argparse.ArgumentTypeError, with the text and what is allowed.
+All raise argparse.ArgumentTypeError with the text and the allowed values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words between commas, at least one."""
+    """Return the words of a comma-separated list, at least one."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}: use one or more words, with commas between")
@@ -17,7 +17,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def severities(text: str) -> tuple[str, ...]:
-    """Return severities between commas."""
+    """Return the severities of a comma-separated list."""
     found = words(text)
     if not set(found) <= {"P0", "P1", "P2"}:
         raise argparse.ArgumentTypeError(f"{text!r}: use P0, P1 or P2, with commas between")
@@ -32,7 +32,7 @@ def natural(text: str, *, least: int = 0) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return whole numbers from 1 between commas."""
+    """Return the whole numbers, from 1, of a comma-separated list."""
     return tuple(natural(word, least=1) for word in words(text))
 
 
