@@ -15,7 +15,7 @@ _CONTRACT = "{contract}"  # in the path of an output, replaced by the contract's
 
 def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
     """Return a copy of the options for each contract, with its path and its own output files."""
-    found = []
+    copies = []
     for contract in options.contract:
         own = argparse.Namespace(**vars(options))
         own.contract = contract
@@ -23,17 +23,17 @@ def per_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
             path = getattr(options, name)
             if path is not None:
                 setattr(own, name, Path(str(path).replace(_CONTRACT, _stem(contract))))
-        found.append(own)
-    return found
+        copies.append(own)
+    return copies
 
 
 def require_distinct(options: argparse.Namespace) -> None:
     """Raise UsageError if an output would overwrite another output or a file that is read."""
     read = [(name, path) for name in ("contract", "bind") for path in getattr(options, name)]
     single = ("config", "replay", *_OUTPUTS)
-    given = [(name, path) for name in single if (path := getattr(options, name)) is not None]
+    outputs = [(name, path) for name in single if (path := getattr(options, name)) is not None]
     by_path: dict[Path, str] = {}
-    for name, path in (*read, *given):
+    for name, path in (*read, *outputs):
         other = by_path.setdefault(Path(path).absolute(), name)
         if other != name and name in _OUTPUTS:
             message = f"{flag(other)} and {flag(name)} are both {path}; give two files"

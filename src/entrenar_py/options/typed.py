@@ -16,9 +16,9 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     Raises UsageError for an unknown option and for an invalid value.
     """
     cli = parser.build()
-    own, command = split(arguments)
+    own_arguments, command = split(arguments)
     defaults = {action.dest: action.default for action in cli._actions}
-    options = cli.parse_args(own, argparse.Namespace(**dict.fromkeys(defaults)))
+    options = cli.parse_args(own_arguments, argparse.Namespace(**dict.fromkeys(defaults)))
     options.typed = frozenset(name for name, value in vars(options).items() if value is not None)
     for name, default in defaults.items():
         if name not in options.typed:

@@ -56,16 +56,18 @@ class Curves:
     def see(self, traces: Sequence[Trace]) -> None:
         """Keep the curves of the judged run, `traces[0]`, and of the runs it was compared with."""
         for trace in traces:
-            own = trace.scenario
-            curve = self._found.get(own) or _curve(trace)
+            scenario = trace.scenario
+            curve = self._found.get(scenario) or _curve(trace)
             if curve is None:
                 continue
-            self._found[own] = curve
+            self._found[scenario] = curve
             if trace is traces[0] and not curve.distances:
                 alone = _alone(curve, traces[1:])
                 if alone is not None:
                     distances, of_weights = _distances(alone, trace)
-                    self._found[own] = replace(curve, distances=distances, of_weights=of_weights)
+                    self._found[scenario] = replace(
+                        curve, distances=distances, of_weights=of_weights
+                    )
 
 
 def training(scenario: Scenario) -> str:
@@ -91,10 +93,10 @@ def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
     """Return the undisturbed run of the same training on one worker; None if `curve` is on one."""
     if curve.scenario.world_size == 1:
         return None
-    for one in others:
-        calm = not (one.scenario.faults or one.scenario.stops)
-        if one.scenario.world_size == 1 and calm and training(one.scenario) == curve.training:
-            return one
+    for other in others:
+        calm = not (other.scenario.faults or other.scenario.stops)
+        if other.scenario.world_size == 1 and calm and training(other.scenario) == curve.training:
+            return other
     return None
 
 
@@ -107,15 +109,15 @@ def _losses(trace: Trace) -> dict[int, float]:
 
 def _distances(alone: Trace, trace: Trace) -> tuple[Points, bool]:
     expected = evidence.updates(alone)
-    found: dict[int, float] = {}
+    distances: dict[int, float] = {}
     for step, by_rank in sorted(evidence.updates(trace).items()):
         if step in expected:
-            one = evidence.any_rank(expected[step])
-            apart = [_largest(one.weights, update.weights) for update in by_rank.values()]
+            alone_update = evidence.any_rank(expected[step])
+            apart = [_largest(alone_update.weights, update.weights) for update in by_rank.values()]
             if None in apart:
                 return _loss_distances(alone, trace), False
-            found[step] = max(value for value in apart if value is not None)
-    return _finite(found), True
+            distances[step] = max(value for value in apart if value is not None)
+    return _finite(distances), True
 
 
 def _loss_distances(alone: Trace, trace: Trace) -> Points:

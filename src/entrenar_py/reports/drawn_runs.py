@@ -73,19 +73,19 @@ def _unit(curves: Sequence[Curve]) -> str:
 
 
 def _groups(report: Report) -> dict[str, list[Curve]]:
-    found: dict[str, list[Curve]] = defaultdict(list)
+    groups: dict[str, list[Curve]] = defaultdict(list)
     for curve in report.curves:
-        found[curve.training].append(curve)
-    return found
+        groups[curve.training].append(curve)
+    return groups
 
 
 def _broken(report: Report) -> frozenset[Scenario]:
     """Return the scenarios of the counterexamples."""
-    found = [entry.finding.counterexample for entry in report.entries]
+    counterexamples = [entry.finding.counterexample for entry in report.entries]
     return frozenset(
-        Scenario.from_dict(one.scenario)
-        for one in found
-        if one is not None and one.scenario is not None
+        Scenario.from_dict(example.scenario)
+        for example in counterexamples
+        if example is not None and example.scenario is not None
     )
 
 
@@ -98,23 +98,24 @@ def _rank(curves: Sequence[Curve], broken: frozenset[Scenario]) -> tuple[int, in
 def _chosen(curves: Sequence[Curve], broken: frozenset[Scenario]) -> list[Curve]:
     """Return at most LINES_MAX curves: counterexamples, then one for each system and world size."""
     first: dict[tuple[str, int], Curve] = {}
-    for curve in sorted(curves, key=lambda known: (_disturbed(known), not known.distances)):
+    for curve in sorted(curves, key=lambda curve: (_disturbed(curve), not curve.distances)):
         first.setdefault((curve.scenario.system, curve.scenario.world_size), curve)
-    kept = list(dict.fromkeys([*(o for o in curves if o.scenario in broken), *first.values()]))
-    return sorted(kept[:LINES_MAX], key=lambda one: (one.scenario.world_size, one.scenario.system))
+    counterexamples = [curve for curve in curves if curve.scenario in broken]
+    kept = list(dict.fromkeys([*counterexamples, *first.values()]))[:LINES_MAX]
+    return sorted(kept, key=lambda curve: (curve.scenario.world_size, curve.scenario.system))
 
 
 def _disturbed(curve: Curve) -> bool:
-    own = curve.scenario
-    return bool(own.faults or own.stops or own.mutant)
+    scenario = curve.scenario
+    return bool(scenario.faults or scenario.stops or scenario.mutant)
 
 
 def _label(curve: Curve, broken: frozenset[Scenario]) -> str:
-    own = curve.scenario
-    parts = [f"{own.system}, {counted(own.world_size, 'worker')}"]
-    parts += ["counterexample"] if own in broken else []
-    parts += [fault.kind for fault in own.faults]
-    parts += ["stopped and resumed"] if own.stops else []
-    parts += [f"mutant {own.mutant}"] if own.mutant else []
+    scenario = curve.scenario
+    parts = [f"{scenario.system}, {counted(scenario.world_size, 'worker')}"]
+    parts += ["counterexample"] if scenario in broken else []
+    parts += [fault.kind for fault in scenario.faults]
+    parts += ["stopped and resumed"] if scenario.stops else []
+    parts += [f"mutant {scenario.mutant}"] if scenario.mutant else []
     parts += [f"not finite at step {curve.strange}"] if curve.strange is not None else []
     return evidence.one_line(", ".join(parts))

@@ -68,12 +68,12 @@ def bound(clause: Invariant) -> str:
 
 def gate(report: Report) -> str:
     """Return `Gate ID (name): passed`, or why it did not pass; "" for a contract without a gate."""
-    found = report.contract.gate
-    if found is None:
+    gate = report.contract.gate
+    if gate is None:
         return ""
     word = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
     why = f" ({report.gate_why})" if report.gate_why else ""
-    return f"Gate {found.id} ({found.name}): {word}{why}"
+    return f"Gate {gate.id} ({gate.name}): {word}{why}"
 
 
 def note_lines(entry: Entry) -> list[str]:
@@ -97,7 +97,7 @@ def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         if entry.verdict is Verdict.INCONCLUSIVE and not entry.finding.compared:
             reason = entry.finding.reason.removeprefix(f"{entry.invariant.position}: ")
             groups.setdefault(reason, []).append(entry)
-    return {reason: found for reason, found in groups.items() if len(found) > 1}
+    return {reason: alike for reason, alike in groups.items() if len(alike) > 1}
 
 
 def describe_scenario(record: Mapping[str, Any]) -> str:

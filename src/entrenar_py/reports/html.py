@@ -63,10 +63,10 @@ def _document(report: Report) -> Iterator[str]:
 
 def _summary(report: Report) -> str:
     counts = ", ".join(f"{number} {verdict}" for verdict, number in report.counts.items() if number)
-    told = f"{counts or 'no verdicts'}; {report.num_compared:,} comparisons"
+    summary = f"{counts or 'no verdicts'}; {report.num_compared:,} comparisons"
     if report.num_traces is not None:
-        told += f" in {report.num_traces:,} stored traces"
-    return f"System {report.system}, seed {report.seed}: {told}, {report.elapsed_s:.1f} s"
+        summary += f" in {report.num_traces:,} stored traces"
+    return f"System {report.system}, seed {report.seed}: {summary}, {report.elapsed_s:.1f} s"
 
 
 def _verdicts(report: Report) -> Iterator[str]:

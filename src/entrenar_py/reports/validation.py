@@ -74,8 +74,8 @@ def annotate(found: Validation, *, root: Path) -> Iterator[str]:
 
     `root` is the folder of the checkout; a finding outside of it gets no file and line.
     """
-    told = [finding for finding in found.findings if finding.counts]
-    for finding in sorted(told, key=lambda one: list(LEVELS).index(one.level)):
+    counted_findings = [finding for finding in found.findings if finding.counts]
+    for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):
         yield github.command(
             LEVELS[finding.level],
             evidence.one_line(finding.message),

@@ -35,11 +35,11 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
     """
     handle = _opened(path)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise _no_file(found.st_mode)
-        if bytes_max is not None and found.st_size > bytes_max:
-            raise too_large(found.st_size, bytes_max)
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise _no_file(status.st_mode)
+        if bytes_max is not None and status.st_size > bytes_max:
+            raise too_large(status.st_size, bytes_max)
     except OSError:
         os.close(handle)
         raise
@@ -53,13 +53,13 @@ def read(path: Path, *, bytes_max: int) -> bytes:
     """
     handle = _opened(path)
     try:
-        found = os.fstat(handle)
-        if stat.S_ISFIFO(found.st_mode):
+        status = os.fstat(handle)
+        if stat.S_ISFIFO(status.st_mode):
             return _piped(handle, bytes_max)
-        if not stat.S_ISREG(found.st_mode):
-            raise _no_file(found.st_mode)
-        if found.st_size > bytes_max:
-            raise too_large(found.st_size, bytes_max)
+        if not stat.S_ISREG(status.st_mode):
+            raise _no_file(status.st_mode)
+        if status.st_size > bytes_max:
+            raise too_large(status.st_size, bytes_max)
         with os.fdopen(os.dup(handle), "rb") as file:
             data = file.read(bytes_max + 1)  # it may have grown; some report a size of 0
     finally:
@@ -91,7 +91,7 @@ def too_large(num_bytes: int, bytes_max: int) -> OSError:
 def _no_file(mode: int) -> OSError:
     if stat.S_ISDIR(mode):
         return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    what = next((name for is_one, name in _KINDS if is_one(mode)), "no file")
+    what = next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
     return OSError(errno.EINVAL, f"it is {what}; give a file")
 
 
