@@ -37,7 +37,7 @@ def lines(validation: Validation) -> Iterator[str]:
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
-    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract, and a line on suppressions."""
+    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract; a line on suppressions."""
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
