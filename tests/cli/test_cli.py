@@ -108,7 +108,8 @@ def test_output_lost_after_the_run_is_the_harness_failing(
     printed = capsys.readouterr()
     assert "held     F-DP-001" in printed.out
     assert printed.err == (
-        "entrenar-check: report file gone/r.json: can't be written (No such file or directory)\n"
+        "entrenar-check: report file gone/r.json: can't be written (No such file or directory); "
+        "give another path\n"
     )
 
 

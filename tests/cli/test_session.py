@@ -180,7 +180,7 @@ def test_a_contract_of_others_is_told_of_in_few_lines(
     assert (
         printed.out == "foreign-v1.yaml: not valid, 4 errors, 40 invariants, 0 warnings, 3 notes\n"
     )
-    assert "info: ENTRENAR-002: qa_gate: undecided, for no clause decides: " in printed.err
+    assert "info: ENTRENAR-002: qa_gate: the gate is undecided: no clause decides " in printed.err
 
 
 PUBLISHED = """metadata: {version: 1.0.0, references: [a paper], depends_on: [elsewhere-v1]}
@@ -437,7 +437,7 @@ def test_github_needs_a_runner(
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setattr(systems, "run", no_run)
     assert check("--contract", contract, "--github") == 2
-    assert "no step of a GitHub workflow" in capsys.readouterr().err
+    assert "not a step of a GitHub workflow" in capsys.readouterr().err
 
 
 def test_quiet(contract: str, capsys: pytest.CaptureFixture[str]) -> None:

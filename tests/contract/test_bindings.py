@@ -194,8 +194,8 @@ def test_a_file_of_bindings_is_for_one_contract_and_says_that_it_is_one(tmp_path
         "2:11: error: bindings: contract='d': the file was read for 'c'; correct the name"
     ]
     (error,) = _errors(tmp_path, OF_TEST, head="version: 1\ncontract: c\nbindings:\n")
-    assert "no entrenar_bindings: 1, so that this is no file of bindings of ours" in error
-    with pytest.raises(ContractError, match="these are bindings, and no contract: give them with"):
+    assert "no key entrenar_bindings: 1, so this is not a file of bindings" in error
+    with pytest.raises(ContractError, match="these are bindings, not a contract; give them with"):
         contract.load(Path(_written(tmp_path / "x.yaml", HEAD + OF_TEST)), vocabulary=TERMS)
     with pytest.raises(ContractError, match=r"gone\.yaml:1:1: error: can't be read"):
         contract.load(tmp_path / "c.yaml", vocabulary=TERMS, bind=[tmp_path / "gone.yaml"])

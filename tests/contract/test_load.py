@@ -92,7 +92,7 @@ def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
         ("40:5: warning", "F-NET-001 has no check"),
         ("78:5: warning", "FALSIFY-DP-003: if_fails is missing"),
         ("97:1: note", "no clause stands in simulation"),
-        ("102:3: note", "no clause decides: 'loss_scale', 'every worker agrees after 10 steps'"),
+        ("102:3: note", "no clause decides 'loss_scale', 'every worker agrees after 10 steps'"),
     ]
     found = [one.line.removeprefix(f"{FOREIGN}:") for one in loaded.problems]
     assert [": ".join(line.split(": ")[:2]) for line in found] == [place for place, _ in expected]

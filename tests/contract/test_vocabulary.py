@@ -166,11 +166,11 @@ def test_a_slip_in_a_gate_is_a_warning_and_a_sentence_a_note(tmp_path: Path) -> 
     """Foreign contracts write what they like there; either leaves the gate undecided."""
     slip = _gate_naming(tmp_path, "replica")
     assert slip.warnings[-1].endswith(
-        ":7:20: warning: qa_gate: check 'replica' names no clause, so that the gate can't pass; "
+        ":7:20: warning: qa_gate: check 'replica' names no clause, so the gate can't pass; "
         "did you mean 'replicas'?"
     )
     sentence = _gate_naming(tmp_path, "all workers agree")
     assert not any("qa_gate" in line for line in sentence.warnings)
     assert sentence.notes[-1].endswith(
-        ":7:10: note: qa_gate: undecided, for no clause decides: 'all workers agree'"
+        ":7:10: note: qa_gate: the gate is undecided: no clause decides 'all workers agree'"
     )

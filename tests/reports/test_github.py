@@ -98,7 +98,7 @@ def test_summary_is_appended(full: Report, tmp_path: Path) -> None:
     assert github.summary_path({"GITHUB_STEP_SUMMARY": str(path)}) == path
     github.append(github.summary(full), path)
     assert path.read_text(encoding="utf-8") == "before\n" + github.summary(full)
-    with pytest.raises(UsageError, match="no step of a GitHub workflow"):
+    with pytest.raises(UsageError, match="not a step of a GitHub workflow"):
         github.summary_path({})
     with pytest.raises(UsageError, match="can't be written"):
         github.append("", tmp_path)

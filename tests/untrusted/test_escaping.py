@@ -387,8 +387,9 @@ def test_a_full_disk_is_told_of_once(
     assert printing.lost()
     told = capsys.readouterr().err
     assert (
-        told == "standard output can't be written (No space left on device): what would stand "
-        "there is lost\n"
+        told
+        == "standard output can't be written (No space left on device): the rest of the output "
+        "is lost\n"
     )
 
 

@@ -99,10 +99,10 @@ def read(
 
 
 _REGISTRY = (
-    "this is a registry of bindings (which function implements which equation), and no contract: "
+    "this is a registry of bindings (which function implements which equation), not a contract; "
     "give one of the contracts that it names"
 )
-_BINDINGS = "these are bindings, and no contract: give them with --bind, beside their contract"
+_BINDINGS = "these are bindings, not a contract; give them with --bind, and their contract as well"
 
 
 def _read(

@@ -76,7 +76,7 @@ def read(path: Path, problems: Problems) -> BindingFile | None:
     if root is None:
         return None
     if MARK not in root.fields:
-        message = f"no {MARK}: {VERSION}, so that this is no file of bindings of ours; see {_PAGE}"
+        message = f"no key {MARK}: {VERSION}, so this is not a file of bindings; see {_PAGE}"
         problems.error(root.at, message)
         return None
     file = Record(root, what="bindings", known=_FILE_KEYS, problems=problems)

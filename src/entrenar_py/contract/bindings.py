@@ -152,7 +152,7 @@ def _collect(
 def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item]) -> None:
     if named:
         ids = ", ".join(item.id for item in named)
-        entry.record.error(entry.kind, f"the name stands for {ids}; use one of these")
+        entry.record.error(entry.kind, f"{entry.name!r} is the name of {ids}; use one of these ids")
         return
     names = [name for item in known if item.kind == entry.kind for name in item.names]
     none = f"the contract has no {entry.kind}"

@@ -23,7 +23,7 @@ def check(path: Path, root: MapNode, problems: Problems) -> None:
     for name, at in _names(root, problems):
         target = _resolve(name, start.parent)
         if target is None or not _follow(target, graph):
-            words = "leads to no contract beside this file and to no shipped one"
+            words = "leads to no contract next to this file and to no shipped one"
             problems.note(at, f"metadata: depends_on {name!r} {words}; its clauses are not read")
             continue
         direct.setdefault(target, at)

@@ -63,11 +63,11 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
         name = item.text.strip()
         if name in unresolved and problems.is_near(name, known):
             del unresolved[name]
-            why = f"check {name!r} names no clause, so that the gate can't pass"
+            why = f"check {name!r} names no clause, so the gate can't pass"
             problems.warn(item.at, f"qa_gate: {why}{problems.hint(name, known)}")
     if unresolved:
         named = ", ".join(map(repr, unresolved))
-        problems.note(gate.position, f"qa_gate: undecided, for no clause decides: {named}")
+        problems.note(gate.position, f"qa_gate: the gate is undecided: no clause decides {named}")
 
 
 def demands(contract: Contract) -> Demands:

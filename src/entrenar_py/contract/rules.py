@@ -81,7 +81,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
     others = [key for key in root.fields if key not in known]
     if others:
         at = root.keys.get(others[0], root.at)
-        message = f"no clause stands in {', '.join(others)}: kept as data, nothing there is checked"
+        message = f"no clause stands in {', '.join(others)}: kept as data, not checked"
         problems.note(at, message)
 
 

@@ -28,8 +28,8 @@ _ENDINGS = (
     *("ers", "er", "ies", "ed", "es", "s", "e", "y"),
 )
 _HEAD = """\
-# Drafted by entrenar-check --suggest: each line `guess:` says what the binding rests on. Read the
-# statement and what the check decides, correct the binding, then remove the line. The keys are in
+# Drafted by entrenar-check --suggest: each line `guess:` gives the reason for a binding. Read the
+# statement and the check's description, correct the binding, then remove the line. The keys are in
 # docs/bindings.md.
 """
 # Words too common to distinguish one statement from another.

@@ -34,7 +34,9 @@ def summary_path(environment: Mapping[str, str]) -> Path:
     """Return the file for the step summary. Raises UsageError outside of a workflow's step."""
     if not environment.get(SUMMARY):
         raise UsageError(
-            f"--github: {SUMMARY} is not set: this is no step of a GitHub workflow", field="github"
+            f"--github: the variable {SUMMARY} is not set, so this is not a step of a GitHub "
+            "workflow; leave --github out",
+            field="github",
         )
     path = Path(environment[SUMMARY])
     output_file.require_writable(path, "github", variable=SUMMARY)
@@ -104,7 +106,8 @@ def append(text: str, path: Path) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UsageError(f"step summary {path}: can't be written ({error.strerror})") from error
+        problem = f"can't be written ({error.strerror}); set {SUMMARY} to another file"
+        raise UsageError(f"step summary {path}: {problem}") from error
 
 
 def _row(entry: Entry) -> str:

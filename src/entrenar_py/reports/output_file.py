@@ -57,4 +57,5 @@ def write(report: str | Mapping[str, Any], path: Path) -> None:
             report = f"{escaping.dump_json(report, indent=2)}\n"
         path.write_text(report, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"report file {path}: can't be written ({error.strerror})") from error
+        problem = f"can't be written ({error.strerror}); give another path"
+        raise UsageError(f"report file {path}: {problem}") from error

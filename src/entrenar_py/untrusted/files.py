@@ -100,7 +100,7 @@ def _opened(path: Path) -> int:
         # O_NONBLOCK: opening a pipe without a writer must not block. It does not affect files.
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:  # a NUL, or a character that no path can have
-        raise OSError(errno.EINVAL, f"no path is called so ({error})") from error
+        raise OSError(errno.EINVAL, f"not a possible path ({error}); give a file") from error
 
 
 def _piped(handle: int, bytes_max: int) -> bytes:
@@ -112,7 +112,7 @@ def _piped(handle: int, bytes_max: int) -> bytes:
     while size <= bytes_max:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(1000 * left_s):
-            raise OSError(errno.ETIMEDOUT, f"it is a pipe that did not end within {PIPE_S:g} s")
+            raise OSError(errno.ETIMEDOUT, f"the pipe did not end within {PIPE_S:g} s; give a file")
         piece = os.read(handle, PIECE_BYTES)
         if not piece:
             return b"".join(pieces)

@@ -49,7 +49,7 @@ def give_up(error: OSError) -> None:
         os.close(sink)
     if not isinstance(error, BrokenPipeError) and not _lost:
         _lost.append(error.strerror or str(error))
-        warn(f"standard output can't be written ({_lost[0]}): what would stand there is lost")
+        warn(f"standard output can't be written ({_lost[0]}): the rest of the output is lost")
 
 
 def lost() -> bool:
