@@ -56,18 +56,16 @@ class Curves:
     def see(self, traces: Sequence[Trace]) -> None:
         """Keep the curves of the judged run, `traces[0]`, and of the runs it was compared with."""
         for trace in traces:
-            scenario = trace.scenario
-            curve = self._found.get(scenario) or _curve(trace)
+            key = trace.scenario
+            curve = self._found.get(key) or _curve(trace)
             if curve is None:
                 continue
-            self._found[scenario] = curve
+            self._found[key] = curve
             if trace is traces[0] and not curve.distances:
                 alone = _alone(curve, traces[1:])
                 if alone is not None:
                     distances, of_weights = _distances(alone, trace)
-                    self._found[scenario] = replace(
-                        curve, distances=distances, of_weights=of_weights
-                    )
+                    self._found[key] = replace(curve, distances=distances, of_weights=of_weights)
 
 
 def training(scenario: Scenario) -> str:
