@@ -115,7 +115,7 @@ def test_what_makes_an_item_a_clause(
     text = f"{{{inner}: [{{{item}}}]}}" if inner else f"[{{{item}}}]"
     loaded = _of(tmp_path, f"{HEAD}{outer}: {text}\n")
     assert [one.id for one in loaded.invariants] == ["A"] * is_clause
-    assert ("no clauses" in _notes(loaded)) is not is_clause
+    assert ("not clauses" in _notes(loaded)) is not is_clause
 
 
 def test_clauses_in_other_words() -> None:

@@ -49,7 +49,7 @@ def _note_others(root: MapNode, problems: Problems) -> None:
     for group, nodes in groups.items():
         ids = [child.text for node in nodes if isinstance(child := node.fields["id"], ScalarNode)]
         named = listed(ids, most=_NAMES_MAX)
-        why = "no invariant, postcondition or other statement, so kept as data, not as clauses"
+        why = "no invariant, postcondition or other statement, so they are data, not clauses"
         problems.note(nodes[0].at, f"{group}: {named}: {why}")
 
 
