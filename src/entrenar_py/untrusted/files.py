@@ -112,7 +112,8 @@ def _piped(handle: int, bytes_max: int) -> bytes:
     while size <= bytes_max:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(1000 * left_s):
-            raise OSError(errno.ETIMEDOUT, f"the pipe did not end within {PIPE_S:g} s; give a file")
+            problem = f"it is a pipe that did not end within {PIPE_S:g} s; give a file"
+            raise OSError(errno.ETIMEDOUT, problem)
         piece = os.read(handle, PIECE_BYTES)
         if not piece:
             return b"".join(pieces)
