@@ -1,4 +1,4 @@
 """The arithmetic of training: models and data, shards, the reduction tree, the optimizer.
 
-Pure functions of their arguments: no clock, socket, global random state or scenario in here.
+Every function is pure. None uses a clock, a socket, global random state or a scenario.
 """

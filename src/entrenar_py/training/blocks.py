@@ -1,4 +1,4 @@
-"""The reduced vector in parts: they travel and are added one by one, the last layers' first.
+"""The reduced vector in blocks, which are sent and summed separately, the last layers' first.
 
 A sum along the tree is elementwise, so its bits do not depend on where the vector is cut.
 """
@@ -18,15 +18,16 @@ Memory = NDArray[np.uint8]
 
 
 BLOCK_BYTES_MAX = 2**22
-# What costs more in messages than it saves by going and coming at the same time.
+# A smaller block costs more in messages than it saves by overlapping transfers.
 _BLOCK_BYTES_MIN = 2**19
 _AT_THE_SAME_TIME = 3
 
 
 def num_blocks(num_elements: int, num_owners: int) -> int:
-    """Return the number of parts for `num_elements` float32 that `num_owners` average.
+    """Return how many blocks a vector of `num_elements` float32 is cut into for `num_owners`.
 
-    Each owner has as many: some, so that one is averaged while another comes, but no small ones.
+    Every owner averages equally many blocks. A large share is cut so that its owner averages one
+    block while it receives another.
     """
     part_bytes = 4 * num_elements // num_owners
     each = max(
@@ -37,7 +38,7 @@ def num_blocks(num_elements: int, num_owners: int) -> int:
 
 
 class Blocks:
-    """`num_elements` float32 in `count` parts whose sizes differ by at most one."""
+    """A vector of `num_elements` float32 in `count` blocks of equal size, give or take one."""
 
     def __init__(self, num_elements: int, count: int) -> None:
         assert 1 <= count <= num_elements, "no part is empty"
@@ -45,32 +46,32 @@ class Blocks:
         self._num_elements = num_elements
 
     def part(self, block: int) -> slice:
-        """Return the place of `block` in the vector."""
+        """Return the slice of the vector that `block` covers."""
         return slice(
             block * self._num_elements // self.count, (block + 1) * self._num_elements // self.count
         )
 
     def num_bytes(self, block: int) -> int:
-        """Return the length of `block` on its way."""
+        """Return the length of `block` on the wire, in bytes."""
         part = range(self._num_elements)[self.part(block)]
         return 4 * len(part)
 
     @property
     def num_bytes_max(self) -> int:
-        """The length of the longest block."""
+        """The length of the longest block on the wire, in bytes."""
         return 4 * -(-self._num_elements // self.count)
 
     def order(self) -> range:
-        """Return the order on the wire: from the vector's end, whose gradients come first."""
+        """Return the blocks in sending order: from the vector's end, whose gradients come first."""
         return range(self.count - 1, -1, -1)
 
 
 class Sums:
-    """The nodes of one step as they come, block by block, from whoever delivers them.
+    """Collects the tree nodes of one step, block by block, as workers deliver them.
 
-    What came of a delivery counts when it is whole (`deliver`), or when its block is averaged
-    before that: then it has the bits that anybody's would have. The memory of nodes that are added
-    is used again: for the next ones it costs more to get than to fill.
+    A worker's nodes count once its delivery is whole (`deliver`), or earlier for a block that is
+    completed before. Either way the bits are those that any worker would have sent. The memory of
+    summed nodes is reused, since allocating it costs more than filling it.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -80,12 +81,12 @@ class Sums:
         self._open: dict[int, dict[int, list[Node]]] = {}  # rank -> block -> nodes
         self._lent: dict[int, list[Memory]] = {}  # block -> memory of its nodes
         self._free: list[Memory] = []
-        self._room_bytes = 0  # the most that was asked for
+        self._room_bytes = 0  # the largest size requested so far
 
     def room(self, num_bytes: int) -> memoryview:
-        """Memory for a node that will be taken, not zeroed."""
-        # Blocks have two sizes. All memory is of the larger one, so that any fits any: else some
-        # would lie unused, and more be got with each step.
+        """Return memory for a node that will be passed to `take`. It is not zeroed."""
+        # Blocks have two sizes. All memory has the larger one, so that any piece fits any block.
+        # Otherwise some would lie unused, and each step would allocate more.
         self._room_bytes = max(self._room_bytes, num_bytes)
         while self._free:
             memory = self._free.pop()
@@ -94,50 +95,49 @@ class Sums:
         return np.empty(self._room_bytes, np.uint8).data[:num_bytes]
 
     def take(self, rank: int, block: int, node: Node, payload: Buffer | None = None) -> None:
-        """A node of the delivery that `rank` has begun; its vector is only `block` of it.
+        """Add a node of `block` to the unfinished delivery of `rank`.
 
-        `payload` is the memory that its vector lies in, which is this object's from now on; None if
-        it is somebody else's, and then the vector must be read-only.
+        `payload` is the memory behind the node's vector, and belongs to this object from now on.
+        Pass None if it belongs to somebody else; then the vector must be read-only.
         """
         self._open.setdefault(rank, {}).setdefault(block, []).append(node)
         if isinstance(payload, memoryview) and isinstance(payload.obj, np.ndarray):
             self._lent.setdefault(block, []).append(payload.obj)
 
     def deliver(self, rank: int) -> None:
-        """All that `rank` has begun to deliver is there."""
+        """Mark the delivery of `rank` as whole."""
         for block, nodes in self._open.pop(rank, {}).items():
             self._whole.setdefault(block, []).extend(nodes)
 
     def forget(self, rank: int) -> None:
-        """Forget the blocks that `rank` began to deliver, which will never be whole."""
+        """Discard the unfinished delivery of `rank`, which will never be whole."""
         self._open.pop(rank, None)
 
     def clear(self) -> None:
-        """The next step, or the same one again."""
+        """Discard everything, for the next step or a repetition of this one."""
         self._whole.clear()
         self._open.clear()
         self._complete.clear()
         self._lent.clear()
 
     def complete(self, block: int) -> None:
-        """All of `block` is there, whoever it is of and whoever goes now: it can be added, also by
-        another thread than the one that takes and delivers what comes."""
+        """Fix the nodes of `block` as those that arrived. Then any thread may sum the block."""
         nodes = self._whole.pop(block, [])
         for delivered in self._open.values():
             nodes += delivered.pop(block, [])
         self._complete[block] = nodes
 
     def root(self, block: int) -> Node:
-        """The sum of all shards, in memory of one of the nodes; ValueError where some lack."""
+        """Return the sum over all shards, in memory of a node; ValueError if shards are missing."""
         if block not in self._complete:
             self.complete(block)
         return reduction.root(self._complete.pop(block), self._num_shards)
 
     def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
-        """The sum of all shards, divided by what it counts and by `scale`, into `out`.
+        """Write the sum over all shards, divided by its weight and by `scale`, to `out`.
 
-        The summed loss and its weight; None where that or a mean is not finite. ValueError where
-        shards lack.
+        Return the summed loss and its weight, or None if the loss or a mean is not finite. Raises
+        ValueError if shards are missing.
         """
         total = self.root(block)
         finite = average(total, scale, out=out)
@@ -146,17 +146,17 @@ class Sums:
 
 
 def average(total: Node, scale: float, *, out: Vector) -> bool:
-    """`total` divided by what it counts and by `scale`, into `out`; whether that is finite."""
+    """Write `total` divided by its weight and by `scale` to `out`; return whether all is finite."""
     with np.errstate(over="ignore"):
         np.divide(total.vector, np.float32(total.weight * scale), out=out)
     return bool(np.isfinite(out).all()) and math.isfinite(total.loss)
 
 
 def payload_of(vector: Vector) -> memoryview:
-    """Return the bytes of `vector` as they are sent: float32, little-endian; a view if possible."""
+    """Return `vector` as it is sent: little-endian float32, as a view where possible."""
     return vector.astype("<f4", copy=False).data.cast("B")
 
 
 def vector_of(payload: Buffer) -> Vector:
-    """The float32 elements in `payload`, little-endian; a view of it where that is native."""
+    """Return the little-endian float32 in `payload`, as a view if that is the native order."""
     return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)

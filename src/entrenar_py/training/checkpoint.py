@@ -1,7 +1,8 @@
-"""A checkpoint file: all of it or none of it, and never a damaged one read as good.
+"""Checkpoint files: written whole or not at all, and refused when damaged.
 
-One ASCII line (magic, version, BLAKE3 of the rest), then a safetensors payload whose metadata
-holds the progress as JSON. Written beside its place, synced, then renamed over it.
+A file is one ASCII line (magic, version, BLAKE3 of the rest) and a safetensors payload whose
+metadata holds the progress as JSON. It is written to a temporary file in the same folder, synced,
+and renamed.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from entrenar_py.untrusted import files
 MAGIC = b"entrenar-checkpoint 1 "
 Arrays = Mapping[str, NDArray[Any]]
 _ADVICE = "use an earlier checkpoint"
-# Of the file, beside the tensors: their names, the scenario, the progress.
+# Room in the file for everything except the tensors: their names, the scenario, the progress.
 _DESCRIPTION_BYTES_MAX = 2**24
 
 
 def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
-    """Writes `arrays` and `progress` to `path`; a crash at any point leaves the old file whole.
+    """Write `arrays` and `progress` to `path`. A crash at any point leaves the old file whole.
 
-    OSError where it can't be written (a full disk, say): the old file is whole then, too, and
-    nothing of the new one is left to fill the disk.
+    Raises OSError if the file can't be written, for example to a full disk. The old file stays
+    whole then, too, and the partial new one is removed.
     """
-    # safetensors takes memory as it lies: a transposed array would come back with wrong values.
+    # safetensors ignores strides: a transposed array would come back with wrong values.
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     payload = safetensors.save(in_order, {"progress": json.dumps(progress)})
     header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
@@ -58,14 +59,14 @@ def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Return where a checkpoint stands until it is whole: beside `path`, for a rename."""
+    """Return the temporary file of a checkpoint at `path`, in the same folder."""
     return path.with_name(path.name + ".partial")
 
 
 def load(
     path: Path, *, bytes_max: int | None = None
 ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """The arrays and the progress that `save` wrote.
+    """Return the arrays and the progress that `save` wrote.
 
     Raises CheckpointError if the file is missing, of another kind, truncated or changed, or larger
     than `bytes_max`, if that is given.
@@ -99,23 +100,23 @@ def _progress(payload: bytes) -> dict[str, Any]:
 
 
 def as_arrays(**groups: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-    """`groups` as one flat mapping, `group/name` to array."""
+    """Return `groups` as one flat mapping from `group/name` to array."""
     return {
         f"{group}/{name}": array for group, part in groups.items() for name, array in part.items()
     }
 
 
 def group_of(arrays: Arrays, group: str) -> dict[str, NDArray[Any]]:
-    """The arrays of one group of `as_arrays`, by name."""
+    """Return the arrays of one group of `as_arrays`, by name."""
     prefix = f"{group}/"
     return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
 
 
-# --- contents that fit a run: a right digest says only who wrote them ---------------------------
+# --- contents that fit a run: a valid digest does not prove that they do -------------------------
 
 
 def bytes_max(expected: Arrays) -> int:
-    """The most bytes that a checkpoint of arrays such as `expected` has."""
+    """Return the largest size, in bytes, of a checkpoint file with arrays like `expected`."""
     return sum(array.nbytes for array in expected.values()) + _DESCRIPTION_BYTES_MAX
 
 
@@ -127,10 +128,10 @@ def require_fitting(
     expected: Arrays,
     limits: Mapping[str, int],
 ) -> None:
-    """Returns if `arrays` have the names, shapes and dtypes of `expected` and are finite, and each
-    of `limits` is a whole number in `progress` from 0 to that.
+    """Raise CheckpointError unless the content of the file at `path` fits the run.
 
-    Raises CheckpointError, which names what differs in the file at `path`.
+    `arrays` must have the names, shapes and dtypes of `expected` and be finite. Each key of
+    `limits` must be a whole number in `progress`, from 0 to the limit.
     """
     for name, most in limits.items():
         value = progress.get(name)

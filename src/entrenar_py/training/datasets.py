@@ -1,6 +1,6 @@
 """Data that needs no download: handwritten digits (digits.md), the standard library's source.
 
-Nothing is shuffled: the first rows, the same for everyone.
+Nothing is shuffled. Every process gets the same first rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULES = ("colorsys", "bisect", "heapq", "textwrap", "shlex", "fractions", "sta
 
 
 def digest(*arrays: NDArray[Any]) -> str:
-    """BLAKE3 of the C-contiguous `arrays`' bytes one after the other, 32 hex digits."""
+    """Return BLAKE3, 32 hex digits, of the bytes of the C-contiguous `arrays`, in order."""
     hasher = blake3()
     for array in arrays:
         hasher.update(array.tobytes())
@@ -36,9 +36,9 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 
 def digits(num_samples: int) -> tuple[Array, NDArray[np.int64]]:
-    """The first handwritten digits: pixels in [0, 1], float32 [n, 64], and labels, int64 [n].
+    """Return the first digits: pixels in [0, 1], float32 [n, 64], and labels, int64 [n].
 
-    Raises UsageError when `num_samples` is more than there are.
+    Raises UsageError when `num_samples` is larger than the data set.
     """
     table = _digit_table()
     _require("mlp", num_samples, len(table))
@@ -47,11 +47,11 @@ def digits(num_samples: int) -> tuple[Array, NDArray[np.int64]]:
 
 
 def lines(num_samples: int) -> tuple[bytes, ...]:
-    """The first lines of the standard library's source, 2 to 32 bytes each.
+    """Return the first lines of the standard library's source, 2 to 32 bytes each.
 
-    Indentation and line ends are stripped, blank lines left out, long lines cut. Another Python
-    version may have another text: compare the digests. Raises UsageError when `num_samples` is
-    more than there are.
+    Indentation and line ends are stripped, blank lines left out, long lines cut. The text may
+    differ between Python versions; compare digests. Raises UsageError when `num_samples` is larger
+    than the data set.
     """
     text = _source_lines()
     _require("decoder", num_samples, len(text))
@@ -60,7 +60,7 @@ def lines(num_samples: int) -> tuple[bytes, ...]:
 
 @lru_cache(maxsize=1)
 def _digit_table() -> NDArray[np.uint8]:
-    """uint8 [1797, 65]: 64 pixels 0..16 and the digit."""
+    """Return uint8 [1797, 65]: 64 pixels from 0 to 16, and the digit."""
     rows = gzip.decompress(Path(__file__).with_name("digits.gz").read_bytes())
     return np.frombuffer(rows, dtype=np.uint8).reshape(-1, NUM_PIXELS + 1)
 

@@ -1,9 +1,9 @@
 """The `decoder` workload: a two-block byte language model, fine-tuned through LoRA.
 
-RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied embedding, as in the Llama family;
-only the low-rank adapters train, or everything does (`decoder_full`). Written out rather than
-called, so that every backend computes the same formula. Letters in shape comments: n sequences, t
-positions, r = n*t rows, d = HIDDEN, h heads of size e.
+RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied embedding, as in the Llama family.
+Only the low-rank adapters train; in `decoder_full` everything does. The formulas are written out
+instead of calling torch's layers, so that every backend computes the same ones. Letters in shape
+comments: n sequences, t positions, r = n*t rows, d = HIDDEN, h heads of size e.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PADDING = -100  # the target that cross entropy ignores
 
 
 class ByteDecoder(Workload):
-    """Next-byte prediction on lines of Python source; a sample weighs its number of targets."""
+    """Next-byte prediction on lines of Python source. A sample weighs its number of targets."""
 
     weight_max = POSITIONS
 
@@ -57,7 +57,7 @@ class ByteDecoder(Workload):
             targets[row, : len(tokens) - 1] = tokens[1:]
         self.name = "decoder_full" if full else "decoder"
         specs = _specs()
-        if full:  # what is a matrix decays
+        if full:  # matrices decay, gains don't
             specs = [
                 TensorSpec(one.name, one.shape, "trainable", decayed=len(one.shape) > 1)
                 for one in specs
@@ -77,7 +77,7 @@ class ByteDecoder(Workload):
         return sum(self._weights[i] for i in ids)
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Bytes and what is to be predicted, int64 [n, POSITIONS] each."""
+        """Return the input bytes and the bytes to predict, int64 [n, POSITIONS] each."""
         rows = torch.tensor(ids)
         return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
@@ -95,12 +95,12 @@ class ByteDecoder(Workload):
             x = x + block.feed_forward(rms_norm(x, block["mlp_norm.weight"]))
         x = rms_norm(x, tensors["norm.weight"])
         logits = linear(x, embedding, None)  # [r, 256], the embedding tied to the output
-        # Cross entropy over the padded rows too, so that shapes depend on the number of ids only.
+        # Padded rows are included, so that shapes depend on the number of ids only.
         return F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction="sum")
 
 
 class _Block:
-    """One block's view of the tensors during one forward pass."""
+    """One decoder block during one forward pass; indexing gives its tensors by short name."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Block:
         return self._tensors[f"{self._prefix}.{name}"]
 
     def attention(self, x: Tensor, num_sequences: int) -> Tensor:
-        """[r, d] -> [r, d]."""
+        """Return the attention layer's output, [r, d], for `x` [r, d]."""
         q = _split_heads(self._adapted("attention.q", x), num_sequences)  # [n, 4, t, e]
         k = _split_heads(self._dense("attention.k", x), num_sequences)  # [n, 2, t, e]
         v = _split_heads(self._adapted("attention.v", x), num_sequences)  # [n, 2, t, e]
@@ -129,7 +129,7 @@ class _Block:
         return self._dense("attention.o", mixed.transpose(1, 2).reshape(x.shape[0], -1))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """SwiGLU, [r, d] -> [r, d]."""
+        """Return the SwiGLU layer's output, [r, d], for `x` [r, d]."""
         gate = F.silu(self._dense("mlp.gate", x))  # [r, 64]
         return self._dense("mlp.down", gate * self._dense("mlp.up", x))
 
@@ -137,18 +137,18 @@ class _Block:
         return self._linear(x, self[f"{name}.weight"], None)
 
     def _adapted(self, name: str, x: Tensor) -> Tensor:
-        """The frozen layer plus its low-rank adapter, W x + s B A drop(x)."""
+        """Return the frozen layer's output plus its low-rank adapter's: W x + s B A drop(x)."""
         low = self._linear(self._drop(x), self[f"{name}.lora_a"], None)  # [r, 4]
         return self._dense(name, x) + LORA_SCALE * self._linear(low, self[f"{name}.lora_b"], None)
 
 
 def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
-    """`x` [..., d] over its root mean square along the last dim, times `gain` [d]."""
+    """Return `x` [..., d] over its root mean square along the last dim, times `gain` [d]."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON) * gain
 
 
 def rotary_table(num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, float32 [num_positions, HEAD_DIM / 2] each."""
+    """Return cosine and sine of each position's angles, float32 [num_positions, HEAD_DIM / 2]."""
     frequencies = ROTARY_BASE ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = np.outer(np.arange(num_positions), frequencies)
     return (
@@ -158,7 +158,7 @@ def rotary_table(num_positions: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """`x` [n, h, t, e] with dims i and i + e/2 of each head turned by the position's angle i.
+    """Rotate dims i and i + e/2 of each head of `x` [n, h, t, e] by the position's angle i.
 
     Source: RoFormer (Su et al. 2021), section 3.4, in the half-split layout of Llama checkpoints.
     """
@@ -169,7 +169,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, [n, h, t, e]; consecutive query heads share one of the fewer kv heads."""
+    """Return causal attention [n, h, t, e]; consecutive query heads share one key-value head."""
     heads_per_kv = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(heads_per_kv, dim=1)  # [n, h, t, e]
     v = v.repeat_interleave(heads_per_kv, dim=1)  # [n, h, t, e]

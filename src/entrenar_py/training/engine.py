@@ -1,8 +1,8 @@
 """One replica of a model on one backend, and the gradient of one logical shard on it.
 
-The gradient is a *sum* over samples, carried at the exact scale 2^-p with 2^p >= the largest
-weight of a step: a power of two changes no bit of a sum, and finite gradients can't overflow
-on their way to a finite mean.
+The gradient is a *sum* over samples, carried at the exact scale 2^-p with 2^p >= the largest weight
+of a step. A power of two changes no bit of a sum, and finite gradients can't overflow on their way
+to a finite mean.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ BUFFER_MOMENTUM = 0.1
 
 
 def scale_of(weight_max: int) -> float:
-    """2^-p for the smallest p with 2^p >= `weight_max`, the most that one step can weigh."""
+    """Return 2^-p for the smallest p with 2^p >= `weight_max`, a step's largest total weight."""
     return 2.0 ** -(weight_max - 1).bit_length()
 
 
 class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
-    `parameters` is float32 [num_trainable]; `arrays` are views of everything by name, for reading,
-    `weights` those of them that are no buffers, and `buffers` the rest; `tensors` the same memory
-    as torch tensors. Copies what it is given. `scale` is a power of two (`scale_of`), by which
-    everything summed is multiplied.
+    `parameters` is float32 [num_trainable]. `arrays` are views of all tensors by name, for reading,
+    split into `weights` and `buffers`. `tensors` are torch tensors of the same memory. The initial
+    `tensors` are copied. `scale` is a power of two (`scale_of`) that multiplies everything summed.
     """
 
     def __init__(
@@ -62,9 +61,10 @@ class Engine:
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
     ) -> tuple[Array, float, float]:
-        """Vector (layout's, times the scale), summed loss and weight of the samples `ids`.
+        """Return the vector (in the layout, times the scale), summed loss and weight of `ids`.
 
-        Computed in `accumulation` micro-batches that are added along their own fixed tree.
+        Each of the `accumulation` micro-batches is a leaf of a fixed tree, along which they are
+        added.
         """
         if accumulation == 1:
             return self._micro_batch(ids, drop)
@@ -84,19 +84,19 @@ class Engine:
         return np.concatenate(parts, axis=None), loss, float(self.workload.weight(ids))
 
     def copy_to(self, vector: Array) -> None:
-        """Writes the parameters and the buffers to `vector`, as the layout has them."""
+        """Write the parameters and the buffers to `vector`, in the order of the layout."""
         vector[: self.layout.num_trainable] = self.parameters
         for name, part in self.layout.buffers.items():
             vector[part] = self.buffers[name].reshape(-1)
 
     def copy_from(self, vector: Array) -> None:
-        """Takes the parameters and the buffers from `vector`, as the layout has them."""
+        """Set the parameters and the buffers from `vector`, in the order of the layout."""
         self.parameters[:] = vector[: self.layout.num_trainable]
         for name, part in self.layout.buffers.items():
             self.buffers[name][...] = vector[part].reshape(self.buffers[name].shape)
 
     def average_buffers(self, average: Array) -> None:
-        """Moves each running mean towards the batch's mean in `average`, the reduced vector."""
+        """Move each running mean towards the batch's mean in `average`, the reduced vector."""
         for name, part in self.layout.buffers.items():
             running = self.buffers[name]
             running += np.float32(BUFFER_MOMENTUM) * (
@@ -105,7 +105,7 @@ class Engine:
 
 
 def non_finite(vector: Array) -> int | None:
-    """The position of the first NaN or Inf in `vector`; None if all are finite."""
+    """Return the position of the first NaN or Inf in `vector`, or None if all are finite."""
     if np.isfinite(vector).all():
         return None
     return int(np.flatnonzero(~np.isfinite(vector))[0])

@@ -39,7 +39,7 @@ class Layout:
 
     @cached_property
     def num_trainable(self) -> int:
-        """Elements of all trainable tensors."""
+        """The number of elements of all trainable tensors."""
         return sum(prod(s.shape) for s in self.specs if s.role == "trainable")
 
     @cached_property
@@ -53,17 +53,17 @@ class Layout:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of the flat vector, gradients and statistics."""
+        """The number of elements of the flat vector: gradients and statistics."""
         return sum(prod(s.shape) for s in self.specs if s.role != "frozen")
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits that name the manifest: every tensor's name, shape and role, in order."""
+        """32 hex digits that identify the manifest: each tensor's name, shape, role and decay."""
         manifest = [[s.name, list(s.shape), s.role, s.decayed] for s in self.specs]
         return str(blake3(json.dumps(manifest).encode()).hexdigest(16))
 
     def locate(self, position: int) -> tuple[str, int]:
-        """The tensor and the element in it at `position` of the flat vector."""
+        """Return the tensor at `position` of the flat vector, and the element within the tensor."""
         for name, part in {**self.trainable, **self.buffers}.items():
             if part.start <= position < part.stop:
                 return name, position - part.start

@@ -1,7 +1,7 @@
 """From the summed gradient to new weights: weighted mean, norm, clip, step.
 
 Elementwise float32 on flat vectors, equal to torch.optim's SGD and AdamW and to
-torch.nn.utils.clip_grad_norm_ within rounding; the order of operations is fixed here so that every
+torch.nn.utils.clip_grad_norm_ within rounding. The order of operations is fixed here, so that every
 replica gets the same bits.
 """
 
@@ -29,7 +29,7 @@ STATE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The kind of an optimizer, and its constants. `decayed` is 1 where weight decay applies."""
+    """An optimizer's kind and constants. `decayed` holds 1 where weight decay applies, else 0."""
 
     kind: str
     weight_decay: float
@@ -43,7 +43,7 @@ def initial_state(kind: str, num_trainable: int) -> State:
 
 
 def initial_shapes(kind: str, num_trainable: int) -> dict[str, tuple[int]]:
-    """The shapes of the state vectors of optimizer `kind`."""
+    """Return the shapes of the state vectors of optimizer `kind`."""
     return {name: (1 if name == "count" else num_trainable,) for name in STATE[kind]}
 
 
@@ -58,9 +58,9 @@ def norm_l2(gradient: Vector) -> float:
 
 
 def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
-    """Return float32 [num_trainable] with a norm of at most `clip_norm`; itself if it is already.
+    """Return `gradient`, scaled down to a norm of `clip_norm` if its `norm` is larger.
 
-    The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+    The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
     """
     if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
         return gradient
@@ -70,7 +70,7 @@ def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
 def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
     """Take one step of `rule`, in place on `weights` and `state`, float32 [num_trainable] each.
 
-    What overflows becomes inf or NaN in silence, as in torch: who steps looks at the weights.
+    Overflow becomes inf or NaN silently, as in torch. The caller checks the weights.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         _STEPS[rule.kind](rule, weights, gradient, state, rate)
@@ -101,7 +101,7 @@ def _adamw(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: fl
 
 
 def _coupled(rule: Rule, weights: Vector, gradient: Vector) -> Vector:
-    """Weight decay as SGD has it: added to the gradient (torch.optim.SGD)."""
+    """Return the gradient with weight decay added, as torch.optim.SGD does."""
     if not rule.weight_decay or rule.decayed is None:
         return gradient
     return gradient + np.float32(rule.weight_decay) * rule.decayed * weights

@@ -1,9 +1,9 @@
 """The one binary tree along which gradients are added.
 
-Node (level j, index i) covers the logical shards [i*2^j, min((i+1)*2^j, S)) and equals its left
+Node (level j, index i) covers the logical shards [i*2^j, min((i+1)*2^j, S)). It equals its left
 child plus its right child, or the left child alone at the ragged edge. Float addition is not
-associative; with the tree fixed, the sum has the same bits whoever computed which leaf, in
-whatever order nodes arrived, and however often a leaf was computed again.
+associative. With the tree fixed, the sum has the same bits whichever worker computed a leaf, in
+whatever order nodes arrive, and however often a leaf is computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A partial sum: `vector` float32 [num_params], `loss` the summed loss, `weight` its count."""
+    """A partial sum of `vector`, float32 [num_params], `loss` and `weight`."""
 
     level: int
     index: int
@@ -29,29 +29,29 @@ class Node:
 
 
 def height(num_shards: int) -> int:
-    """The level of the root: ceil(log2(num_shards))."""
+    """Return the level of the root: ceil(log2(num_shards))."""
     return (num_shards - 1).bit_length()
 
 
 def span(node: Node, num_shards: int) -> range:
-    """The logical shards under `node`."""
+    """Return the logical shards under `node`."""
     return shards_under(node.level, node.index, num_shards)
 
 
 def shards_under(level: int, index: int, num_shards: int) -> range:
-    """The logical shards under node (`level`, `index`); none if the tree has no such node."""
+    """Return the logical shards under node (`level`, `index`); none if there is no such node."""
     if level > height(num_shards):
         return range(0)
     return range(index << level, min((index + 1) << level, num_shards))
 
 
 def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
-    """The fewest nodes with the same sum, in shard order: siblings are added until none is left.
+    """Add siblings until none are left; return the remaining nodes in shard order.
 
-    Takes disjoint nodes of a tree over `num_shards` leaves in any order, one at a time: over a run
-    of n leaves from the first at most log2(n) + 1 vectors are alive, over any run of n > 1 at most
-    2 log2(n) + 1. Consumes its input: vectors are added in place, but for those that are read-only.
-    ValueError for a node that is not of this tree, or covers a shard that came before.
+    `nodes` are disjoint, in any order, and taken one at a time. Over n consecutive leaves from the
+    first, at most log2(n) + 1 vectors are alive; over other runs of n > 1 leaves, 2 log2(n) + 1.
+    Writable vectors are added in place. Raises ValueError for a node that is not of a tree over
+    `num_shards` leaves, or covers a shard twice.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)
@@ -71,7 +71,7 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
 
 
 def add(node: Node, sibling: Node) -> Node:
-    """The parent of two siblings, left child plus right child, in memory of one if it may be."""
+    """Return the parent of two siblings, left plus right, in place where one is writable."""
     left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
     ours = (one.vector for one in (left, right) if one.vector.flags.writeable)
     total = np.add(left.vector, right.vector, out=next(ours, None))
@@ -80,7 +80,7 @@ def add(node: Node, sibling: Node) -> Node:
 
 
 def root(nodes: Iterable[Node], num_shards: int) -> Node:
-    """The sum of all leaves; ValueError, with what is missing, if some are not there."""
+    """Return the sum of all leaves; ValueError that names the missing shards if there are any."""
     folded = fold(nodes, num_shards)
     if len(folded) != 1 or folded[0].level != height(num_shards):
         present = {shard for node in folded for shard in span(node, num_shards)}
@@ -90,7 +90,7 @@ def root(nodes: Iterable[Node], num_shards: int) -> Node:
 
 
 def _cover(covered: set[int], node: Node, num_shards: int) -> None:
-    """Adds the shards under `node` to `covered`."""
+    """Add the shards under `node` to `covered`, or raise the ValueError that `fold` describes."""
     shards = span(node, num_shards)
     if node.index < 0 or not shards:
         raise ValueError(f"{_name(node)} is not of a tree over {num_shards} shards")

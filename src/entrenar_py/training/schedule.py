@@ -6,9 +6,9 @@ import math
 
 
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, num_steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Rises linearly to `peak` over `warmup_steps`, then stays (`constant`), or falls to 0 at
+    It rises linearly to `peak` over `warmup_steps`. Then it stays (`constant`), or falls to 0 at
     `num_steps` along a line (`linear`) or half a cosine (`cosine`).
     """
     if step < warmup_steps:

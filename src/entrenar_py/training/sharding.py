@@ -1,7 +1,7 @@
 """The samples of a step, the logical shards they fall into, and the worker of each shard.
 
-Nothing here knows how many workers there are except `runs`: the batch and its shards are functions
-of the data set, the epoch's order and the position alone.
+Only `runs` depends on the number of workers. The batch and its shards are functions of the data
+set, the epoch's order and the position.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Position:
 
 
 def order(num_samples: int, rng: np.random.Generator) -> Ids:
-    """A permutation of `num_samples` ids: the order in which one epoch visits the samples."""
+    """Return a permutation of `num_samples` ids: the order in which an epoch visits the samples."""
     ids: list[int] = rng.permutation(num_samples).tolist()
     return ids
 
 
 def batch(visit: Ids, position: Position, batch_size: int) -> Ids:
-    """The next global batch, at most `batch_size` ids; fewer only at the end of the epoch."""
+    """Return the next global batch: `batch_size` ids, or fewer at the end of the epoch."""
     return visit[position.offset : position.offset + batch_size]
 
 
 def advance(position: Position, drawn: int, num_samples: int) -> Position:
-    """The position after `drawn` more samples; a new epoch starts when all were drawn."""
+    """Return the position after `drawn` more samples; a new epoch starts when all were drawn."""
     offset = position.offset + drawn
     return (
         Position(position.epoch + 1, 0)
@@ -45,7 +45,7 @@ def advance(position: Position, drawn: int, num_samples: int) -> Position:
 
 
 def cut(ids: Ids, num_parts: int) -> list[Ids]:
-    """`ids` in `num_parts` consecutive parts whose sizes differ by at most one, larger ones first.
+    """Cut `ids` into `num_parts` consecutive parts; sizes differ by at most one, larger ones first.
 
     Parts are empty when there are fewer ids than parts.
     """
@@ -55,5 +55,5 @@ def cut(ids: Ids, num_parts: int) -> list[Ids]:
 
 
 def runs(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Sequence[int]]:
-    """The contiguous run of `shards` that each of `ranks` owns, in rank order."""
+    """Return the consecutive `shards` that each of `ranks` computes, in rank order."""
     return dict(zip(sorted(ranks), cut(shards, len(ranks)), strict=True))

@@ -1,6 +1,6 @@
-"""The whole state of a training as bytes: where it stands, every tensor, the optimizer's vectors.
+"""The whole state of a training as bytes: the progress, every tensor, the optimizer's vectors.
 
-All of it that a worker needs to go on, and nothing that says how long it is: who reads it knows.
+A worker can go on from them. To read them, the tensors' specs and the optimizer must be known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROGRESS = struct.Struct("<3Q")
 
 
 def num_bytes(specs: Sequence[TensorSpec], kind: str) -> int:
-    """Return the size in bytes of a `dump` of tensors of `specs` and an optimizer of `kind`."""
+    """Return the size in bytes of a `dump` for tensors `specs` and an optimizer of `kind`."""
     return _PROGRESS.size + 4 * sum(prod(shape) for _, shape in _parts(specs, kind))
 
 
@@ -42,9 +42,9 @@ def dump(
     tensors: Mapping[str, Array],
     moments: optimizer.State,
 ) -> bytearray:
-    """Three int64 of `progress`, then float32: `tensors` in the order of `specs`, `moments`.
+    """Return the state as little-endian bytes. Every array is copied once.
 
-    Little-endian. Copied once, straight to where it stays.
+    Three uint64 of `progress` precede float32: `tensors` in the order of `specs`, and `moments`.
     """
     data = bytearray(num_bytes(specs, kind))
     stands = (progress.position.epoch, progress.position.offset, progress.schedule_step)
@@ -56,7 +56,7 @@ def dump(
 
 
 def progress_of(data: Buffer) -> Progress:
-    """Return the position at the beginning of `data`, a training's state."""
+    """Return the progress at the beginning of `data`, the bytes of a state."""
     epoch, offset, schedule_step = _PROGRESS.unpack_from(data)
     return Progress(position=sharding.Position(epoch, offset), schedule_step=schedule_step)
 
@@ -64,9 +64,9 @@ def progress_of(data: Buffer) -> Progress:
 def load(
     specs: Sequence[TensorSpec], kind: str, data: Buffer
 ) -> tuple[Progress, dict[str, Array], optimizer.State]:
-    """The progress, the tensors and the moments that `dump` wrote, copied.
+    """Return copies of the progress, the tensors and the moments that `dump` wrote.
 
-    ValueError unless `data` has exactly `num_bytes`.
+    Raises ValueError unless `data` has exactly `num_bytes`.
     """
     if len(data) != num_bytes(specs, kind):
         raise ValueError(f"a state of {len(data)} bytes: {num_bytes(specs, kind)} are due")
@@ -76,7 +76,7 @@ def load(
 
 
 def _views(specs: Sequence[TensorSpec], kind: str, data: Buffer) -> Iterator[tuple[str, Array]]:
-    """Each part of a state by its name, as a view of `data`."""
+    """Yield each part of a state: its name, and a view of `data`."""
     start = _PROGRESS.size
     for name, shape in _parts(specs, kind):
         yield name, np.frombuffer(data, "<f4", prod(shape), start).reshape(shape)
@@ -93,5 +93,5 @@ def _parts(specs: Sequence[TensorSpec], kind: str) -> list[tuple[str, tuple[int,
 
 
 def _in_state(name: str) -> str:
-    """A name that no tensor has."""
+    """Return the name of an optimizer vector in a state; no tensor has such a name."""
     return f"optimizer/{name}"

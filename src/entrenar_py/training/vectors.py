@@ -1,7 +1,7 @@
 """The workload `vectors`: every sample's gradient is a vector that is known beforehand.
 
-The loss is linear in the one tensor, so that what a trainer averages does not depend on what it
-has learned: this is how a reduction is judged by itself, at any length.
+The loss is linear in the only tensor, so the average gradient does not depend on the weights. This
+tests a reduction by itself, at any length.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ TERMS_MAX = 1024
 class GivenVectors(Workload):
     """The loss of sample i is the inner product of `vector` and its own v_i, normally distributed.
 
-    No v_i is kept: each is drawn again from its own seed wherever it is needed, as a whole or piece
-    by piece from the start. With `terms` every sample weighs 1, and if these are vectors, they are
-    those of the samples in turn.
+    No v_i is stored. Each is drawn again from its own seed when needed, whole or piece by piece.
+    With `terms` every sample weighs 1. If `terms` are vectors, the samples take them in turn.
     """
 
     name = "vectors"
@@ -44,7 +43,7 @@ class GivenVectors(Workload):
     def __init__(
         self, num_samples: int, *, length: int, data: np.random.Generator, terms: Any = None
     ) -> None:
-        """Raises UsageError if `terms` are neither None, nor DRAWN, nor vectors of that length."""
+        """Raises UsageError if `terms` is neither None, nor DRAWN, nor vectors of `length`."""
         self.num_samples = num_samples
         self._equal = terms is not None
         self._given = None if terms in (None, DRAWN) else _vectors(terms, length)
@@ -60,14 +59,14 @@ class GivenVectors(Workload):
         return len(ids) if self._equal else sum(1 + sample % WEIGHTS for sample in ids)
 
     def pieces(self, sample: int) -> Callable[[int], Array]:
-        """Gives so many elements of v_`sample` as it is asked for, one after the other, float32."""
+        """Return a function from `count` to the next `count` elements of v_`sample`, float32."""
         if self._given is not None:
             return _pieces(self._given[sample % len(self._given)])
         stream = np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
         return lambda count: stream.standard_normal(count, dtype=np.float32)
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor]:
-        """The sum of the v_i, added in their order, float32 [length]."""
+        """Return the sum of the v_i, added in the order of `ids`, float32 [length]."""
         return (from_numpy(self._total(ids)),)
 
     def loss_of(
@@ -85,7 +84,7 @@ class GivenVectors(Workload):
         return loss, [total]
 
     def _total(self, ids: Sequence[int]) -> Array:
-        """The sum of the v_i, added in their order."""
+        """Return the sum of the v_i, added in the order of `ids`."""
         drawn = (self.pieces(i)(self._length) for i in ids)
         total = next(drawn)
         for vector in drawn:
@@ -105,7 +104,7 @@ def _pieces(vector: Array) -> Callable[[int], Array]:
 
 
 def _vectors(terms: Any, length: int) -> Array:
-    """`terms` as float32 [count, length]; UsageError if they are not that."""
+    """Return `terms` as float32 [count, length]; UsageError if they can't be read as that."""
     rows = terms if isinstance(terms, list) else []
     if not 0 < len(rows) <= TERMS_MAX or not all(_is_vector(row, length) for row in rows):
         shown = repr(terms)

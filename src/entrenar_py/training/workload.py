@@ -1,7 +1,7 @@
-"""Models with their data, as scenarios name them: `linear`, `mlp`, `decoder`, ...
+"""The workloads that a scenario can name: `linear`, `mlp`, `decoder`, ...
 
-A workload says what it holds, how it starts and what a set of samples costs; it keeps no weights.
-Same arguments, same bits.
+A workload defines its tensors, their initial values, its data and the loss. It keeps no weights.
+The same arguments give the same bits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from entrenar_py.training.tensors import (
 def build(
     name: str, *, num_samples: int, width: int, data: np.random.Generator, terms: Any = None
 ) -> Workload:
-    """The workload `name` with `num_samples` samples.
+    """Return the workload `name` with `num_samples` samples.
 
-    `width` is the hidden width of `mlp`, the length of `vectors`; `data` draws the samples of
-    `linear` and `vectors`; `terms` are those of `vectors` (`GivenVectors`).
-    Raises UsageError when the name is unknown, the data set has fewer samples, or `terms` are given
-    to a workload that has none.
+    `width` is the hidden width of `mlp` or the length of `vectors`. `data` draws the samples of
+    `linear` and `vectors`. `terms` belong to `vectors` (`GivenVectors`). Raises UsageError when the
+    name is unknown, the data set has fewer samples, or `terms` are given to another workload.
     """
     if terms is not None and name != "vectors":
         raise UsageError(f"options terms with workload={name!r}: only vectors has terms")
@@ -52,7 +51,7 @@ def build(
 
 
 class LinearRegression(Workload):
-    """y = 2x + 1 from x uniform in [-1, 1), squared error: small enough to check by hand."""
+    """Squared error on y = 2x + 1 with x uniform in [-1, 1): small enough to check by hand."""
 
     name = "linear"
     specs = (
@@ -69,7 +68,7 @@ class LinearRegression(Workload):
         self._columns = xy[:, :, 0]  # [2, num_samples]
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """x and y, float32 [n, 1] each."""
+        """Return x and y, float32 [n, 1] each."""
         x, y = self._xy.index_select(1, torch.tensor(ids)).unbind(0)
         return x, y
 
@@ -83,8 +82,8 @@ class LinearRegression(Workload):
     def gradients(
         self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
-        # By hand, 2 sum(e x) and 2 sum(e): autograd takes four times as long as all the rest of a
-        # step of this workload, with which the harness explores. Overflow is silent, as in torch.
+        # By hand, 2 sum(e x) and 2 sum(e). The harness explores with this workload, and autograd
+        # would take four times as long as the rest of a step. Overflow is silent, as in torch.
         x, y = self._columns[:, ids]  # [n] each
         with torch.no_grad(), np.errstate(over="ignore", invalid="ignore"):
             prediction = F.linear(torch.from_numpy(x[:, None]), tensors["weight"], tensors["bias"])
@@ -117,7 +116,7 @@ class DigitClassifier(Workload):
         self._labels = torch.from_numpy(labels)  # [num_samples]
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Pixels, float32 [n, 64], and labels, int64 [n]."""
+        """Return pixels, float32 [n, 64], and labels, int64 [n]."""
         rows = torch.tensor(ids)
         return self._inputs.index_select(0, rows), self._labels.index_select(0, rows)
 
