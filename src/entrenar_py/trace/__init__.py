@@ -1,4 +1,4 @@
-"""What one run did: its events (`events`), and the chained file they are kept in (`ledger`)."""
+"""The trace of one run: its events (`events`), and the chained file that holds them (`ledger`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What probes of a device record: what a step cost, what came out, what was refused."""
+"""Events of the device probes: the cost of a step, its results, and refused computations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from entrenar_py.trace.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(Event):
-    """A device computed loss and gradients of `num_samples` samples: call `step` of the run.
+    """A device computed loss and gradients of `num_samples` samples, as call `step` of the run.
 
-    What it cost was counted where the device's library is called, not by the backend.
-    `given` names weights, samples and masks: what is equal was given the same. `earlier` is how
-    many steps of as many samples that replica had made before. `declared_bytes` is what weights,
-    samples and masks take, 4 bytes an element, in `num_inputs` tensors. `compiled` counts shaders
-    and pipelines, `traced` operations on tensors without data. `on_host` are those that computed on
-    the CPU in the meantime, samples' look-up and masks aside. `results` are the loss and gradients.
+    The costs are counted at the device library's interface. `given` identifies weights, samples and
+    masks: equal texts mean equal inputs. `earlier` counts earlier steps of this replica with as
+    many samples. `declared_bytes` is the size of the `num_inputs` inputs, 4 bytes an element.
+    `compiled` counts shaders and pipelines, `traced` operations on tensors without data. `on_host`
+    names operations that ran on the CPU meanwhile, except the look-up of samples and the masks.
+    `results` are the loss and the gradients.
     """
 
     step: int
@@ -42,12 +42,12 @@ class Stepped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained(Event):
-    """A tensor that a device computed, beside float64; `of` is a step of training or an operation.
+    """A device's tensor was compared with float64. `of` names the training step or the operation.
 
-    `error` is how far it is off at `element`, where rounding explains it least, and `bound` what
-    rounding explains there. `total_error` and `total_bound` are those of all elements together
-    (0 where each was held against a bound of its own). `num_bounded` of `num_elements` have a
-    bound. `finite`: no NaN and no infinity where float64 has none.
+    `error` is the deviation at `element`, where rounding explains it least. `bound` is the
+    deviation that rounding explains there. `total_error` and `total_bound` are those of all
+    elements together (0 if each element has its own bound). `num_bounded` of `num_elements` have a
+    bound. `finite` is false if a NaN or infinity stands where float64 has none.
     """
 
     of: str
@@ -69,7 +69,7 @@ class Explained(Event):
 class Poisoned(Event):
     """Inputs held a NaN, which reaches `reached` elements of `tensor` on the CPU.
 
-    `lost` of them were numbers on the device, the first at `element`.
+    `lost` of these elements were not NaN on the device. The first of them is `element`.
     """
 
     of: str
@@ -84,11 +84,11 @@ class Poisoned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined(Event):
-    """A computation was asked for that the device has no kernel for: the `error` it gave, if any.
+    """A computation was requested that the device has no kernel for. It raised `error`, if any.
 
-    The message is to name `operation` (a part of its name) and a line. `in_line`: it names the line
-    that asks for it. `right`: what came out in place of an error is what the CPU computes.
-    `submissions` is what was given to the device.
+    The message should contain `operation` and name a source line. `in_line` tells whether it names
+    the requesting line. `right` tells whether the result, if there was no error, equals the CPU's.
+    `submissions` counts what was submitted to the device.
     """
 
     case: str

@@ -1,7 +1,8 @@
-"""What one run did, event by event; nothing of how that is stored.
+"""The events of one run. How they are stored is defined elsewhere (`ledger`).
 
-Trainer-agnostic: the reference trainer, a torch script and a real cluster fill the same events.
-A field that a trainer does not reveal is None (or empty), and a judge that needs it says so.
+Events do not depend on the trainer: the reference trainer, a torch script and a real cluster fill
+the same ones. A field that a trainer does not reveal is None or empty, and a judge that needs it
+reports that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _NONE: Tensors = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened. `kind` names it in the file: its class, in small letters."""
+    """One event of a run. `kind`, its name in the file, is the class name in lower case."""
 
     kind: ClassVar[str]
 
@@ -29,9 +30,9 @@ class Event:
 class Start(Event):
     """Worker `rank` has its state: at the beginning, after joining, or after a resume.
 
-    `step` is the next step to be done. `trainable` and `frozen` name parameters in order;
-    `decayed` those with weight decay. `progress` is the position that a checkpoint must restore
-    (epoch, offset, schedule step).
+    `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
+    weight decay. `progress` is the position that a checkpoint must restore (epoch, offset, schedule
+    step).
     """
 
     step: int
@@ -50,12 +51,11 @@ class Start(Event):
 class Shard(Event):
     """Worker `rank` computed the loss and gradient of the samples `ids` (in this order).
 
-    `shard` is the logical shard, or the micro-batch index of the rank where a trainer has no
-    logical shards. `loss_sum` is the sum of the per-sample (or per-token) losses, if it is known,
-    and `weight` their count. `draws` names the random stream (digest of the first numbers that
-    dropout drew).
-    `gradient` is the sum over the samples, up to a factor common to all shards, where revealed.
-    `finite`: loss and gradient hold no NaN or Inf.
+    `shard` is the logical shard, or the rank's micro-batch index if the trainer has no logical
+    shards. `loss_sum` is the sum of the losses of all samples or tokens, if known, and `weight`
+    their count. `draws` identifies the random stream: a digest of the first numbers that dropout
+    drew. `gradient` is the sum over the samples, up to a factor common to all shards, if revealed.
+    `finite` is true if loss and gradient hold no NaN or Inf.
     """
 
     step: int
@@ -72,12 +72,12 @@ class Shard(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Event):
-    """Worker `rank` made optimizer step `step`; what it holds afterwards.
+    """Worker `rank` made optimizer step `step`. Holds the worker's state after it.
 
-    `loss` is the mean it reports over `weight` samples (or tokens); None if it reports none.
+    `loss` is the mean that the worker reports over `weight` samples (or tokens), or None.
     `gradient` is the averaged gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the
-    norm after clipping. `learning_rate` is the one used in this step, `rates` those of tensors
-    that have another one. `finite`: no NaN or Inf in the new weights.
+    norm after clipping. `learning_rate` is that of this step, `rates` has the tensors with other
+    rates. `finite` is true if the new weights hold no NaN or Inf.
     """
 
     step: int
@@ -95,17 +95,17 @@ class Update(Event):
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def rate_of(self, name: str) -> float:
-        """The learning rate of a tensor."""
+        """Return the learning rate of the tensor `name`."""
         return self.rates.get(name, self.learning_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronised(Event):
-    """Worker `rank` was brought together with the others after `step`: it goes on from `weights`.
+    """Worker `rank` synchronised with the others after `step`, and goes on from `weights`.
 
-    Of workers that step alone for a while. `optimizer` is the state of the outer optimizer, which
-    all have in common; an Update of theirs has the inner one's. `collectives` is how many
-    it was brought together by, `collectives_alone` how many it called while it stepped alone.
+    Recorded where workers step alone for a while. `optimizer` is the state of the outer optimizer,
+    which all workers share; the inner one's is in Update. `collectives` counts the collective calls
+    of the synchronisation, `collectives_alone` those while the worker stepped alone.
     """
 
     step: int
@@ -129,7 +129,7 @@ class Membership(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected(Event):
-    """A planned fault really took place."""
+    """A planted fault took effect."""
 
     fault: Mapping[str, Any]
     step: int | None = None
@@ -139,12 +139,12 @@ class Injected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit(Event):
-    """Each of `ranks` computed logical `shard` of `step`, and what they got was compared.
+    """Each of `ranks` computed logical `shard` of `step`, and the copies were compared.
 
-    `alike` is for each the number of the first one who got the same bits. `culprit` is who got
-    something else than two others, first in `element` of `tensor`; its copy was thrown away. With
-    one rank alone nothing was compared, unless that is `disputed`: these disagreed before, and may
-    be gone. The Shard event is that of a rank whose copy counts.
+    `alike` has for each copy the index of the first copy with the same bits. `culprit` is the rank
+    that differed from two others, first in `element` of `tensor`; its copy was discarded. A single
+    rank has nothing to compare with, unless it is in `disputed`: the ranks that disagreed before
+    and may have left. The Shard event comes from a rank whose copy counts.
     """
 
     step: int
@@ -159,7 +159,7 @@ class Audit(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted(Event):
-    """The scenario's mutant really took part: a function that it replaces was called."""
+    """The scenario's mutant took part: a function that it replaces was called."""
 
     name: str
 
@@ -181,7 +181,7 @@ class Halt(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """A checkpoint was written by `rank` before step `step`, holding this."""
+    """`rank` wrote a checkpoint with this state before step `step`."""
 
     step: int
     rank: int
@@ -193,10 +193,10 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap(Event):
-    """This ledger goes on from a checkpoint before `step`, and lacks what led there.
+    """This ledger starts from a checkpoint before `step`, and lacks the events before that.
 
-    `lines` and `digest` are how long the ledger was that the checkpoint names, and the digest of
-    its last line then; None if it names none. `reason` says why that one is not gone on with.
+    `lines` and `digest` are the ledger's length and the digest of its last line as the checkpoint
+    names them, or None. `reason` says why that ledger is not continued.
     """
 
     step: int
@@ -207,9 +207,9 @@ class Gap(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Event):
-    """The gradients that `backend` really produced: (name, shape, dtype) in order.
+    """The gradients that `backend` produced: (name, shape, dtype) in order.
 
-    `backend` "model" is what the model declares.
+    `backend` is "model" for the gradients that the model declares.
     """
 
     backend: str
@@ -221,7 +221,7 @@ class Manifest(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Event):
-    """The backend chain tried `backend`: served, or failed with `reason`."""
+    """The backend chain tried `backend`. It served, or failed with `reason`."""
 
     backend: str
     served: bool
@@ -234,8 +234,8 @@ class Attempt(Event):
 class Product(Event):
     """One matrix product on a backend, compared with the CPU and with float64.
 
-    `shape` is (m, k, n); `error_cpu` and `error_f64` are largest absolute differences, `bound` the
-    largest that float32 rounding allows against float64 (absolute, for these operands).
+    `shape` is (m, k, n). `error_cpu` and `error_f64` are largest absolute differences. `bound` is
+    the largest absolute difference from float64 that float32 rounding allows for these operands.
     `stated` is true at the shape and range for which the contract gives an absolute tolerance.
     """
 
@@ -257,10 +257,10 @@ class Product(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Event):
-    """Peak memory of worker `rank`, in bytes, its budget, and the estimate made before.
+    """Peak memory of worker `rank` in bytes, its budget, and the estimate made beforehand.
 
-    Resident memory on `cpu`, else that of the device; `reported_bytes` is the size of its memory,
-    None where it tells none.
+    On `cpu` the peak is resident memory, else device memory. `reported_bytes` is the device's
+    memory size, or None if it reports none.
     """
 
     rank: int
@@ -274,8 +274,9 @@ class Memory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Event):
-    """How many bytes of parameters worker `rank` holds, in pieces and copies, of a model's
-    `whole_bytes`: `num_parts` ranks are to hold a copy together.
+    """The bytes of parameters that worker `rank` holds, in pieces and copies.
+
+    `num_parts` ranks should together hold one copy of the model's `whole_bytes`.
     """
 
     rank: int
@@ -286,9 +287,9 @@ class Held(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried(Event):
-    """A message went through the wire's codec in `pieces`: digests of it as `sent` and as `got`.
+    """A message was encoded and decoded in `pieces`; `sent` and `got` are its digests.
 
-    `got` is None if nothing came out. `allocated_bytes` is the most that reading it took.
+    `got` is None if nothing was decoded. `allocated_bytes` is the most memory that decoding took.
     """
 
     message: str
@@ -301,9 +302,10 @@ class Carried(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Event):
-    """Damaged or malformed bytes were read: the `error` that it gave; None if they were accepted.
+    """Damaged or malformed bytes were read and raised `error`, or None if they were accepted.
 
-    `claimed_bytes` is how much they said would follow, `allocated_bytes` what was set aside.
+    `claimed_bytes` is the length that they announced, `allocated_bytes` the memory allocated for
+    it.
     """
 
     case: str
@@ -314,7 +316,7 @@ class Refused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(Event):
-    """Somebody asked to join: whether they were `entitled`, whether they were let in."""
+    """A peer asked to join. `entitled` tells whether it may, `let_in` whether it was admitted."""
 
     case: str
     entitled: bool
@@ -324,11 +326,11 @@ class Admission(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced(Event):
-    """The average that worker `rank` holds in step `step`, beside that of the known terms.
+    """The average that worker `rank` holds in step `step`, compared with that of the known terms.
 
-    `roundings` is how far it is off from the mean in float64 at `element`, where that is most: in
-    units of 2^-24 of the mean of the terms' absolute values; inf where it is not finite. `error` is
-    the largest difference in any element, as it is; None where that was not recorded.
+    `roundings` is the largest deviation from the float64 mean, found at `element`, in units of
+    2^-24 of the mean of the terms' absolute values; inf if the average is not finite. `error` is
+    the largest absolute difference of any element, or None if it was not recorded.
     """
 
     step: int
@@ -343,8 +345,8 @@ class Reduced(Event):
 class Traffic(Event):
     """Messages of one kind that `rank` (None: the coordinator) exchanged in the whole run.
 
-    `direction` is "sent" or "got", `peer` whom with: the "coordinator", or a "worker". `bytes` is
-    all that the socket was given, or gave, for them; `payload_bytes` is part of it.
+    `direction` is "sent" or "got", `peer` the other side: "coordinator" or "worker". `bytes` is all
+    that went through the socket for them, `payload_bytes` included.
     """
 
     rank: int | None
@@ -358,7 +360,7 @@ class Traffic(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Event):
-    """The run is over: `completed`, `halted` (on purpose) or `failed` (`reason` says how)."""
+    """The run is over: `completed`, `halted` (on purpose) or `failed` (see `reason`)."""
 
     status: str
     reason: str = ""

@@ -1,7 +1,7 @@
 """A trace's file: JSON lines in a BLAKE3 chain.
 
-Every line is one event plus `chain`: the BLAKE3 digest of the previous line's chain and this line
-without it. The last event is `End`, so a truncated file is found too.
+Every line is one event plus `chain`, the BLAKE3 digest of the previous line's chain and this line
+without its own. The last event is `End`, so a truncated file is detected, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from entrenar_py.trace.run import Trace
 from entrenar_py.untrusted import files
 
 VERSION = 1
-EVENTS_MAX = 2**21  # of a run that is judged; who only verifies a ledger reads one of any length
+EVENTS_MAX = 2**21  # of a run that is judged; a ledger that is only verified may have any length
 
 
 def dump_lines(trace: Trace) -> Iterator[str]:
-    """The lines of the trace's file, without line ends."""
+    """Yield the lines of the trace's file, without line ends."""
     chain = ""
     for record in (header(trace), *map(records.to_record, trace.events)):
         line, chain = dump_line(chain, record)
@@ -34,7 +34,7 @@ def dump_lines(trace: Trace) -> Iterator[str]:
 
 
 def header(trace: Trace) -> dict[str, Any]:
-    """The record of the first line: all of `trace` but its events."""
+    """Return the record of the first line: everything in `trace` except its events."""
     return {
         "kind": "trace",
         "version": VERSION,
@@ -46,14 +46,14 @@ def header(trace: Trace) -> dict[str, Any]:
 
 
 def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
-    """The line of `record` after a line whose chain is `chain` ("" before the first); its chain."""
+    """Return the line of `record` and its chain; `chain` is the previous line's, or ""."""
     body = json.dumps(record, separators=(",", ":"), allow_nan=False)
     chain = _link(chain, body)
     return f'{body[:-1]},"chain":"{chain}"}}', chain
 
 
 def save(trace: Trace, path: Path) -> None:
-    """Writes the trace's file; UsageError if that can't be done."""
+    """Write the trace's file; UsageError if it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -63,10 +63,10 @@ def save(trace: Trace, path: Path) -> None:
 
 
 def load(path: Path) -> Trace:
-    """The trace that `save` wrote.
+    """Return the trace that `save` wrote.
 
-    Raises TraceError, with the line, for a file of another version, one that was edited,
-    reordered or truncated, or that is no trace at all.
+    Raises TraceError, which names the line, for a file that is of another version, was edited,
+    reordered or truncated, or is not a trace.
     """
     try:
         with files.open_file(path) as file:
@@ -93,7 +93,7 @@ def load(path: Path) -> Trace:
 
 
 def dump_events(events: Iterable[Event]) -> bytes:
-    """`events` as JSON lines, without a chain: what one process tells another."""
+    """Return `events` as JSON lines without a chain, to be sent from one process to another."""
     lines = (
         json.dumps(records.to_record(one), separators=(",", ":"), allow_nan=False) for one in events
     )
@@ -101,7 +101,7 @@ def dump_events(events: Iterable[Event]) -> bytes:
 
 
 def load_events(data: bytes) -> list[Event]:
-    """The events that `dump_events` wrote; TraceError, with the line, for anything else."""
+    """Return the events that `dump_events` wrote; TraceError names the first bad line otherwise."""
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -112,12 +112,11 @@ def load_events(data: bytes) -> list[Event]:
 
 
 class Reader:
-    """A trace's file, line by line: the first at once (`head`, a trace without events), then each
-    event as it is asked for.
+    """Reads a trace's file line by line: `head` (a trace without events) at once, then each event.
 
-    `num_lines` were read, `num_bytes` long, and `chain` is the last one's. Raises TraceError, with
-    the line, for what no writer wrote. A last line without its end was cut off when its writer
-    died: with `cut` the events end before it, else it is as good as its chain.
+    `num_lines` and `num_bytes` were read so far; `chain` is the last line's. Raises TraceError,
+    which names the line, for content that no writer wrote. A last line without a line end may have
+    been cut off when its writer died. With `cut` the events end before it, else its chain decides.
     """
 
     def __init__(self, file: BinaryIO, path: Path, *, cut: bool = False) -> None:
@@ -142,7 +141,7 @@ class Reader:
         return f"{self._path}:{self.num_lines}"
 
     def _next(self) -> dict[str, Any] | None:
-        """The record of the next line, its chain checked; None after the last."""
+        """Return the record of the next line, its chain checked, or None after the last line."""
         try:
             line = next(self._lines, b"")
         except OSError as error:
@@ -154,7 +153,7 @@ class Reader:
             return None
         self.num_lines += 1
         self.num_bytes += len(line)
-        # A byte that is no UTF-8 must not hide which line it stands in: its chain will not match.
+        # Invalid UTF-8 is escaped, so that the chain check fails and its error names the line.
         text = line.decode(errors="backslashreplace").rstrip("\n")
         body, mark, digest = text.rpartition(',"chain":"')
         if not mark or not digest.endswith('"}'):

@@ -1,7 +1,7 @@
-"""An event as a plain record that JSON can hold, and back: nothing of files or chains.
+"""Converts events to plain records that JSON can hold, and back.
 
-What comes back has the types that the event's annotations name, or there is no event: a record may
-come from a file that someone wrote by hand, or from a peer that lies.
+A record may come from a file written by hand or from a lying peer. It becomes an event only if its
+values have the types that the event's annotations name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from entrenar_py.trace import device_events, events
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.tensors import TensorRecord, Tensors
 
-# Every kind of event there is, by the name that it has in a file.
+# Every kind of event, by its name in a file.
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for module in (events, device_events)
@@ -66,13 +66,13 @@ def _read_tensor(value: Any) -> TensorRecord:
     return TensorRecord(digest, data, dtype)
 
 
-# Ranks that agree share most of their records. A record goes when no trace holds it: a coordinator
-# reads events for weeks.
+# Ranks that agree share most of their records. A record is freed when no trace holds it, because a
+# coordinator reads events for weeks.
 _SHARED: WeakValueDictionary[str, TensorRecord] = WeakValueDictionary()
 
 
 def _of_digest(digest: str) -> TensorRecord:
-    """Return the one record of all tensors that have this digest."""
+    """Return the shared record of all tensors with this digest."""
     record = _SHARED.get(digest)
     if record is None:
         record = _SHARED[digest] = TensorRecord(digest)

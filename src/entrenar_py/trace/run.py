@@ -1,4 +1,4 @@
-"""The trace of one run: its scenario, what the run was and promises, and its events."""
+"""The trace of one run: its scenario, traits, promises and events."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from entrenar_py.trace.traits import USUAL, Traits
 class Trace:
     """The events of one run of `scenario`, in order.
 
-    `environment` holds versions and devices. `promises` are what the system claims for itself:
-    "bitwise" (the same bits for any number of workers of one backend), or at least "draws" (what is
-    drawn, samples and masks, is keyed by logical shard and not by who computes it). `traits` are
-    what the run was, beyond what its scenario asks for.
+    `environment` holds versions and devices. `promises` are the system's own claims: "bitwise" (the
+    same bits for any number of workers of one backend), or at least "draws" (samples and masks
+    depend on the logical shard, not on the worker). `traits` are facts of the run beyond its
+    scenario.
     """
 
     scenario: Scenario
@@ -41,11 +41,11 @@ class Trace:
 
     @property
     def draws_by_shard(self) -> bool:
-        """Return whether it promises the same draws for any number of workers."""
+        """Whether the system promises the same draws for any number of workers."""
         return bool({"bitwise", "draws"}.intersection(self.promises))
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one kind, in order."""
+        """Return the events of one kind, in order."""
         return list(self._by_kind.get(kind, ()))
 
     @cached_property
@@ -57,25 +57,24 @@ class Trace:
 
     @cached_property
     def standing(self) -> Trace:
-        """The same without what a resume undid; itself where nothing was."""
+        """This trace without the events that a resume undid; itself if there are none."""
         kept = _standing(self.events)
         return self if kept is self.events else replace(self, events=tuple(kept))
 
     @property
     def end(self) -> End:
-        """Return how the run ended; `failed` when the trace does not say."""
+        """The last End event; a `failed` one if the trace has none."""
         ends = self.of(End)
         return ends[-1] if ends else End(status="failed", reason="the trace has no end event")
 
 
 def _standing(events: Sequence[Event]) -> Sequence[Event]:
-    """Return `events` without what a resume undid: a rank that goes back to a checkpoint makes its
-    steps again.
+    """Return `events` without those that a resume undid.
 
-    A resumed start before step s voids what its rank recorded earlier of step s and later; and of
-    those who had left by then, since they can't void their own. Any start before step s where all
-    had left voids what they had computed of it: that step did not happen. Faults, halts and
-    departures happened all the same and stay.
+    A resumed start before step s removes its rank's earlier records of step s and later. It also
+    removes those of ranks that left before, since they can't do so themselves. A start before step
+    s after all ranks had left removes the shards of step s and later, because that step was never
+    made. Faults, halts and departures stay.
     """
     if not any(isinstance(one, Membership) or _resumes(one) for one in events):
         return events
@@ -104,7 +103,7 @@ def _resumes(event: Event) -> bool:
 
 
 def _abandoned(event: Event, step: int) -> bool:
-    """Return whether `event` is a shard of a step that nobody was left to make."""
+    """Return whether `event` is a shard of step `step` or later, which no worker completed."""
     return isinstance(event, Shard) and event.step >= step
 
 

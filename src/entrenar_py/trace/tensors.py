@@ -1,4 +1,4 @@
-"""What is recorded of a tensor: a digest of its bytes, and its values where they are asked for."""
+"""The record of a tensor: a digest of its bytes, and its values if they are requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TensorRecord:
-    """A tensor as a trace keeps it: its digest, and its values where the scenario asks for them.
+    """A tensor in a trace: its digest, and its values if the scenario requests them.
 
     `digest` is BLAKE3 (128 bits, hex) of the raw little-endian elements in C order. `data` is the
     base64 of the same bytes, `dtype` a numpy dtype name.
@@ -26,7 +26,7 @@ class TensorRecord:
     dtype: str = "float32"
 
     def values(self) -> np.ndarray[Any, Any] | None:
-        """The elements, flat `[size]`; None when only the digest was kept."""
+        """Return the elements, flat `[size]`, or None if only the digest was kept."""
         if self.data is None:
             return None
         import numpy as np
@@ -35,7 +35,7 @@ class TensorRecord:
 
 
 def record_tensor(tensor: np.ndarray[Any, Any], *, values: bool = False) -> TensorRecord:
-    """The record of a C-contiguous array of any shape; the array is not kept."""
+    """Return the record of a C-contiguous array of any shape. The array is not kept."""
     data = tensor.data.cast("B") if tensor.size else b""
     digest = blake3(data).hexdigest(16)
     if not values:

@@ -1,7 +1,7 @@
-"""The traits of a run: the facts that a judge has to know, beyond what was asked of it.
+"""The traits of a run: facts that a judge must know and that the scenario does not state.
 
-Systems declare them, the recorder of somebody's own trainer observes them, and checks read them:
-no check knows a system by its name. What a run promises of its bits stands in `Trace.promises`.
+Systems declare them, the recorder of a user's trainer observes them, and checks read them, so that
+no check knows a system by its name. Promises about bits are in `Trace.promises`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from entrenar_py.codec import Schema
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 
-# What a field may hold, where it is a choice.
+# The values that a field may have, for fields with a fixed choice.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "topology": ("", "star", "mesh", "ring"),
     "updates": ("workers", "server"),
@@ -28,32 +28,32 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The facts of a run that its scenario does not ask for.
+    """The facts of a run that its scenario does not state.
 
     Between workers:
 
-    - `topology`: between which processes gradients travel, where their bytes are counted.
-    - `updates`: whether each worker steps with an optimizer of its own, or a server does for all.
+    - `topology`: the processes between which gradients travel, if their bytes are counted.
+    - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
     - `shared`: ranks that draw the same samples compute one shard together.
-    - `compressed`: the number format or hook by which gradients are compressed on their way.
+    - `compressed`: the number format or hook that compresses gradients in transit.
 
     In the model and the data:
 
-    - `masks`: whether dropout's masks are drawn by each rank, or keyed by logical shard, as a
-      single device draws them (`shard`) or from generators that no single device has
+    - `masks`: whether each rank draws dropout's masks, or they are keyed by logical shard: as a
+      single device draws them (`shard`), or from generators that no single device has
       (`shard_apart`).
-    - `batch_norm`: batch normalisation is by each rank's own samples.
+    - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
     - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
-    - `decay`: `coupled` if an Adam's weight decay is a part of the gradient.
-    - `clipping`: `other` if gradients were recorded as they were applied, clipped or not.
-    - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't say.
+    - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
+    - `clipping`: `other` if gradients were recorded as applied, whether clipped or not.
+    - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
 
-    Raises UsageError for a value that is none of a field's CHOICES.
+    Raises UsageError for a value that is not among a field's CHOICES.
     """
 
     topology: str = ""
@@ -93,17 +93,17 @@ class Traits:
 
 _SCHEMA = Schema(Traits, what="trait", sparse=True)
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Traits)}
-# A run of which nothing is to be said.
+# A run whose traits are all the default ones.
 USUAL = Traits()
-# What of an optimizer's rule torch.optim lets its user choose.
+# The constants of an optimizer's rule that torch.optim lets its user choose.
 CONSTANTS: Mapping[str, Any] = {
     name: _DEFAULTS[name] for name in ("momentum", "dampening", "nesterov", "betas", "eps")
 }
 
 
-# --- traces of releases that knew no traits -------------------------------------------------------
+# --- traces of releases without traits ------------------------------------------------------------
 
-# What the systems of those releases were, without `_simulated` at the end of their names.
+# The traits of those releases' systems, by name without `_simulated` at the end.
 _WERE: Mapping[str, Traits] = {
     "reference": Traits(masks="shard"),
     "parameter_server": Traits(masks="shard", topology="star"),
@@ -116,8 +116,8 @@ _WERE: Mapping[str, Traits] = {
 def from_header(record: Mapping[str, Any]) -> tuple[Scenario, Traits]:
     """Return the scenario and the traits of a trace's header.
 
-    A header without traits was written by an earlier release, or by hand: then what its scenario's
-    `options` say of somebody's own trainer are its traits, and no options.
+    A header without traits was written by hand or by an earlier release, which stored the traits of
+    a user's trainer among its scenario's `options`. They are moved to the traits.
     """
     scenario = Scenario.from_dict(record["scenario"])
     if "traits" in record:

@@ -1,7 +1,7 @@
-"""A trace's file that grows while its run goes on, readable to its last whole line at any time.
+"""A trace's file that grows during its run, readable to its last whole line at any time.
 
-Whoever dies with it leaves a chain that is right as far as it goes; a line that was cut off in the
-middle is removed by who takes the file up again.
+When its process dies, the file is a valid chain up to the last whole line. A partial last line is
+removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from entrenar_py.trace.events import End, Event, Gap, Membership, Start, Update
 from entrenar_py.trace.run import Trace
 from entrenar_py.untrusted import files
 
-# Of a ledger that a run can't go on with.
+# The advice about a ledger that a run can't continue.
 _TO_DO = (
     "put back the one that the run has written, or move this one away: --resume then begins a new "
     "one, which says what it lacks"
@@ -40,9 +40,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The end of a file: who had started and not left, in which step; whether the run is over.
+    """The state at the end of a file: the ranks present, the step, and the End event, if any.
 
-    `num_made` steps have an update in it, or precede one. `is_new`: it was just begun.
+    `num_made` is the number of steps up to the last update in it. `is_new`: the file was just
+    created.
     """
 
     present: tuple[int, ...] = ()
@@ -53,10 +54,10 @@ class Standing:
 
 
 class Writer:
-    """The file of one run. OSError, wherever it can't be written; what came before stays."""
+    """Appends to the file of one run. Methods raise OSError on failure; earlier lines stay."""
 
     def __init__(self, file: FileIO, last: Mark) -> None:
-        """Writes behind the line `last`; the file is this writer's then."""
+        """Continue `file`, which belongs to this writer from now on, after the line `last`."""
         self._file, self._num_lines, self._chain = file, last.line, last.chain
 
     @property
@@ -65,19 +66,19 @@ class Writer:
         return Mark(self._num_lines, self._chain)
 
     def append(self, events: Iterable[Event]) -> None:
-        """Writes `events` to the file: a process that dies now takes none of them along."""
+        """Write `events` to the file. They survive the death of this process."""
         self.write(map(records.to_record, events))
 
     def sync(self) -> None:
-        """Returns when all of it would be there after a power cut, too."""
+        """Return once all lines would survive a power cut."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Ends the writing."""
+        """Close the file."""
         self._file.close()
 
     def write(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Writes these as lines, each linked to the one before."""
+        """Write `entries` as lines, each chained to the one before."""
         lines = []
         for entry in entries:
             line, self._chain = ledger.dump_line(self._chain, entry)
@@ -89,7 +90,7 @@ class Writer:
 
 
 def create(path: Path, head: Trace) -> Writer:
-    """A new file at `path`; UsageError if there is one, or if none can be made."""
+    """Create a file at `path`; UsageError if it exists already or can't be created."""
     try:
         file = FileIO(path, "x")
     except FileExistsError as error:
@@ -105,11 +106,12 @@ def create(path: Path, head: Trace) -> Writer:
 
 
 def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer, Standing]:
-    """The file at `path`, to be gone on with, and where it ends; a new one if there is none.
+    """Open the file at `path` to continue it, and return its end; create it if there is none.
 
-    `since` is the gap that a new one would have, if the run goes on from a checkpoint. Raises
-    TraceError for a file that is damaged before its last line, of another scenario than `head`'s,
-    or without what led to that checkpoint; UsageError for one that another process is writing.
+    `since` is the gap that a new file would start with if the run resumes from a checkpoint. Raises
+    TraceError for a file that is damaged before its last line, is of another scenario than
+    `head`'s, or lacks the events before that checkpoint. Raises UsageError if another process is
+    writing it.
     """
     if not path.exists():
         return create(path, head), Standing(is_new=True)
@@ -120,7 +122,7 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
         raise UsageError(f"ledger {path}: can't be written ({error.strerror})") from error
     with _kept(file, path), files.open_file(path) as lines:
         first = next(files.lines(lines), b"")
-        if not first.endswith(b"\n"):  # whoever began it died in its first line
+        if not first.endswith(b"\n"):  # the process that created it died in its first line
             if since is not None and since.digest is not None:
                 raise TraceError(f"ledger {path}: it has no whole line; {_TO_DO}")
             file.truncate(0)
@@ -135,18 +137,18 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
 
 
 def _begun(file: FileIO, head: Trace) -> Writer:
-    """A file of one line: all of `head` but its events."""
+    """Write all of `head` except its events to the empty `file`, and return the writer."""
     writer = Writer(file, Mark(0, ""))
     writer.write([ledger.header(head)])
     return writer
 
 
 def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
-    """The events of `reader`; TraceError if what led to the checkpoint `since` isn't among them.
+    """Yield the events of `reader`; TraceError if those before the checkpoint `since` are missing.
 
-    It is if the line that the checkpoint names is there, or a gap that says the same as `since`:
-    then the file was begun anew, from that checkpoint. One that names no line can only be compared
-    by its step.
+    They are complete if the file has the line that the checkpoint names, or a gap equal to `since`:
+    then the file was started at that checkpoint. A checkpoint that names no line can only be
+    compared by its step.
     """
     num_made = 0
     there: str | None = None  # the digest of the line that the checkpoint names
@@ -166,7 +168,7 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
 
 
 def _lacking(since: Gap, reader: ledger.Reader, num_made: int, there: str | None) -> str:
-    """Return what of the way to the checkpoint `since` is not in the file."""
+    """Return which events before the checkpoint `since` the file lacks, in words."""
     if since.digest is None:
         return (
             f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "
@@ -210,7 +212,7 @@ def _require_same(theirs: Scenario, ours: Scenario, path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Returns when the file at `path` would be found there after a power cut, too."""
+    """Return once the file at `path` would be found there after a power cut."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -220,8 +222,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _kept(file: FileIO, path: Path) -> Iterator[None]:
-    """While inside, `file` is closed if anything fails; it is locked, for good,
-    where its file system has locks.
+    """Lock `file` for good, if its file system has locks, and close it if the body raises.
 
     Two writers would break the chain for both.
     """
@@ -232,7 +233,7 @@ def _kept(file: FileIO, path: Path) -> Iterator[None]:
         except BlockingIOError as error:
             problem = "another process is writing it; stop that first"
             raise UsageError(f"ledger {path}: {problem}") from error
-        except OSError:  # such a file system: nothing can be known
+        except OSError:  # the file system has no locks
             pass
         yield
         failing.pop_all()
