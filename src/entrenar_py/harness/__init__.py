@@ -1,1 +1,1 @@
-"""The search for a falsification: plan, run, judge, explore, shrink; stored traces, too."""
+"""The search for a falsification: plan, run, judge, explore, shrink, and judge stored traces."""

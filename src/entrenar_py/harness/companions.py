@@ -1,4 +1,4 @@
-"""The scenarios that answer a check's needs: the one that is asked for, changed in one respect."""
+"""Derives from a scenario the scenarios of the other runs that a check needs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from entrenar_py.systems import SYSTEMS
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
-# What is the scenario's own in a disturbed run, and empty in the run that this is compared with.
+# The field that is set in a disturbed run's scenario, and empty in the base's.
 _DISTURBANCES: Mapping[Need, str] = {KILLED: "faults", RESUMED: "stops"}
 
 
 def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
-    """Return `scenario`, and the scenarios of the runs that a check with `needs` judges it beside.
+    """Return the scenarios of all runs that a check with `needs` compares for `scenario`.
 
-    A disturbed run stands beside its base, as does one with a knob turned: then it is not the base.
+    If `scenario` is disturbed or has a knob turned, it answers that need, and the base is the same
+    scenario without the disturbance or the turned knob. Otherwise `scenario` is the base.
     """
     pair = knob_pairs.pair_of(scenario)
     for need in needs:
@@ -61,15 +62,15 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
 
 
 def plain(scenario: Scenario, **changes: Any) -> Scenario:
-    """Return the undisturbed, unmutated form of `scenario`, with `changes`."""
+    """Return `scenario` without faults, stops and mutant, and with `changes`."""
     return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
 
 
 def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | None:
-    """Return the same without dropout, where its masks are other ones in the runs beside it.
+    """Return the runs without dropout if the runs to compare would draw different masks, else None.
 
-    Those drawn by a rank are others on one worker, and once a worker is gone; those from generators
-    of their own are others than any single device's.
+    Masks drawn by each rank differ on one worker and after a worker is lost. Masks from generators
+    of the trainer's own differ from any single device's.
     """
     system = SYSTEMS.get(scenario.system)
     if not scenario.dropout or system is None:
@@ -88,12 +89,12 @@ def _oracle(scenario: Scenario) -> list[Scenario]:
 
 
 def _counts(scenario: Scenario) -> list[Scenario]:
-    """Return the run with as many workers as there are shards and samples for."""
+    """Return the run on each number of workers for which there are enough shards and samples."""
     most = min(scenario.num_shards, scenario.num_samples)
     system = SYSTEMS.get(scenario.system)
     counts: tuple[int, ...] = _WORKERS
     if system is not None and system.powers_of_two:
-        # A GPU for each worker is not to be had for every number.
+        # Each worker needs a GPU of its own, so no count above the scenario's is tried.
         most, counts = min(most, scenario.world_size), _POWERS_OF_TWO
     return [
         plain(scenario, world_size=count, mutant=scenario.mutant)
@@ -103,14 +104,14 @@ def _counts(scenario: Scenario) -> list[Scenario]:
 
 
 def _calm(scenario: Scenario) -> list[Scenario]:
-    """Return the same training with nothing wrong, and nobody audited."""
+    """Return the same training without audits, and without faults that are survived or silent."""
     kept = tuple(fault for fault in scenario.faults if fault.kind not in (*SURVIVED, *SILENT))
     options = {name: value for name, value in scenario.options.items() if name != "audit_share"}
     return [plain(scenario, faults=kept, options=options)]
 
 
 def _twin(scenario: Scenario) -> list[Scenario]:
-    """Return the same reduction by the tree in one process; of a ring, in another network."""
+    """Return the same reduction in one process; for a ring, simulated in another network."""
     system = SYSTEMS.get(scenario.system)
     if system is not None and system.traits.topology == "ring":
         options = _kept(scenario, ("block_bytes", "terms"))
@@ -118,7 +119,7 @@ def _twin(scenario: Scenario) -> list[Scenario]:
         if type(seed) is not int:
             raise UsageError.of("network_seed", seed, "use a whole number")
         options["network_seed"] = seed + 1
-        # Another right ring has bits of its own.
+        # The mutant stays: another ring without it would have other bits.
         changes = {"system": "ring_simulated", "options": options, "mutant": scenario.mutant}
         return [plain(scenario, **changes)]
     options = _kept(scenario, ("terms",))

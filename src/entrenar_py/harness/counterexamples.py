@@ -42,7 +42,7 @@ _SCHEMA = Schema(
 
 
 def save(found: Saved, folder: Path = FOLDER) -> Path:
-    """Writes `found` to a file named after it; OSError if the folder can't be written."""
+    """Write `found` to a file named after its clause and scenario; OSError if that fails."""
     record = {"schema": VERSION, **_SCHEMA.dump(found)}
     record["digest"] = digest_of(record)
     path = folder / f"{_stem(found.invariant)}-{found.scenario.digest[:12]}.json"
@@ -52,7 +52,7 @@ def save(found: Saved, folder: Path = FOLDER) -> Path:
 
 
 def load(path: Path) -> Saved:
-    """Return what `save` wrote; TraceError if the file is not that, or was edited since."""
+    """Return what `save` wrote; TraceError if the file is something else or was edited."""
     try:
         record = json.loads(files.read(path, bytes_max=BYTES_MAX).decode("utf-8"))
     except OSError as error:
@@ -75,7 +75,7 @@ def load(path: Path) -> Saved:
 
 
 def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
-    """All saved counterexamples of `invariant`: those of the folder `own`, then those shipped."""
+    """Yield the saved counterexamples of `invariant` in the folder `own`, then the shipped ones."""
     ours = shipped.falsification_folder()
     folders = {own.resolve(): None, (ours or FOLDER.parent).resolve() / FOLDER.name: None}
     for folder in folders:
@@ -86,11 +86,11 @@ def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:
 
 
 def _stem(invariant: str) -> str:
-    """An id as part of a file name: it may hold anything a YAML text can."""
+    """Return `invariant` as part of a file name. An id may be any text that YAML allows."""
     return quote(invariant, safe="", errors="replace")
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
-    """The digest that a file of `record` states; of all of it but of that itself."""
+    """Return the digest that a file of `record` must state. It covers every other field."""
     record = {name: value for name, value in record.items() if name != "digest"}
     return str(blake3(json.dumps(record, sort_keys=True).encode()).hexdigest(16))

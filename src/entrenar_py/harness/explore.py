@@ -19,7 +19,7 @@ _LOCAL_CONSTANTS = "hypothesis.internal.conjecture.providers._get_local_constant
 
 
 class _Over(Exception):
-    """Enough was seen."""
+    """Raised to end a search: `visit` has returned True."""
 
 
 def search(
@@ -30,10 +30,10 @@ def search(
     fixed: Collection[str],
     visit: Callable[[Scenario], bool],
 ) -> None:
-    """Calls `visit` with up to `num_examples` scenarios around `bases`, until it returns True.
+    """Call `visit` with up to `num_examples` scenarios around `bases`, until it returns True.
 
-    The same arguments give the same scenarios in the same order. Fields named in `fixed` are left
-    as the bases have them.
+    The same arguments give the same scenarios in the same order. Fields named in `fixed` stay as in
+    the bases.
     """
     over = False
 
@@ -59,11 +59,10 @@ def search(
 
 
 def _whatever_is_imported() -> Any:
-    """Hypothesis without the constants of the modules that happen to be loaded.
+    """Keep Hypothesis from drawing constants of the modules that happen to be loaded.
 
-    It mixes them into what it draws, so that a seed would mean other scenarios after other checks,
-    and stores them under the working folder. There is no public switch; releases that have no such
-    constants are left as they are.
+    With them a seed would mean other scenarios after other checks, and files would appear in the
+    working folder. There is no public switch. Releases without such constants are unaffected.
     """
 
     def none() -> Any:
@@ -76,9 +75,9 @@ def _whatever_is_imported() -> Any:
 
 @st.composite
 def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = ()) -> Scenario:
-    """A scenario near one of `bases`: other sizes, seed, optimizer; faults and stops moved.
+    """Draw a scenario near one of `bases`: other sizes, seed and optimizer; faults and stops moved.
 
-    The sizes are such as the base's system takes.
+    Sizes are fitted to what the base's system accepts.
     """
     base = draw(st.sampled_from(list(bases)))
     workers = st.integers(min(2, base.world_size), 8)
@@ -105,7 +104,7 @@ def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = 
         changes["stops"] = draw(_stops(num_steps))
     for name in fixed:
         changes.pop(name, None)
-    if len(base.faults) == 1:  # several keep their plot
+    if len(base.faults) == 1:  # several faults depend on each other
         changes["faults"] = draw(_moved(base.faults[0], {**vars(base), **changes}))
     try:
         return systems.fitted(base.with_(**changes), fixed=fixed)
@@ -120,9 +119,9 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """`fault` at any step, rank and shard of a scenario of `sizes`, where it names one.
+    """Draw `fault` at another step, rank and shard within `sizes`, where it names one.
 
-    A shard that moves is another rank's: then the rank is left open.
+    A fault that names a shard loses its rank, because another rank may own the new shard.
     """
     record = fault.to_dict()
     if "shard" in record:

@@ -1,4 +1,4 @@
-"""From a contract's clauses to what is known about them: run, judge, explore, shrink, save."""
+"""Tries a contract's clauses: run, judge, explore, shrink, save counterexamples."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def falsify(
     on_judged: runner.Listener = runner.ignore,
     stop_early: bool = False,
 ) -> Iterator[Entry]:
-    """An entry per task, in order; with `stop_early`, none after the first falsified one.
+    """Yield an entry per task, in order; with `stop_early`, stop after the first falsified one.
 
-    When interrupted, first gives the entry of the task in work, with what is known so far, and
-    says of each later one that it was not begun.
+    When interrupted, yield the current task's entry with the results so far and an entry "not
+    begun" for each later task, then raise KeyboardInterrupt.
     """
     runs = Runner(plan.trace_folder, on_judged=on_judged)
     deadline = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
@@ -66,7 +66,7 @@ def replay(
     trace_folder: Path | None = None,
     on_judged: runner.Listener = runner.ignore,
 ) -> Entry:
-    """The entry of the one scenario of `task`, which was saved in `path`."""
+    """Return the entry of the only scenario of `task`, which was saved in `path`."""
     started = time.monotonic()
     finding = task.untried()
     if task.check is not None:
@@ -85,7 +85,7 @@ def replay(
 
 
 class _Attempt:
-    """The attempt to break one clause. What is known so far stands in its fields at any time."""
+    """The attempt to break one clause. Its fields hold the results so far at any time."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Attempt:
         self.notes = task.notes
 
     def run(self) -> None:
-        """Tries the scenarios, explores around them, and shrinks what broke the clause."""
+        """Try the scenarios, explore around them, and shrink the one that broke the clause."""
         check = self.task.check
         if check is None:
             return
@@ -118,7 +118,7 @@ class _Attempt:
             self._shrink(check, self.broken[0])
 
     def entry(self) -> Entry:
-        """Return what is known; a counterexample is saved."""
+        """Return the results so far, and save the counterexample, if any."""
         finding, path = self._finding(), None
         if self.broken is not None:
             scenario, shrunk = self.broken

@@ -1,7 +1,7 @@
-"""Ctrl-C, and being told to end, taken where nothing is half done.
+"""Defers Ctrl-C and requests to terminate to safe points.
 
-An interrupt in the middle of anything can be swallowed (by an import, by a callback of the garbage
-collector) and leave modules half loaded, so the first one is only noted.
+An interrupt at an arbitrary place can be swallowed (by an import, by a callback of the garbage
+collector) and leave modules half loaded. So the first one is only noted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ _noted = threading.Event()
 def deferred(
     *, numbers: Sequence[signal.Signals] = (signal.SIGINT,), for_good: bool = False
 ) -> Iterator[None]:
-    """While inside, the first of these signals waits for `check`; a second interrupts at once.
+    """In the body, the first of these signals waits for `check`; a second interrupts at once.
 
-    Afterwards all is as before; `for_good` they are ignored: the process ends next, and its exit
-    code says what was found. Does nothing outside the main thread, and with a signal that is
-    ignored.
+    Afterwards the old handlers are back, or with `for_good` the signals are ignored, because the
+    process is about to exit. Does nothing outside the main thread, and for signals already ignored.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers if main}
@@ -42,8 +41,7 @@ def deferred(
 
 
 def check() -> None:
-    """Raises KeyboardInterrupt if one was noted: called before each run and each judgement, and
-    while a command runs."""
+    """Raise KeyboardInterrupt if a signal was noted. Call it wherever nothing is half done."""
     if _noted.is_set():
         _noted.clear()
         raise KeyboardInterrupt

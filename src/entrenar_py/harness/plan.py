@@ -1,4 +1,4 @@
-"""The plan: what is tried on each clause, decided and found possible before anything runs."""
+"""The plan: which scenarios are tried on each clause. Everything is validated before any run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from entrenar_py.verdict import Finding, inconclusive
 from entrenar_py.wording import counted
 
 _HOW_TO_BIND = "--suggest drafts a binding for it (docs/bindings.md)"
-# What a run of the harness may be; larger ones would end by their deadline, or fill the memory.
+# Limits of a run in the harness. Larger ones would pass their deadline, or fill the memory.
 SIZES_MAX = {"num_steps": 10**6, "num_samples": 10**7, "width": 2**28}
 PARTS_MAX = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a person asked for on the command line, beside the contract.
+    """The options of the command line, apart from the contract.
 
-    `system` is None, `world_sizes` and `backends` are empty where the contract's own count. `seed`
-    is added to every scenario's. `timeout_s` bounds the whole run; what it leaves out is
-    inconclusive. Counterexamples are kept in `saved_folder`. Raises UsageError for an unknown
-    system or backend.
+    The contract decides where `system` is None or `world_sizes` or `backends` are empty. `seed` is
+    added to every scenario's. `timeout_s` bounds the whole run; what it leaves out is inconclusive.
+    Counterexamples are kept in `saved_folder`. Raises UsageError for an unknown system or backend.
     """
 
     system: str | None = None
@@ -53,10 +52,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One clause and what will be tried on it: what broke it before, then what it asks for.
+    """One clause and its scenarios: `known` ones broke it before, `planned` ones it asks for.
 
-    `check` is None where none covers the clause; nothing is tried then. `notes` say what of the
-    scenarios that it asks for is left out or changed, and why.
+    `check` is None if no check covers the clause; then nothing is tried. `notes` say which of the
+    scenarios it asks for are left out or changed, and why.
     """
 
     invariant: Invariant
@@ -67,11 +66,11 @@ class Task:
 
     @property
     def scenarios(self) -> list[Scenario]:
-        """All of them, each once."""
+        """Known and planned scenarios, each once."""
         return list(dict.fromkeys((*self.known, *self.planned)))
 
     def untried(self) -> Finding:
-        """The finding when nothing was compared: INCONCLUSIVE, with the reason."""
+        """Return the finding if nothing was compared: INCONCLUSIVE, with the reason."""
         clause = self.invariant
         if clause.binding is not None and clause.binding.untried:
             return inconclusive(clause.id, f"nothing was compared: {clause.binding.untried}")
@@ -88,7 +87,7 @@ def select(
     exclude: Collection[str] = (),
     severities: Collection[str] = (),
 ) -> list[Invariant]:
-    """The clauses that `only`, `exclude` and `severities` leave; UsageError for an unknown id."""
+    """Return the clauses that pass all three filters; UsageError for an unknown id."""
     selection.require_ids((*only, *exclude), selection.ids_of(contract), contract.name)
     return [
         invariant
@@ -102,12 +101,11 @@ def select(
 def divide(
     invariants: Iterable[Invariant], plan: Plan
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
-    """Return what `plan` makes of each clause that applies to the system asked for; and those that
-    do not.
+    """Return a task for each clause that applies to the plan's system, and the clauses that don't.
 
-    Such is a clause which presupposes what the system does not promise: steps of all workers
-    together, or bits that do not depend on their number; and one all of whose scenarios are with a
-    fault that the system can't inject. Raises UsageError, naming the place, for what can't be run.
+    A clause doesn't apply if it presupposes common steps or bits that the system does not promise,
+    if it is bound to other systems, or if each of its scenarios has a fault that the system can't
+    inject. Raises UsageError, naming the place, if a scenario can't be run.
     """
     made = [_task(invariant, plan) for invariant in invariants]
     return (
@@ -117,12 +115,12 @@ def divide(
 
 
 def applies(check: Check, system: str | None) -> bool:
-    """Return whether `check` says anything of `system`, by what that says of itself."""
+    """Return whether `system` promises everything that `check` presupposes."""
     return not _lacking(check, system)
 
 
 def _lacking(check: Check, system: str | None) -> str:
-    """Return what `check` presupposes and `system` does not promise; empty if there is nothing."""
+    """Return which precondition of `check` the `system` does not promise, or an empty text."""
     known = SYSTEMS.get(system or "")
     if known is not None and check.in_step and not known.in_step:
         return f"every step would have to be one of all workers together, and {system} has none"
@@ -132,7 +130,7 @@ def _lacking(check: Check, system: str | None) -> str:
 
 
 def _elsewhere(invariant: Invariant, system: str | None) -> str:
-    """Return why a clause bound to certain systems says nothing of `system`; empty if it does."""
+    """Return why a clause bound to certain systems does not apply to `system`, or an empty text."""
     binding = invariant.binding
     if binding is None or system is None or not binding.systems or system in binding.systems:
         return ""
@@ -140,18 +138,18 @@ def _elsewhere(invariant: Invariant, system: str | None) -> str:
 
 
 def systems_of(scenarios: Iterable[Scenario]) -> str:
-    """The trainers among them, or else the probes: what a report says that it is about."""
+    """Return the names of the trainers in `scenarios`, or of the probes if there is no trainer."""
     names = list(dict.fromkeys(one.system for one in scenarios))
     return ", ".join([name for name in names if is_trainer(name)] or names)
 
 
 def is_trainer(system: str) -> bool:
-    """Return whether runs of `system` are training runs, as those of others' systems are."""
+    """Return whether runs of `system` are training runs, as those of unknown systems are."""
     return system in TRAINERS or system not in SYSTEMS
 
 
 def require_known(one: Scenario, where: str) -> None:
-    """Raises UsageError if a mutant is unknown, a system can't run it, or it is too large."""
+    """Raise UsageError if the scenario is too large, or its mutant or system does not allow it."""
     for name, most in SIZES_MAX.items():
         if getattr(one, name) > most:
             raise UsageError(f"{where}: {name}={getattr(one, name)}: use at most {most}")
@@ -168,10 +166,7 @@ def require_known(one: Scenario, where: str) -> None:
 
 
 def require_runnable(invariants: Iterable[Invariant]) -> None:
-    """Returns if every scenario that a clause is tried with can be run; UsageError with its place.
-
-    A clause that no check covers is tried with none.
-    """
+    """Raise UsageError if a scenario can't be run on which a check tries one of the clauses."""
     for invariant in invariants:
         check = checks.bind(invariant)
         if check is not None:
@@ -202,7 +197,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
 
 
 def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
-    """Return each scenario as it is run, and whether its system needed another size."""
+    """Return each scenario as it is run, and whether its size was changed to fit its system."""
     fitted: dict[Scenario, bool] = {}
     for asked in (changed for one in own for changed in _adapted(one, plan)):
         scenario = systems.fitted(asked, fixed=plan.fixed)
@@ -211,9 +206,9 @@ def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
 
 
 def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Iterator[Scenario]:
-    """Yield what once broke the clause, of the `trainers`, sizes and devices asked for.
+    """Yield the saved counterexamples of the clause that fit `trainers` and the plan.
 
-    That of a probe always is, and so is one of a system that is not ours: the latter to be refused.
+    Those of probes always fit. Those of unknown systems do, too, and are then refused.
     """
     for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
         scenario = saved.scenario
@@ -227,7 +222,7 @@ def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Itera
 
 
 def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]:
-    """Yield what of a clause's scenarios is not tried, or not as it is written."""
+    """Yield notes on the clause's scenarios that are left out or changed."""
     if unfit:
         yield f"left out: {counted(len(unfit), 'scenario')} {_why(unfit, plan)}"
     if resized:
@@ -236,7 +231,7 @@ def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]
 
 
 def _can_not(one: Scenario, system: str | None) -> list[str]:
-    """The kinds of faults in `one` that `system` can't inject, if it takes the place of its own."""
+    """Return the faults of a trainer's scenario that `system` can't inject in its place."""
     if system is None or one.system not in TRAINERS:
         return []
     return [fault.kind for fault in one.faults if fault.kind not in SYSTEMS[system].faults]
@@ -248,7 +243,7 @@ def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
 
 
 def _own(invariant: Invariant, check: Check) -> list[Scenario]:
-    """The scenarios that the clause brings, or else its check's: each can be run as written."""
+    """Return the clause's scenarios, or else its check's; UsageError for one that can't be run."""
     where = _place(invariant)
     try:
         brought = [one for record in invariant.scenarios for one in expand(record)]
@@ -264,16 +259,16 @@ def _place(invariant: Invariant) -> str:
 
 
 def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
-    """Yield what the command line makes of `one`; if that can't be run, its run says so."""
+    """Yield the scenario as the command line changes it. If it can't be run then, its run fails."""
     one = one.with_(seed=one.seed + plan.seed)
     if one.system not in TRAINERS:
         yield one
         return
     one = one.with_(system=plan.system or one.system, backends=plan.backends or one.backends)
     for world_size in plan.world_sizes or (one.world_size,):
-        # Shards grow with the workers, but not past the samples: then too many workers are refused.
+        # Shards grow with the workers, up to the samples. More workers than samples are refused.
         shards = max(one.num_shards, min(world_size, one.num_samples))
         faults = tuple(fault for fault in one.faults if (fault.rank or 0) < world_size)
-        if one.faults and not faults and world_size > 1:  # else there is nothing to see
+        if one.faults and not faults and world_size > 1:  # keep one, so that something goes wrong
             faults = (replace(one.faults[0], rank=world_size - 1),)
         yield one.with_(world_size=world_size, num_shards=shards, faults=faults)

@@ -1,4 +1,4 @@
-"""The roles of stored runs, inferred from their scenarios, since nothing says them."""
+"""Infers which stored run answers which need. Only the runs' scenarios can tell."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from entrenar_py.scenario import Scenario
 
 K = TypeVar("K")
 
-# Field -> (what a run has, what it would have to have).
+# Field -> (the run's value, the value that is needed).
 Differences = Mapping[str, tuple[Any, Any]]
-# A run that differs in more fields than these from the one that is meant is of another training.
+# A run that differs from the needed one in more fields than this is of another training.
 _NEAR_MAX = 3
-# A turned knob may change whatever a run of a command shows of itself.
+# Fields observed in a run of a user's command. A turned knob may change any of them.
 _SHOWN = (
     *("num_shards", "num_samples", "batch_size", "num_steps", "accumulation"),
     *("optimizer", "learning_rate", "weight_decay", "dropout"),
@@ -23,18 +23,18 @@ _SHOWN = (
 
 
 def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs[K]:
-    """Return the run `own`, and those of `scenarios` that a check with `needs` judges it beside.
+    """Return the run `own` and the other runs that a check with `needs` compares it with.
 
-    A run answers a need if its scenario is the one that is meant, but for how much was recorded and
-    for what the need leaves free. Of a need that none answers, `near` has how the nearest run
-    misses it.
+    Runs are named by their keys in `scenarios`. A run answers a need if its scenario is the one
+    that `companions` derives, apart from the level of detail and the fields that the need leaves
+    free. If none does, `near` holds the nearest run and the fields in which it differs.
     """
     subject = scenarios[own]
     meant = companions.of(needs, subject)
     others = {
         key: scenario
         for key, scenario in scenarios.items()
-        if key != own and scenario != subject  # a copy is none to judge it by
+        if key != own and scenario != subject  # a copy of the run can't serve as its baseline
     }
     near: dict[Need, Near[K]] = {}
 
@@ -69,9 +69,10 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
 def _nearest(
     subject: Scenario, meant: Scenario, need: Need, others: Mapping[K, Scenario]
 ) -> tuple[K, Differences] | None:
-    """Return the run that comes nearest to `meant`, and the fields in which it misses it.
+    """Return the run nearest to `meant`, and the fields in which it differs from it.
 
-    None where none is near: what the subject and the run that is meant differ in must be right.
+    A candidate must match in every field in which `subject` and `meant` differ, and may differ in
+    few others. Return None if no run qualifies.
     """
     crucial = differences(subject, meant).keys()
     found = []
@@ -87,12 +88,12 @@ def _nearest(
 
 
 def free(need: Need) -> tuple[str, ...]:
-    """Return the fields of a scenario in which a run that answers `need` may differ."""
+    """Return the scenario fields in which a run that answers `need` may differ."""
     return (*need.free, *_SHOWN) if need.knob else need.free
 
 
 def differences(given: Scenario, needed: Scenario) -> Differences:
-    """Return the fields in which two scenarios differ, but for how much was recorded."""
+    """Return the fields in which two scenarios differ, except the level of detail."""
     right = needed.to_dict()
     return {
         name: (value, right[name])

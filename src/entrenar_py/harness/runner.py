@@ -1,4 +1,4 @@
-"""Runs scenarios, each once, within a deadline, its trace kept if asked; and has traces judged."""
+"""Runs each scenario once, within a deadline, keeps its trace on request, and judges traces."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ _ALONE = (
     "does not apply to a run whose workers step alone and are brought together after some steps: "
     "local-sgd-v1.yaml says what holds of it"
 )
-REMEMBERED = 400  # traces; a baseline is asked for again soon or never
+REMEMBERED = 400  # traces; a baseline is needed again soon or never
 
 
-# Told of the traces of each judgement: first the one that was judged, then those beside it.
+# Called with the traces of each judgement: the judged one, then those it is compared with.
 Listener = Callable[[Sequence[trace.Trace]], None]
 
 
 def ignore(traces: Sequence[trace.Trace]) -> None:
-    """Ignore a judgement."""
+    """Do nothing: the default listener."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A finding, and whether it is a sign of trouble: a run failed, or the check crashed."""
+    """A finding, and whether something went wrong: a run failed or the check crashed."""
 
     finding: Finding
     failed: bool
 
 
 class Runner:
-    """Runs and remembers. `trace_folder` receives every trace as `<scenario digest>.jsonl`, and
-    `on_judged` hears of what is judged.
+    """Runs scenarios and remembers their traces.
+
+    Saves traces in `trace_folder` as `<scenario digest>.jsonl`; calls `on_judged` before judging.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Runner:
         self._known: dict[Scenario, trace.Trace] = {}
 
     def run(self, scenario: Scenario) -> trace.Trace:
-        """The trace of `scenario`: run now, or remembered (a scenario is its run)."""
+        """Return the trace of `scenario`, from memory if it was run before."""
         interrupts.check()
         if scenario not in self._known:
             if len(self._known) >= REMEMBERED:
@@ -76,22 +77,22 @@ class Runner:
         return self._known[scenario]
 
     def attempt(self, invariant: Invariant, check: Check, scenario: Scenario) -> Judgement:
-        """Return what the check finds on `scenario` and the runs it must be judged beside."""
+        """Run `scenario` and the runs that it is compared with; return the check's judgement."""
         own = self.run(scenario)
         runs = companions.of(check.needs, scenario).chosen(self.run)
         self._on_judged([own, *(trace for trace in runs if trace is not own)])
         return judge(invariant, check, runs)
 
     def try_scenario(self, invariant: Invariant, check: Check, scenario: Scenario) -> Finding:
-        """The finding of `attempt` alone."""
+        """Return only the finding of `attempt`."""
         return self.attempt(invariant, check, scenario).finding
 
 
 def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
-    """Return what the check finds on `runs`.
+    """Return the check's judgement of `runs`.
 
-    Inconclusive, with the reason, if it crashes, if it held while the bug that was planted took no
-    part, and if it does not apply to one of them.
+    It is inconclusive, with the reason, if the check crashes, if it does not apply to one of the
+    runs, or if it held although the planted bug took no part.
     """
     interrupts.check()
     if check.in_step and any("rounds" in one.promises for one in runs):
@@ -109,9 +110,10 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
 
 
 def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
-    """The mutant that some of `traces` ask for, if it took part in none of them.
+    """Return the mutant of `traces` if it took part in none of them, else None.
 
-    Somebody's own trainer plants its bugs itself, and `mutant` is what they are called.
+    Traces of a user's own trainer don't count. It plants its bugs itself, and `mutant` is only a
+    name.
     """
     ours = [one for one in traces if one.scenario.system in SYSTEMS]
     mutated = [one for one in ours if one.scenario.mutant is not None]
@@ -121,7 +123,7 @@ def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
 
 
 def telling(explored: Sequence[Judgement]) -> list[Finding]:
-    """Their findings, without those of sound runs that had nothing to compare: small ones may."""
+    """Return the findings, except inconclusive ones of runs in which nothing went wrong."""
     return [
         one.finding
         for one in explored
@@ -130,7 +132,7 @@ def telling(explored: Sequence[Judgement]) -> list[Finding]:
 
 
 def combine(findings: Sequence[Finding]) -> Finding:
-    """One finding for all: the worst verdict, all comparisons, the first break, every note."""
+    """Combine findings: the worst verdict, all comparisons, the first break, every note."""
     verdict = worst(finding.verdict for finding in findings)
     first = next(finding for finding in findings if finding.verdict is verdict)
     reasons = list(dict.fromkeys(f.reason for f in findings if f.verdict is verdict and f.reason))
@@ -145,9 +147,9 @@ def combine(findings: Sequence[Finding]) -> Finding:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupts a run that hangs; the system's boundary turns that into a failed trace.
+    """Interrupt a run that hangs. The system's boundary turns the interrupt into a failed trace.
 
-    By SIGALRM, so only where this is the main thread of a system that has it.
+    By SIGALRM, so it does nothing outside the main thread or on systems without the signal.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield

@@ -1,4 +1,4 @@
-"""A smaller scenario that still breaks the invariant: fewer steps, workers, samples, features."""
+"""Searches for a smaller scenario that still breaks: fewer steps, workers, samples, features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.verdict import Finding, Verdict
 
 MAX_RUNS = 150
 
-# field -> values to try, simplest first; a value is tried only if it comes before the present one.
+# Field -> values to try, simplest first. Only values before the present one are tried.
 _SIMPLER: dict[str, tuple[Any, ...]] = {
     "workload": ("linear", "mlp"),
     "optimizer": ("sgd", "momentum"),
@@ -34,10 +34,10 @@ def shrink(
     *,
     fixed: Collection[str] = (),
 ) -> Iterator[tuple[Scenario, Finding]]:
-    """Ever simpler scenarios that are still FALSIFIED, each with its finding; the last is the best.
+    """Yield ever simpler scenarios that are still FALSIFIED, with their findings; the last is best.
 
-    Greedy and deterministic, within MAX_RUNS attempts; a caller may stop at any of them. Fields
-    named in `fixed` stay. Ends with a run that records values, if that breaks too, so that the
+    Greedy and deterministic, within MAX_RUNS attempts. A caller may stop at any of them. Fields
+    named in `fixed` stay. The last run records values, if it breaks with them, too, so that the
     counterexample names element, expected and got.
     """
     tried = {scenario}
@@ -91,7 +91,7 @@ def _changes(scenario: Scenario) -> Iterator[dict[str, Any]]:
 
 
 def _earlier(part: Fault | int) -> Iterator[tuple[Fault | int]]:
-    """A stop at half its step; a fault at half its step, rank or shard: sizes can shrink then."""
+    """Yield `part` at half its step, rank or shard, so that sizes can shrink afterwards."""
     if isinstance(part, int):
         yield (part // 2,)
         return

@@ -1,4 +1,4 @@
-"""Stored traces judged again: nothing is run."""
+"""Judges stored traces. Nothing is run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _PATTERN = frozenset("*?[")
 
 
 def load(paths: Sequence[Path]) -> dict[Path, Trace]:
-    """The traces in `paths`, by file; each a file, a folder of `*.jsonl` files, or a pattern.
+    """Return the traces in `paths`, by file. A path is a file, a folder of `*.jsonl`, or a pattern.
 
-    The files of one run's ranks (`*.rank.jsonl`) are one trace, by their folder. Raises TraceError
-    for a file that can't be trusted, UsageError for a folder or a pattern without traces.
+    The files of one run's ranks (`*.rank.jsonl`) form one trace, under the path of their folder.
+    Raises TraceError for a file that can't be trusted, UsageError for a folder or a pattern without
+    traces.
     """
     files = dict.fromkeys(file for path in paths for file in _files(path))
     ranks: dict[Path, list[Path]] = defaultdict(list)
@@ -42,9 +43,9 @@ def load(paths: Sequence[Path]) -> dict[Path, Trace]:
 
 
 def _load(file: Path) -> Trace:
-    """Return a trace that can be judged: the options from which its companions are made are right.
+    """Return the trace in `file`; TraceError if its scenario's options are invalid.
 
-    Nobody who read the file looked at them, since they belong to the system.
+    Reading a trace does not validate options, because each system defines its own.
     """
     trace = trace_file.load(file)
     try:
@@ -55,7 +56,7 @@ def _load(file: Path) -> Trace:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that a path, a folder or a pattern means, which a shell may have left as it is."""
+    """Return the files that `path` stands for: a file, a folder, or a pattern left by the shell."""
     if path.is_dir():
         found = sorted(path.glob("*.jsonl"))
         if not found:
@@ -71,7 +72,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
-    """Where the traces were recorded: what they agree on, and lists of what they differ in."""
+    """Return the traces' merged environment. Values that differ between traces are listed."""
     recorded = [trace.environment for trace in traces]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in recorded for name in one):
@@ -84,10 +85,10 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
 def judge_stored(
     tasks: Sequence[Task], traces: Mapping[Path, Trace], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """Yield an entry per task from stored traces, by file; nothing is run.
+    """Yield an entry per task from stored traces. Nothing is run.
 
-    Each trace is judged beside those that are there of the ones that it was compared with when it
-    was run. Traces of another kind of system than the clause asks for say nothing about it.
+    Each trace is judged together with those stored traces that answer the check's needs for it.
+    Traces of another kind of system than the clause's scenarios are not judged.
     """
     scenarios = {file: trace.scenario for file, trace in traces.items()}
     for task in tasks:
@@ -109,9 +110,9 @@ def judge_each(
     *,
     on_judged: Listener = ignore,
 ) -> Entry:
-    """Return what is found on each of `runs`, by the file of the trace that it is about.
+    """Return the entry of `task` from `runs`, which are keyed by the file of the trace they judge.
 
-    Nothing was explored: `num_scenarios` counts the traces that say something about the clause.
+    In the entry, `num_scenarios` counts the traces judged. No scenario was explored.
     """
     started = time.monotonic()
     check = task.check
@@ -130,7 +131,7 @@ def judge_each(
 
 
 def _unseen(task: Task) -> Finding:
-    """The finding where no trace was for the task; a probe's own words, where it is one."""
+    """Return the finding if no trace fits the task; a probe's check words it itself."""
     if task.check is None or task.check.explores:
         return task.untried()
     return task.check.judge(task.invariant, Runs())
@@ -138,10 +139,10 @@ def _unseen(task: Task) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """What the check found on the trace in the first of `files`, judged with the others beside it.
+    """A check's judgement of the trace in the first of `files`, compared with those in the others.
 
-    `recorded` tells whether the trace is here because someone wants it judged: the clause asks for
-    its scenario, or it is of somebody's own trainer. Others were tried at random.
+    `recorded` is true if somebody wanted this trace judged: the clause lists its scenario, or it is
+    of a user's own trainer. Other scenarios were tried at random.
     """
 
     files: tuple[Path, ...]
@@ -150,17 +151,17 @@ class _Judged:
 
     @property
     def finding(self) -> Finding:
-        """The judgement's."""
+        """The finding of the judgement."""
         return self.judgement.finding
 
     @property
     def is_open(self) -> bool:
-        """Return whether the finding is inconclusive."""
+        """Whether the finding is inconclusive."""
         return self.finding.verdict is Verdict.INCONCLUSIVE
 
     @property
     def place(self) -> str:
-        """The files, as text."""
+        """The files as text, the judged one first."""
         own, *beside = map(str, self.files)
         return f"{own} (beside {first_few(beside, separator=', ')})" if beside else own
 
@@ -168,7 +169,7 @@ class _Judged:
 def _judge(
     task: Task, check: Check, own: Path, runs: Runs[Path], traces: Mapping[Path, Trace]
 ) -> _Judged:
-    """Return what the check finds on the trace in the file `own`, which is one of `runs`."""
+    """Return the judgement of the trace in the file `own`, which is one of `runs`."""
     scenario = traces[own].scenario
     return _Judged(
         files=tuple(dict.fromkeys((own, *runs, *(near.run for near in runs.near.values())))),
@@ -178,10 +179,10 @@ def _judge(
 
 
 def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
-    """Those that decide: without runs in which there was nothing to compare, and without what was
-    tried at random and lacks something; all of them where none decides.
+    """Return the judgements that decide the verdict, or all of them if none decides.
 
-    An open one is left out if another was judged with it beside: by itself a baseline is open.
+    Inconclusive ones decide only if a run failed, or if the trace was `recorded` and not vacuous.
+    One is dropped if another kept judgement includes its trace: a baseline alone is inconclusive.
     """
     decide = [
         candidate
@@ -201,7 +202,7 @@ def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
 
 
 def _located(judged: Sequence[_Judged]) -> list[Finding]:
-    """The findings, their reasons led by the files that they are about."""
+    """Return the findings, each reason preceded by the files that have it."""
     places: dict[str, list[str]] = defaultdict(list)
     for one in judged:
         places[one.finding.reason].append(one.place)
