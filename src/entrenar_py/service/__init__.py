@@ -1,1 +1,1 @@
-"""The reference trainer as a service on several machines: what the command `entrenar` runs."""
+"""The reference trainer as a service on several machines, behind the command `entrenar`."""

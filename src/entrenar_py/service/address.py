@@ -24,9 +24,9 @@ class Address(NamedTuple):
 
 
 def parse(text: str, *, port_min: int) -> Address:
-    """The address that `text` is; UsageError, naming what is wrong with it, if it is none.
+    """Return the address in `text`; UsageError, naming what is wrong, if it is none.
 
-    `port_min` is 0 for who listens (any free port), 1 for who connects.
+    `port_min` is 0 for an address to listen at (0 is any free port), 1 for one to connect to.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -39,7 +39,7 @@ def parse(text: str, *, port_min: int) -> Address:
         raise UsageError(f"address={text!r}: port {port}: use {port_min} to {PORT_MAX}")
     host = found["bracketed"] or found["plain"]
     try:
-        host.encode("idna")  # as whoever resolves it will
+        host.encode("idna")  # as the resolver will
     except UnicodeError as error:
         shown = escaping.shortened(text)
         raise UsageError(

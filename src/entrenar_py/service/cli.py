@@ -1,4 +1,4 @@
-"""The command `entrenar`: reads the command line, serves, works, verifies or looks about."""
+"""The command `entrenar`: coordinator, worker, ledger verification and doctor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.untrusted import printing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit code. `--help` and `--version` leave by SystemExit."""
+    """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
     try:
         code = _run(options.parse(sys.argv[1:] if argv is None else argv))
         return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
@@ -33,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EntrenarError as error:
         _say(error)
         return exit_codes.FAILED
-    except Exception:  # noqa: BLE001  (Python's own exit code would be 1: a run that was given up)
+    except Exception:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
         printing.warn_lines(traceback.format_exc().rstrip())
         _say("this is a bug in it")
         return exit_codes.FAILED
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Each command brings what is heavy; `--help` has left by now."""
+    """Run the chosen command. Heavy modules are imported only here, so that `--help` is fast."""
     if given.command == "coordinator":
         from entrenar_py.service import coordinator
 

@@ -1,6 +1,6 @@
-"""The coordinator's configuration: a YAML file, every key of it known and in its place.
+"""The coordinator's configuration: a YAML file, in which every key is known and in its place.
 
-Its keys stand in `config_keys`: some are a scenario's, the rest say how it is served.
+`config_keys` lists the keys. Some are a scenario's, the rest describe the service.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The file that keeps the state, and after how many steps it is written again."""
+    """The file that keeps the state, and the number of steps from one save to the next."""
 
     path: Path
     every_steps: int
@@ -43,8 +43,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The work of one coordinator; `context` is None without TLS. Paths are seen from the file's
-    own folder.
+    """The work of one coordinator. `context` is None without TLS.
+
+    Relative paths in the file start from the file's own folder.
     """
 
     scenario: Scenario
@@ -59,9 +60,9 @@ class Config:
 
 
 def load(path: Path) -> Config:
-    """The configuration at `path`.
+    """Return the configuration at `path`.
 
-    Raises ContractError with all problems at once, each `file:line:column: error: ...`.
+    Raises ContractError with all problems at once, each as `file:line:column: error: ...`.
     """
     problems = Problems()
     form = "a configuration is a mapping (workload, world_size, secret_file, ...)"
@@ -77,8 +78,10 @@ def load(path: Path) -> Config:
 
 
 def secret(path: Path) -> bytes:
-    """The shared secret in the file at `path`; UsageError if it can't be read or is too short,
-    or longer than any secret is."""
+    """Return the shared secret in the file at `path`, without white space at both ends.
+
+    Raises UsageError if the file can't be read, or the secret is too short or too long.
+    """
     try:
         found = files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
     except OSError as error:
@@ -92,7 +95,7 @@ def secret(path: Path) -> bytes:
 
 
 class _Reader:
-    """One file, read key by key; every problem goes to `problems`, at its place."""
+    """Reads one file key by key. Every problem goes to `problems`, with its place."""
 
     def __init__(self, root: MapNode, folder: Path, problems: Problems) -> None:
         known = (*config_keys.TRAINING, *config_keys.SERVICE)
@@ -101,7 +104,7 @@ class _Reader:
         self._root.warn_unread()
 
     def config(self) -> Config | None:
-        """The configuration; None if something is missing without which there is none."""
+        """Return the configuration, or None if a required part is missing or wrong."""
         scenario = self._scenario()
         shared = self._secret()
         listen, context = self._listen(), self._context()
@@ -151,9 +154,9 @@ class _Reader:
         return None if missing else scenario
 
     def _possible(self, given: dict[str, Any]) -> Scenario | None:
-        """The scenario of the fields that are right; None if one is wrong that it can't be without.
+        """Return the scenario of the valid fields in `given`; None if a required one is invalid.
 
-        What is wrong is taken out of `given`.
+        Invalid fields are reported and removed from `given`.
         """
         while True:
             try:
@@ -165,7 +168,7 @@ class _Reader:
                 del given[error.field]
 
     def _system(self) -> str:
-        """The system of the topology that is wanted."""
+        """Return the system of the configured topology."""
         text = self._root.text("topology") or config_keys.TOPOLOGIES[0]
         if text not in config_keys.TOPOLOGIES:
             allowed = " or ".join(config_keys.TOPOLOGIES)
@@ -176,7 +179,10 @@ class _Reader:
     def _with_option(
         self, scenario: Scenario, name: str, read: Callable[[Scenario], object]
     ) -> Scenario:
-        """`scenario`, with what the file says of an option of its system; `read` refuses others."""
+        """Return `scenario` with the file's value for an option of its system.
+
+        `read` raises UsageError for an invalid value.
+        """
         node = self._root.present(name)
         if node is None:
             return scenario
@@ -234,7 +240,7 @@ class _Reader:
                 self._problems.error(record.place(name), f"checkpoint: {name} is missing; give it")
         if path is None or not every:
             return None
-        # Of a link what it leads to is written, and locked: a rename would take the link's place.
+        # A link is resolved, so that its target is written and locked. A rename would replace it.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         return Checkpoint(path=target, every_steps=every)
 
@@ -269,7 +275,7 @@ class _Reader:
         return value
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
-        """Return what `read` gives; where it raises UsageError, None and a problem of `name`."""
+        """Return the result of `read`, or None after reporting its UsageError at the key `name`."""
         try:
             return read()
         except UsageError as error:
@@ -281,7 +287,7 @@ class _Reader:
 
 
 def _value(name: str, node: Node) -> Any:
-    """Return the value of a scenario's field: YAML 1.1 takes 1e-3, without a point, for text."""
+    """Return the value of a scenario's field. YAML 1.1 reads 1e-3, without a point, as text."""
     value = plain(node)
     if not isinstance(value, str) or "float" not in str(Scenario.__dataclass_fields__[name].type):
         return value

@@ -1,4 +1,4 @@
-"""The keys of a configuration, and what each means: `config` reads them, the docs show them."""
+"""The keys of a configuration and their meanings. `config` reads them, the docs show them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LISTEN = "127.0.0.1:7411"
 TOPOLOGIES = ("star", "mesh")
 SIZED = ("mlp", "vectors")  # workloads that `width` makes larger
 
-# Of a scenario, what a service has no use for: it injects nothing, stops where it is told to, and
-# computes on what its workers bring.
+# Scenario fields that a service does not use. It injects nothing, has no planned stops, and runs on
+# the backends of its workers.
 _NOT_HERE = ("system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options")
 TRAINING = tuple(name for name in Scenario.__dataclass_fields__ if name not in _NOT_HERE)
 REQUIRED = ("workload", "world_size", "seed")
 
-# Key -> what it holds, what it is when left out, what it means; the docs show this table.
+# Key -> (type, default, meaning). The docs show this table.
 SERVICE: Mapping[str, tuple[str, str, str]] = {
     "topology": (
         *("`star` or `mesh`", "`star`"),

@@ -31,10 +31,10 @@ from entrenar_py.untrusted import printing
 
 
 def run(path: Path, *, resume: bool) -> int:
-    """Serves the run that the file at `path` describes; the exit code.
+    """Serve the run that the file at `path` describes; return the exit code.
 
-    Raises ContractError, UsageError and CheckpointError for what is wrong before anything ran,
-    SystemFailure where the ledger, or the last checkpoint, can't be written.
+    Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
+    and SystemFailure if the ledger or the last checkpoint can't be written.
     """
     given = config.load(path)
     systems.require_possible(given.scenario)
@@ -55,7 +55,7 @@ def run(path: Path, *, resume: bool) -> int:
 
 
 def _claim(given: Config, stack: ExitStack) -> None:
-    """Has the run's files to itself until `stack` is closed; UsageError if that can't be."""
+    """Lock the run's files until `stack` is closed; UsageError if that fails."""
     path = None if given.checkpoint is None else given.checkpoint.path
     paths = {"checkpoint": path, "ledger": given.ledger, "metrics": given.metrics}
     file_locks.require_distinct(paths)
@@ -71,7 +71,7 @@ def _warn(text: str) -> None:
 
 
 def _require_intended(given: Config, *, resume: bool) -> None:
-    """Returns unless --resume is missing where it should be given, or given where it can't be."""
+    """Raise UsageError if --resume is missing but needed, or given without a checkpoint to use."""
     path = None if given.checkpoint is None else given.checkpoint.path
     if path is None and resume:
         raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
@@ -113,7 +113,7 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
         at = await server.listen(*given.listen, context=given.context)
     except (OSError, UsageError) as error:
         if given.ledger is not None and not resume:
-            given.ledger.unlink()  # just made, and in the way the next time
+            given.ledger.unlink()  # it was just made, and would block the next attempt
         if isinstance(error, UsageError):
             raise
         problem = f"can't listen there ({error.strerror or error})"
@@ -135,7 +135,7 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
 
 def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
     scenario = given.scenario
-    # The state of a mesh is with its workers: it is here at the end only if it is asked for then.
+    # The workers of a mesh hold the state. The coordinator has it at the end only if it asks then.
     saves = set() if topology.of(scenario) is topology.STAR else {scenario.num_steps}
     if given.checkpoint is not None:
         saves = {*range(first, scenario.num_steps, given.checkpoint.every_steps)} - {first}
@@ -164,19 +164,19 @@ def _open_ledger(given: Config, host: Host, *, resume: bool) -> None:
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
-    """Not at once: whoever gives up is in the middle of what the server wants done."""
+    """Stop the server in the loop's next turn, since the caller is inside one of its callbacks."""
     loop.call_soon(partial(server.stop, reason, at_once=True))
 
 
 class _Stopper:
-    """Ends a run by signals: the first lets the step in work be finished, another one does not."""
+    """Ends a run on signals. The first lets the current step finish; the second ends it at once."""
 
     def __init__(self, server: CoordinatorServer, host: Host) -> None:
         self._server, self._host = server, host
         self._again = False
 
     def stop(self, number: signal.Signals) -> None:
-        """`number` was received."""
+        """Handle the signal `number`."""
         when = "now" if self._again else "after the step in work"
         self._host.note("stopping", f"{number.name}: stops {when}")
         reason = f"the coordinator was stopped by {number.name}"

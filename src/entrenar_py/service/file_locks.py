@@ -1,4 +1,7 @@
-"""The files of a run are one coordinator's alone, and can be written: known before it listens."""
+"""Locks that keep a run's files to one coordinator, and checks that the files can be written.
+
+All of this happens before the coordinator listens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.training import checkpoint
 
 SUFFIX = ".lock"
-_TRIES = 10  # to lock a file that others take away at the same time
+_TRIES = 10  # to lock a file that others remove at the same time
 _HOLDER_BYTES_MAX = 1000
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -25,7 +28,7 @@ _TIME_FORM = re.compile(r"[0-9-]{10} [0-9:]{8}")
 
 
 def require_distinct(paths: Mapping[str, Path | None]) -> None:
-    """UsageError if two of these, by what they are for, are the same file."""
+    """Raise UsageError if two of `paths`, keyed by their purpose, are the same file."""
     known: dict[Path, str] = {}
     for what, path in paths.items():
         if path is None:
@@ -37,11 +40,11 @@ def require_distinct(paths: Mapping[str, Path | None]) -> None:
 
 @contextmanager
 def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[None]:
-    """While inside, no other coordinator on any machine that sees the same locks has `path`.
+    """Lock `path` against coordinators on all machines that see the same locks, during the body.
 
-    The kernel lets go of the lock when this process ends, however that is. UsageError, with the
-    process that has it, if another one does; or if nothing can be made in its folder. Where the
-    file system has no locks, `warn` is told so.
+    The kernel releases the lock when this process ends, however it ends. Raises UsageError if
+    another process has the lock (the message names it), or if the lock file can't be written. On a
+    file system without locks, `warn` is called instead.
     """
     lock = path.with_name(path.name + SUFFIX)
     try:
@@ -59,9 +62,9 @@ def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[N
 
 
 def require_writable(path: Path) -> None:
-    """Makes the file that a checkpoint at `path` is written to at first, and removes it again.
+    """Create and remove the temporary file of a checkpoint at `path`.
 
-    UsageError if that can't be done, or if `path` is a folder or a device.
+    Raises UsageError if that fails, or if `path` is a folder or a device.
     """
     if path.is_dir():
         raise UsageError(f"checkpoint {path}: it is a directory; {_ADVICE}")
@@ -81,7 +84,7 @@ _ADVICE = "give a path in a folder that is there and may be written"
 
 
 def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> int:
-    """The descriptor of the file at `lock`, locked; OSError if there can be none."""
+    """Return the descriptor of the file at `lock`, locked; OSError if it can't be opened."""
     for _ in range(_TRIES):
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
@@ -97,12 +100,12 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
         except UsageError:
             os.close(file)
             raise
-        except OSError as error:  # such a file system: nothing can be known
+        except OSError as error:  # the file system has no locks
             warn(
                 f"{what} {path}: its file system gives no locks ({error.strerror}): see to it that "
                 "no other coordinator writes it"
             )
-        if _is_at(file, lock):  # else whoever had it has just removed it
+        if _is_at(file, lock):  # else its last holder has just removed it
             _sign(file)
             return file
         os.close(file)
@@ -112,14 +115,14 @@ def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> i
 
 
 def _is_at(file: int, lock: Path) -> bool:
-    """Return whether the open file is the one that stands there."""
+    """Return whether the open `file` is the one at the path `lock`."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), lock.stat())
     return False
 
 
 def _sign(file: int) -> None:
-    """Says who has the lock; a full disk leaves it unsaid."""
+    """Write who holds the lock to `file`. A full disk is ignored."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(_TIME)}
     with suppress(OSError):
         os.ftruncate(file, 0)
@@ -127,7 +130,7 @@ def _sign(file: int) -> None:
 
 
 def _holder(file: int) -> str:
-    """Return who signed the file; others may have written what they like into it."""
+    """Return who signed `file`. Its content is untrusted."""
     try:
         match json.loads(os.pread(file, _HOLDER_BYTES_MAX, 0)):
             case {"pid": int(pid), "host": str(host), "since": str(since)} if (

@@ -1,4 +1,4 @@
-"""A run that may go on for weeks: what is recorded of it goes to disk, and it tells of itself.
+"""The record of a run that may take weeks: its ledger, its checkpoints, its notes to listeners.
 
 Nothing that grows with the number of steps is kept in memory.
 """
@@ -26,11 +26,11 @@ Traffic = Callable[[], tuple[int, int]]
 
 
 class Host:
-    """The record of one coordinator's run, whose arithmetic is `server`'s.
+    """The record of one coordinator's run. Its `server` does the arithmetic.
 
-    `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could
-    not; None if they could. A broken ledger calls `give_up`. `traffic` is asked for the bytes in
-    and out so far. `since` is what a new ledger lacks, if the run was gone on with from a
+    `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could not;
+    each is None otherwise. A broken ledger calls `give_up`. `traffic` returns the bytes received
+    and sent so far. `since` is the gap with which a new ledger starts if the run was resumed from a
     checkpoint.
     """
 
@@ -54,16 +54,16 @@ class Host:
         self._is_over = False  # the ledger says so already
         self._listeners = tuple(listeners)
         self._watch = Stopwatch(clock)
-        self._step = 0  # in work
-        self._held_step = 0  # the step before which the state is here
-        self._made_step = -1  # the last that was told to be made
-        self._saved: int | None = None  # the step before which the state was last written
-        self._told = (0, 0)  # of the traffic
+        self._step = 0  # the current one
+        self._held_step = 0  # the coordinator holds the state before this step
+        self._made_step = -1  # the last step that listeners were told of
+        self._saved: int | None = None  # the last checkpoint holds the state before this step
+        self._told = (0, 0)  # the traffic at the last step that listeners were told of
 
     # --- what the protocol wants done -------------------------------------------------------------
 
     def notify(self, effect: Effect) -> None:
-        """Write down and tell what `effect` was, which the server has done."""
+        """Record `effect`, which the server has carried out, and notify the listeners."""
         match effect:
             case do.Joined(rank, step):
                 self._write()
@@ -88,10 +88,10 @@ class Host:
                 self.note("halted", reason)
 
     def _kept(self, rank: int, message: Message) -> None:
-        """Note when a gradient was computed and came, and that the workers of a mesh go on."""
+        """Record when a gradient was computed and delivered, and each step that a mesh made."""
         if isinstance(message, Computed):
             self._watch.computed()
-            if not self._in_star:  # nothing else of a delivery comes by here
+            if not self._in_star:  # a mesh's gradients don't pass the coordinator
                 self._watch.delivered(rank)
         elif isinstance(message, TreeNode):
             self._watch.delivered(rank)
@@ -103,15 +103,15 @@ class Host:
             self._tell_made(message.step, loss=loss)
 
     def save(self, step: int) -> None:
-        """Write the checkpoint, if the run has a place for one, and the ledger before it.
+        """Write the ledger, and then the checkpoint, if the run has a place for it.
 
-        A checkpoint that can't be written is told of, and the run goes on: the one before is whole,
-        and the next is tried in its turn.
+        If the checkpoint can't be written, a note says so and the run goes on. The previous
+        checkpoint stays whole, and the next save tries again.
         """
         self._write(sync=True)
         path = self.server.checkpoint_path
         if path is None or self.broken is not None or step == self._saved:
-            return  # a checkpoint is never newer than the ledger: there would be a gap in it
+            return  # a checkpoint newer than the ledger would leave a gap in the ledger
         last = None if self._ledger is None else self._ledger.last
         notes = {ledger_continuity.KEY: ledger_continuity.to_record(last)}
         try:
@@ -128,7 +128,7 @@ class Host:
     # --- what the service wants done --------------------------------------------------------------
 
     def resume(self) -> int:
-        """Take the state from the checkpoint, if there is one; return the next step."""
+        """Restore the state from the checkpoint, if there is one; return the next step."""
         path = self.server.checkpoint_path
         if path is None or not path.exists():
             return 0
@@ -138,9 +138,9 @@ class Host:
         return first
 
     def write_to(self, ledger: Writer, standing: Standing) -> None:
-        """Records in `ledger` from now on; who took part where it ends (`standing`) has left.
+        """Record in `ledger` from now on. Ranks still present at its end (`standing`) have left.
 
-        A new one begins with the gap before it, if the run goes on from a checkpoint.
+        A new ledger starts with a gap if the run goes on from a checkpoint.
         """
         self._ledger = ledger
         if self.since is not None and standing.is_new:
@@ -157,12 +157,9 @@ class Host:
                 self.notify(lost)
 
     def finish(self, finish: Finish) -> None:
-        """Write down how the run ended, and the last state that is here if nobody has.
-
-        Nothing more is recorded.
-        """
+        """Record how the run ended, save the last state if that is due, and close the ledger."""
         self._step = self._held_step
-        if finish.status in ("failed", "halted"):  # else the protocol had it saved
+        if finish.status in ("failed", "halted"):  # else the protocol has saved it already
             self.save(self._step)
         recorder, worker = self.server.recorder, self.server.replica.replica
         if not self._is_over:
@@ -175,17 +172,17 @@ class Host:
         self.note(finish.status, f"{finish.status}{said}: step {self._step}, weights {digest}")
 
     def close(self) -> None:
-        """Lets go of the ledger."""
+        """Close the ledger."""
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
 
     def note(self, what: str, text: str) -> None:
-        """Tells the listeners."""
+        """Send a note to the listeners."""
         self._tell(Noted(what=what, step=self._step, text=text))
 
     def _tell_made(self, step: int, *, loss: float) -> None:
-        """Tell that `step` is made, by which workers, in what time and with what traffic."""
+        """Notify the listeners that `step` is made, with its workers, times and traffic."""
         self._made_step = step
         times = self._watch.made(reduce_s=self.server.reduce_s)
         before, self._told = self._told, self.traffic()
@@ -210,9 +207,9 @@ class Host:
             listener(happening)
 
     def _write(self, *, sync: bool = False) -> None:
-        """Moves what was recorded to the ledger; without one nobody asks for it.
+        """Move the recorded events to the ledger, or discard them if there is none.
 
-        A ledger that can't be written ends the run: what it is to prove would have a gap.
+        If the ledger can't be written, the run is ended, because its proof would have a gap.
         """
         events = self.server.recorder.drain()
         if self._ledger is None:

@@ -1,4 +1,4 @@
-"""A ledger read to its end: its extent, the weights after each step, the devices."""
+"""The summary of a whole ledger: its extent, the weights after each step, the devices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from entrenar_py.untrusted import files
 
 @dataclass
 class Account:
-    """The account of a whole ledger of `num_lines`, from digest `first` to digest `last`.
+    """The summary of a ledger of `num_lines`, from digest `first` to digest `last`.
 
-    `weights` are digests by step (`weights_digest`). `devices` are the backends that served, each
-    with its device. `quarrel` says where two workers hold different weights after one step. `made`
-    are stretches of steps, first and last, in the order that they were made: a resume begins a new
-    one.
+    `weights` has a digest for each step (`weights_digest`). `devices` holds (backend, device) for
+    those that served. `quarrel` says where two workers hold different weights after the same step.
+    `made` lists stretches of steps, first and last, in the order they were made. A resume begins a
+    new one.
     """
 
     scenario: Scenario
@@ -38,11 +38,11 @@ class Account:
     halt: trace.Halt | None = None
     end: trace.End | None = None
     quarrel: str | None = None
-    _goes_back: bool = False  # somebody has started before a step that was made
+    _goes_back: bool = False  # a worker has started at a step that was made already
 
     @property
     def backends(self) -> set[str]:
-        """The names of what computed."""
+        """The names of the backends that computed."""
         return {name for name, _ in self.devices} or set(self.scenario.backends)
 
     def take(self, events: Iterable[trace.Event]) -> None:
@@ -82,29 +82,27 @@ class Account:
     # --- its extent -------------------------------------------------------------------------------
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """First and last of the steps that are not there, and no gap says so."""
+        """Yield the first and last of each stretch of missing steps that no gap explains."""
         told = {gap.step for gap in self.gaps}
         for reached, begun, _ in self._stretches():
             if 0 <= reached < begun - 1 and begun not in told:
                 yield reached + 1, begun - 1
 
     def twice(self) -> Iterator[tuple[int, int]]:
-        """First and last of the steps that were made again."""
+        """Yield the first and last of each stretch of steps that were made again."""
         for reached, begun, last in self._stretches():
             if begun <= reached:
                 yield begun, min(last, reached)
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
-        """Yield all that was made, each stretch behind the last step that was reached before."""
+        """Yield each stretch as (last step reached before it, its first step, its last step)."""
         reached = -1
         for begun, last in self.made:
             yield reached, begun, last
             reached = max(reached, last)
 
     def sentences(self) -> Iterator[str]:
-        """Yield where it begins, what is made twice, if there is anything to say of that, and how
-        far the run came.
-        """
+        """Yield sentences on the ledger's start, its repeated steps, if any, and its end."""
         yield (
             f"{self.num_lines} lines, none changed, moved or missing from the first (digest "
             f"{self.first}) to the last (digest {self.last})"
@@ -130,7 +128,7 @@ class Account:
 
 
 def read(path: Path) -> Account:
-    """Return what the ledger at `path` says.
+    """Return the account of the ledger at `path`.
 
     Raises TraceError if it is broken, UsageError if it can't be read.
     """
@@ -146,12 +144,12 @@ def read(path: Path) -> Account:
 
 
 def weights_digest(weights: Tensors, buffers: Tensors) -> str:
-    """Return 16 hex digits over the names and digests of all of them, in their order."""
+    """Return 16 hex digits over the names and digests of `weights` and `buffers`, in order."""
     tensors = {**weights, **buffers}
     text = "\n".join(f"{name} {record.digest}" for name, record in tensors.items())
     return str(blake3(text.encode("utf-8", "backslashreplace")).hexdigest(8))
 
 
 def steps(first: int, last: int) -> str:
-    """These steps, and the verb."""
+    """Return the steps `first` to `last` in words, with the verb."""
     return f"step {first} is" if first == last else f"steps {first} to {last} are"

@@ -1,6 +1,6 @@
-"""A checkpoint names the ledger's line it was written after: a ledger that lost it is found.
+"""The link from a checkpoint to the ledger's last line at that time, which reveals lost lines.
 
-What a checkpoint says of the ledger, how it is read back, and how a gap is put in words.
+Writes it into a checkpoint's progress, reads it back, and puts a ledger's gap in words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from entrenar_py.errors import CheckpointError
 from entrenar_py.trace.writer import Mark
 from entrenar_py.untrusted import escaping
 
-KEY = "ledger"  # in the progress of a checkpoint; releases before did not write it
+KEY = "ledger"  # in the progress of a checkpoint; earlier releases did not write it
 
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _NONE_KEPT = "no ledger was kept when the checkpoint was written"
@@ -25,14 +25,14 @@ _NOT_THERE = "the ledger that the checkpoint names was not there"
 
 
 def to_record(last: Mark | None) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of `last`, as JSON can hold it."""
+    """Return the entry for the ledger's line `last` in a checkpoint, as JSON can hold it."""
     return None if last is None else {"line": last.line, "chain": last.chain}
 
 
 def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
-    """Return what a ledger lacks that begins at the checkpoint at `path`, whose progress this is.
+    """Return the gap of a ledger that begins at the checkpoint at `path` with this `progress`.
 
-    CheckpointError for one that names a line as no checkpoint does.
+    Raises CheckpointError if the entry for the ledger's line is malformed.
     """
     step = int(progress["step"])
     named = progress.get(KEY)
@@ -52,7 +52,7 @@ def _is_mark(line: object, digest: str) -> bool:
 
 
 def say(gap: trace.Gap) -> str:
-    """Return in words what a ledger with this gap lacks."""
+    """Return in words which events a ledger with this gap lacks."""
     steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
     if gap.digest is None:
         return f"{steps}, {escaping.shortened(gap.reason)}"
@@ -61,5 +61,5 @@ def say(gap: trace.Gap) -> str:
 
 
 def unchecked(gap: trace.Gap) -> str:
-    """Say that the ledger was only compared with the checkpoint by the number of steps."""
+    """Return a note that only the number of steps links the ledger to the checkpoint."""
     return f"whether the ledger is the one of the checkpoint was not checked: {gap.reason}"

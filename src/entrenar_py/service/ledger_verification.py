@@ -1,4 +1,4 @@
-"""`entrenar ledger verify`: is a ledger whole, and does training again give the same bits?"""
+"""`entrenar ledger verify`: checks that a ledger is whole, and that retraining gives its bits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from entrenar_py.untrusted import printing
 
 
 def verify(path: Path, *, replay: bool) -> int:
-    """Says whether the ledger at `path` is right; the exit code.
+    """Print whether the ledger at `path` is right, and return the exit code.
 
-    Raises UsageError for a file that can't be read, is no ledger, or can't be replayed as it is.
+    Raises UsageError for a file that can't be read, is no ledger, or can't be replayed.
     """
     try:
         account = ledger_account.read(path)

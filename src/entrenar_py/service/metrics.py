@@ -1,4 +1,4 @@
-"""The run in numbers: a file of JSON lines, one a step and one for whatever else happened."""
+"""The run's metrics: a file of JSON lines, one for each step and one for each note."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from entrenar_py.untrusted import escaping, printing
 
 
 class Metrics:
-    """Writes to `path`, behind what is there; UsageError if it can't be opened.
+    """Appends to the file at `path`; UsageError if it can't be opened.
 
-    A line is an object with `time` (seconds since 1970), `what` (`step`, or a note's name), and the
-    fields of what happened. When the file can't be written any more that is said once, and the run
-    goes on without it. A file that was made here and stayed empty goes when it is closed.
+    Each line is an object with `time` (seconds since 1970), `what` (`step`, or a note's name), and
+    the event's fields. If the file can't be written any more, one warning is printed and the run
+    goes on without it. A file created here that stays empty is removed at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,11 +29,11 @@ class Metrics:
             last = self._file.read(1) if size else b""
         except OSError as error:
             raise UsageError(f"metrics {path}: can't be written ({error.strerror})") from error
-        if last not in (b"", b"\n"):  # whoever wrote last died in the middle of it
+        if last not in (b"", b"\n"):  # the last writer died in the middle of a line
             self._write("\n")
 
     def __call__(self, happening: Happening) -> None:
-        """Writes one line."""
+        """Write the line of one event."""
         what = {"what": "step"} if isinstance(happening, StepMade) else {}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
         self._write(escaping.dump_json(record) + "\n")
@@ -51,7 +51,7 @@ class Metrics:
             self.close()
 
     def close(self) -> None:
-        """End the writing."""
+        """Close the file."""
         if self._file is None:
             return
         self._file.close()

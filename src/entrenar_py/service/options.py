@@ -22,7 +22,7 @@ _HELP_COLUMNS = 98
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of printing the usage and leaving."""
+    """Raises UsageError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, every command and option of it."""
+    """Return the parser of the command line, with every command and option."""
     what = "Trains on several machines: one coordinator, and workers that come and go."
     cli = _Parser(prog=PROG, description=what, **_FORM)
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, `command` among them; UsageError for what makes no sense."""
+    """Return the options, `command` among them; UsageError if they are invalid together."""
     given = parser().parse_args(arguments)
     if given.command == "worker" and given.tls_ca is None and (given.tls_cert or given.tls_key):
         raise UsageError(
@@ -67,7 +67,7 @@ def _epilog() -> str:
     return "\n".join(lines)
 
 
-# What all parsers have in common.
+# Arguments of all parsers.
 _FORM: Mapping[str, Any] = {
     "epilog": _epilog(),
     "formatter_class": functools.partial(
@@ -78,7 +78,7 @@ _FORM: Mapping[str, Any] = {
 
 
 def _add(commands: _Commands, name: str, what: str) -> _Parser:
-    """A command called `name`, which does `what`."""
+    """Add a command called `name`, with `what` as its help."""
     sentence = f"{what[0].upper()}{what[1:]}."
     return commands.add_parser(name, help=what, description=sentence, **_FORM)
 

@@ -1,4 +1,4 @@
-"""The run as a person watches it: one line that is kept current, or plain lines in a log."""
+"""Shows the run to a person: one line that is kept current, or plain lines in a log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 @contextmanager
 def opened(console: Console, *, num_steps: int) -> Iterator[Listener]:
-    """A listener that shows the run on `console`: live on a terminal, in lines elsewhere."""
+    """Yield a listener that shows the run on `console`: live on a terminal, in lines elsewhere."""
     if not console.is_terminal:
         yield Lines(console)
         return
@@ -29,14 +29,14 @@ def opened(console: Console, *, num_steps: int) -> Iterator[Listener]:
 
 
 class Pace:
-    """Keeps what may happen many times a second from flooding whoever reads."""
+    """Limits how often frequent events are shown."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._shown: dict[str, float] = {}
 
     def allows(self, happening: Happening) -> bool:
-        """Return whether to show `happening` now: steps and checkpoints wait for their turn."""
+        """Return whether to show `happening` now. Only steps and checkpoints are limited."""
         what = happening.what if isinstance(happening, Noted) else "step"
         if what not in ("step", "saved"):
             return True
@@ -48,14 +48,14 @@ class Pace:
 
 
 class Lines:
-    """A line for every note; of steps and checkpoints one every LINE_EVERY_S, and the last step."""
+    """Prints every note, a step and a checkpoint every LINE_EVERY_S, and the last step."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._pace = Pace(clock)
 
     def __call__(self, happening: Happening) -> None:
-        """Prints it, or not."""
+        """Print the line of `happening`, unless one like it was just printed."""
         if isinstance(happening, Noted):
             if self._pace.allows(happening):
                 self._print(escaping.line(happening.text))
@@ -63,11 +63,11 @@ class Lines:
             self._print(f"step {happening.step + 1}/{happening.num_steps}  {summary(happening)}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)  # and flushes: whoever follows a log sees it
+        self._console.print(text, soft_wrap=True)  # also flushes, for readers who follow the log
 
 
 class Live:
-    """Notes scroll by above a bar that says how the run stands."""
+    """Shows a bar with the run's state. Notes scroll by above it."""
 
     def __init__(
         self, progress: Progress, task: TaskID, *, clock: Callable[[], float] = time.monotonic
@@ -76,7 +76,7 @@ class Live:
         self._pace = Pace(clock)
 
     def __call__(self, happening: Happening) -> None:
-        """Shows it."""
+        """Print a note, or update the bar."""
         if isinstance(happening, Noted):
             if self._pace.allows(happening):
                 told = escaping.line(happening.text)
@@ -88,7 +88,7 @@ class Live:
 
 
 def summary(made: StepMade) -> str:
-    """One step in a line: loss, pace, workers, traffic, exchange, and who was waited for."""
+    """Return one step in a line: loss, pace, workers, traffic, exchange, and the slowest worker."""
     parts = [f"loss {made.loss:.6g}"]
     if made.steps_per_s is not None:
         parts.append(f"{_digits(made.steps_per_s)} steps/s")
@@ -106,12 +106,12 @@ def summary(made: StepMade) -> str:
 
 
 def _digits(number: float) -> str:
-    """In three digits, or all of those before the point: never with an exponent."""
+    """Format `number` with three digits, or more before the point, and never an exponent."""
     return f"{number:.3g}" if 1e-4 <= abs(number) < 999.5 else f"{number:.0f}"
 
 
 def _size(num_bytes: float) -> str:
-    """In decimal units, three digits."""
+    """Format `num_bytes` in decimal units, with three digits."""
     for unit in _UNITS[:-1]:
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -1,7 +1,7 @@
 """Trains a ledger's scenario again, in this process, and compares the weights after every step.
 
-Who computed what does not matter: the sum of the gradients is the same for any number of workers,
-on one kind of device.
+One process can repeat any number of workers: on one kind of device the sum of the gradients is the
+same for all numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from entrenar_py.systems.single.reference import Trainer
 from entrenar_py.trace import ledger
 from entrenar_py.untrusted import files, printing
 
-# Of the environment, what decides how kernels round.
+# The parts of the environment that decide how kernels round.
 _ROUNDING = ("torch", "numpy", "wgpu")
 
 
 def replay(account: Account, path: Path) -> int:
-    """Compares `account`, of the ledger at `path`, with the same training; the exit code.
+    """Compare `account`, of the ledger at `path`, with the same training; return the exit code.
 
-    Raises UsageError for a scenario that holds more than training.
+    Raises UsageError for a scenario with faults, a mutant, or a user's own trainer.
     """
     scenario = account.scenario
     if scenario.workload == "own" or scenario.faults or scenario.mutant is not None:
@@ -62,11 +62,11 @@ def replay(account: Account, path: Path) -> int:
 
 
 def _difference(account: Account, path: Path, backend: str) -> str | None:
-    """The first difference between the ledger and the training; None if there is none."""
+    """Return the first difference between the ledger and the retraining, or None."""
     last = max(account.weights)
     step = -1
     for step, update in enumerate(_updates(account.scenario, backend, last + 1)):
-        theirs = account.weights.get(step)  # a ledger that a resume began anew has no first steps
+        theirs = account.weights.get(step)  # None in a ledger that starts from a checkpoint
         if theirs is not None and theirs != weights_digest(update.weights, update.buffers):
             return _first_tensor(path, update)
     if step < last:
@@ -79,7 +79,7 @@ def _difference(account: Account, path: Path, backend: str) -> str | None:
 
 
 def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace.Update]:
-    """Yield what one worker holds after each of the first `num_steps` steps, or until it halts."""
+    """Yield one worker's update for each of the first `num_steps` steps, up to a halt."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     alone = scenario.with_(
         system="reference", world_size=1, backends=(backend,), stops=(), options={}
@@ -92,7 +92,7 @@ def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace
 
 
 def _first_tensor(path: Path, again: trace.Update) -> str:
-    """Return where the ledger differs from `again`; its update is looked up in the file again."""
+    """Return the first tensor in which the ledger differs from the retraining's update `again`."""
     with files.open_file(path) as file:
         theirs = next(
             event
@@ -109,7 +109,7 @@ def _first_tensor(path: Path, again: trace.Update) -> str:
 
 
 def _explanation(account: Account, backend: str, device: str) -> str | None:
-    """Return what about this machine may have made the difference; None if nothing is known."""
+    """Return how this machine differs from the ledger's in a way that affects rounding, or None."""
     others = {other for _, other in account.devices} - {device}
     if others:
         return f"it was computed on {', '.join(sorted(others))}, this is {device}"

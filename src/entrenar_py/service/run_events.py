@@ -1,4 +1,4 @@
-"""Records of what a coordinator tells of its run while it goes on, for all that listen."""
+"""Events that a coordinator sends its listeners during a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """The last of several workers that delivered, and how long after the median of them all."""
+    """The worker that delivered last, and its delay after the median of all workers."""
 
     rank: int
     behind_ms: float
@@ -17,14 +17,13 @@ class Last:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMade:
-    """`step` was made by `workers`. `loss` is its mean.
+    """`workers` made `step`, with mean loss `loss`.
 
-    `step_ms` went by since the step before, or since its workers were there. Of them `exchange_ms`
-    lie between the last shard computed and everyone holding the average, and `reduce_ms` were spent
-    adding and averaging here: None in a mesh, where the workers do. `steps_per_s` is over the last
-    steps, None after the first.
-    `bytes_in` and `bytes_out` are the coordinator's since the step before. `last` is None where
-    fewer than two delivered.
+    `step_ms` is the time since the step before, or since its workers were ready. `exchange_ms` of
+    it lie between the last computed shard and all workers holding the average. `reduce_ms` were
+    spent adding and averaging in the coordinator (None in a mesh, whose workers do that).
+    `steps_per_s` is over the last steps, None after the first. `bytes_in` and `bytes_out` are the
+    coordinator's traffic since the step before. `last` is None if fewer than two workers delivered.
     """
 
     step: int
@@ -42,7 +41,7 @@ class StepMade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Something else worth telling, in words; `what` is a name for it, `step` the one in work."""
+    """Another event, in words. `what` is a name for it, `step` the current step."""
 
     what: str
     step: int

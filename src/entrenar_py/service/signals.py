@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: they stop a run that goes on, and do nothing to one that is over.
+"""SIGINT and SIGTERM: they stop a run in progress, and are ignored once it is over.
 
-Not asyncio's own handlers: these go with the loop, and a signal that came just after the run was
-complete would kill the process before it could say so with its exit code.
+asyncio's own handlers end with the loop. Then a signal just after the run could kill the process
+before it reports its exit code.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def deliver(stop: Callable[[signal.Signals], None]) -> None:
-    """Has the running loop call `stop` with the signal when one comes; until `ignore`."""
+    """Make the running loop call `stop` with each signal that arrives, until `ignore` is called."""
     loop = asyncio.get_running_loop()
     for number in NUMBERS:
         signal.signal(number, partial(_pass_on, loop, stop))
 
 
 def ignore() -> None:
-    """For as long as this process lives: how it ended stands, and its exit code says it."""
+    """Ignore the signals until this process ends. The run's result decides its exit code."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -34,5 +34,5 @@ def _pass_on(
     number: int,
     frame: FrameType | None,
 ) -> None:
-    if not loop.is_closed():  # else it fails already, and says why
+    if not loop.is_closed():  # a closed loop is failing already, and reports why
         loop.call_soon_threadsafe(stop, signal.Signals(number))

@@ -1,4 +1,4 @@
-"""Times the steps of a run: how long each took, and who was waited for."""
+"""Times the steps of a run: their lengths, and the worker that delivered last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ STEPS_AVERAGED = 20
 
 
 class Times(NamedTuple):
-    """Times of one step. `exchange_ms` lie between the last shard computed and everyone holding the
-    average; `reduce_ms` were spent adding and averaging here. Each is None where it was not seen.
+    """The times of one step; None where one was not measured.
+
+    `exchange_ms` lie between the last computed shard and all workers holding the average.
+    `reduce_ms` were spent adding and averaging in this process.
     """
 
     step_ms: float
@@ -24,39 +26,39 @@ class Times(NamedTuple):
 
 
 class Stopwatch:
-    """`clock` gives seconds and never goes back."""
+    """Times the steps of a run by `clock`, which gives seconds and is monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
         self._made: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
-        self._delivered: dict[int, float] = {}  # rank -> when its last shard came
-        self._computed: float | None = None  # when the last shards were
+        self._delivered: dict[int, float] = {}  # rank -> time of its last delivery
+        self._computed: float | None = None  # time when the last shards were computed
         self._exchange_s: float | None = None
 
     def begin(self) -> None:
-        """A step begins, or begins again."""
+        """Note that a step begins, or begins again."""
         self._began = self._clock()
         self._delivered.clear()
         self._computed = self._exchange_s = None
 
     def computed(self) -> None:
-        """Somebody has computed what it was given, and will deliver it."""
+        """Note that a worker has computed its shards and will deliver them."""
         self._computed = self._clock()
 
     def exchanged(self) -> None:
-        """Everyone holds the average. Whoever of them is told first says it for all."""
+        """Note that all workers hold the average. Only the first call in a step counts."""
         if self._computed is not None and self._exchange_s is None:
             self._exchange_s = self._clock() - self._computed
 
     def delivered(self, rank: int) -> None:
-        """`rank` has delivered shards."""
+        """Note that `rank` has delivered shards."""
         self._delivered[rank] = self._clock()
 
     def made(self, *, reduce_s: float) -> Times:
-        """The step is made, `reduce_s` of it spent adding and averaging here.
+        """Return the times of the step that was just made. `reduce_s` of it went into adding.
 
-        Steps per second are over the last ones, if there were two.
+        Steps per second are over the last steps, None after the first.
         """
         now = self._clock()
         self._made.append(now)
@@ -70,7 +72,7 @@ class Stopwatch:
         )
 
     def last(self) -> Last | None:
-        """Return the rank that delivered last in this step; None where fewer than two did."""
+        """Return the rank that delivered last in this step, or None if fewer than two delivered."""
         if len(self._delivered) < 2:
             return None
         rank = max(self._delivered, key=self._delivered.__getitem__)

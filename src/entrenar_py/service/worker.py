@@ -1,4 +1,4 @@
-"""`entrenar worker`: learns from its coordinator what to train, and takes part until it is over."""
+"""`entrenar worker`: asks its coordinator for the run, and takes part until it is over."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from entrenar_py.untrusted import printing
 
 
 def run(given: argparse.Namespace) -> int:
-    """Takes part in the run of `given.coordinator`; the exit code.
+    """Take part in the run of `given.coordinator`; return the exit code.
 
     Raises UsageError for a secret or certificate that can't be read, BackendUnavailable for a
-    device that is not there.
+    missing device.
     """
     secret, context = config.secret(given.secret_file), None
     if given.tls_ca is not None:
@@ -47,7 +47,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
-    """The backend called `name`, and the attempts that led to it, the last of which served."""
+    """Return the backend called `name`, and the attempts to open one. The last attempt served."""
     tried: list[trace.Attempt] = []
     if name == AUTO:
         backend = chain.auto(on_attempt=lambda one: tried.append(trace.Attempt(**asdict(one))))
@@ -65,20 +65,20 @@ def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
 
 @dataclass(eq=False)
 class Stay:
-    """One worker's life: it asks what the run is, builds it, joins, and leaves when told to."""
+    """One worker's session: it asks for the run, builds it, joins, and leaves at the end."""
 
     given: argparse.Namespace
     secret: bytes = field(repr=False)
     context: ssl.SSLContext | None
     backend: Backend
     attempts: Sequence[trace.Attempt]
-    _stopped: str | None = None  # the signal that said so
+    _stopped: str | None = None  # the signal that stopped it
     _asking: asyncio.Task[Told | Finish] | None = None
     _client: WorkerClient | None = None
     _problem: str = ""
 
     async def take_part(self) -> Finish:
-        """Take part to the end, and return how it ended; `stopped` if a signal said so."""
+        """Take part to the end, and return how it ended: `stopped` if a signal ended it."""
         signals.deliver(self._leave)
         finish = await self._take_part()
         signals.ignore()
@@ -109,7 +109,7 @@ class Stay:
         )
 
     def join(self, told: Told) -> WorkerClient:
-        """Builds what the coordinator told of, and computes for itself what that is."""
+        """Return the client for the run that the coordinator described."""
         try:
             scenario = Scenario.from_dict(json.loads(told.scenario))
         except (UsageError, ValueError) as error:
@@ -145,9 +145,9 @@ class Stay:
         )
 
     def _door_context(self) -> ssl.SSLContext | None:
-        """Return what other workers are shown over TLS, and asked for; None without TLS.
+        """Return the TLS context for connections from other workers, or None without TLS.
 
-        Raises UsageError where there is no certificate to show.
+        Raises UsageError if there is no certificate.
         """
         given = self.given
         if given.tls_ca is None:
@@ -160,14 +160,14 @@ class Stay:
         return tls.server_context(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
 
     def _let_in(self, member: Member, effect: Effect) -> None:
-        """Record what this worker computes on when a stay begins, and say that it does."""
+        """Record this worker's backend when it is admitted, and print its rank."""
         if isinstance(effect, Load):
             for attempt in self.attempts:
                 member.recorder.emit(attempt)
             _say(f"takes part as rank {effect.rank}, from step {effect.step} on")
 
     def _alone(self, problem: str) -> None:
-        """Says why there is no coordinator, when that is another reason than before."""
+        """Print why the coordinator can't be reached, if the reason is a new one."""
         if problem != self._problem:
             self._problem = problem
             patience_s = self.given.patience_s
